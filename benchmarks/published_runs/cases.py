@@ -1,4 +1,4 @@
-"""Turn a row into a case to simulate: model, strategy, cluster, memory, and what had to be assumed."""
+"""Turn a row into a case to simulate: model, strategy, cluster, memory, and assumptions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.cost import Cluster, Peak, Stages, Step, find_device, make_cluster, memory, peak
+from meshwright.cost import Cluster, Op, Peak, Stages, Step, find_device, make_cluster, memory, peak
 from meshwright.cost.cluster import most_joined
 from meshwright.cost.rank_memory import shape_on, whole_gradients
 from meshwright.errors import MeshwrightError
@@ -54,34 +54,34 @@ class Case:
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all devices."""
+        """Return the tokens per step over all devices."""
         return self.global_batch * self.shape.seq
 
     @property
     def in_turn(self) -> bool:
-        """Whether gradients are reduced behind backward, and not beside it."""
+        """Return whether gradients are reduced after backward, and not during it."""
         beside = self.convention.reduces_beside
         return self.zero_stage < 2 and (not beside or (self.convention.reduces_each and self.zero_stage == 1))
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """The model and the cluster: runs of one setting differ by strategy."""
+        """Return the model and the cluster: runs of one setting differ by strategy."""
         return (self.row.source, self.row.text("model"), self.shape.seq, self.row.text("gpu"), self.cluster.num_devices)
 
 
-# --- Memory of a published run: the most that one of its ranks holds, as its source counts it, and whether it fits.
+# --- Memory
 
 _HALF_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Held:
-    """Memory of the rank that holds most.
+class RankMemory:
+    """Predicted memory of the rank that needs most.
 
     Args:
-        peak: By class.
+        peak: The peak by class.
         counted_bytes: As the source counts: allocated or reserved, of this rank or of the first.
-        needed_bytes: Reserved, with what is lost between tensors and what no tensor can use.
+        needed_bytes: Reserved, with fragmentation and the device's context.
         fits: Whether the device has as much.
     """
 
@@ -91,33 +91,33 @@ class Held:
     fits: bool
 
 
-def held_by(case: Case) -> Held:
-    """Predicts the memory of a run: whether its fullest rank fits, and what the rank holds that the source reports."""
+def rank_memory(case: Case) -> RankMemory:
+    """Predict the memory of a run: whether its fullest rank fits, and the peak that the source reports."""
     distinct = {id(step): step for step in case.steps}.values()
-    every = [_held(case, step) for step in distinct]
-    most = max(every, key=lambda held: held.needed_bytes)
+    every = [_memory_of(case, step) for step in distinct]
+    most = max(every, key=lambda each: each.needed_bytes)
     return dataclasses.replace(most, counted_bytes=every[0].counted_bytes) if case.convention.first_rank else most
 
 
-def _held(case: Case, step: Step) -> Held:
+def _memory_of(case: Case, step: Step) -> RankMemory:
     convention, most, extra = case.convention, peak(step), _beside(case, step)
     gathers_layers = convention.live_bytes > 0 and case.zero_stage == 3
-    # Segments that grow are an option of CUDA's drivers: on AMD's devices torch passes over it.
+    # Expandable segments are an option of CUDA's drivers: torch ignores it on AMD's devices.
     expandable = convention.expandable and case.cluster.device.efficiency != "MI300X"
     unused = 0.0 if expandable else FRAGMENTED_BY_LAYERS if gathers_layers else FRAGMENTED
     reserved = round((most.reserved_bytes + extra) * (1 + unused))
     counted = reserved if convention.memory == "reserved" else most.allocated_bytes + extra
     needed = reserved + CONTEXT_BYTES
-    return Held(most, counted, needed, needed <= case.cluster.device.memory_bytes)
+    return RankMemory(most, counted, needed, needed <= case.cluster.device.memory_bytes)
 
 
 def _beside(case: Case, step: Step) -> int:
-    """Bytes of what a source keeps and our methods do not; negative where it keeps less."""
+    """Return the bytes that a source needs beyond our methods; negative where it needs less."""
     convention = case.convention
     extra = convention.bucket_bytes
     replicas = math.prod(size for axis, size in step.axes if axis in ("zero", "data"))
     if convention.live_bytes and case.zero_stage == 3:
-        # Two layers at once (the one that computes and the one prefetched) with the gradients of one.
+        # Two layers at once, one computing and one prefetched, with the gradients of one.
         largest = max(p.numel for block in step.blocks for p in block.parameters if block.name != "outside")
         extra += max(convention.live_bytes, 3 * largest * _HALF_BYTES)
     if convention.offloads:
@@ -133,7 +133,7 @@ def _beside(case: Case, step: Step) -> int:
 
 
 def _stage_buffers(case: Case, step: Step, stages: Stages) -> int:
-    """Of torch's ``PipelineStage``: received inputs and gradients of all micro-batches, outputs of those in flight."""
+    """Return the buffers of torch's ``PipelineStage``: inputs and gradients of all micro-batches, outputs in flight."""
     last, ranks, every = len(stages.ranks) - 1, max(stages.ranks) + 1, step.num_micro_batches
     in_flight = min(every, ranks - stages.here) if len(stages.own) == 1 else every
     kept = sum((stage > 0) * every + (stage < last) * (every + in_flight) for stage in stages.own)
@@ -142,7 +142,7 @@ def _stage_buffers(case: Case, step: Step, stages: Stages) -> int:
     return kept * (stages.boundary_bytes or 0) + (logits if last in stages.own else 0)
 
 
-# --- From a row to what is simulated: the model, its strategy, its cluster; and what had to be assumed.
+# --- From a row to a case
 
 _MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
 _MOST_STAGES = 256
@@ -150,14 +150,14 @@ _MOST_MICRO_BATCHES = 2**16
 
 
 class NotCovered(Exception):
-    """Why a row cannot be predicted."""
+    """The reason why a row cannot be predicted."""
 
 
 def case_of(row: Row) -> Case:
-    """Reads a row.
+    """Turn a row into a case.
 
     Raises:
-        NotCovered: When the row does not say enough, or contradicts itself.
+        NotCovered: When the row gives too little, or contradicts itself.
     """
     assumed: list[str] = []
     convention = convention_of_row(row)
@@ -179,18 +179,20 @@ def case_of(row: Row) -> Case:
 def _largest(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
 ) -> Case:
-    """Where the table gives no micro-batch: the largest that fits, as one who fills a device takes; 1 in a pipeline."""
+    """Return the case; without a given micro-batch it has the largest that fits, or 1 in a pipeline."""
     given, whole = row.count("micro_batch"), global_batch(row, sizes["dp"], shape.seq)
     candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
     for micro in candidates:
         if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
             continue
-        said = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
+        assumptions = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
         batches = (micro, whole or micro * sizes["dp"])
         if len(candidates) == 1 or micro == 1:
-            return _lightest(row, convention, shape, cluster, sizes, batches, said)
-        case = _case(row, convention, shape, cluster, sizes, batches, freed_of(row, convention, said)[0], said)
-        if held_by(case).fits:
+            return _lightest(row, convention, shape, cluster, sizes, batches, assumptions)
+        case = _case(
+            row, convention, shape, cluster, sizes, batches, freed_of(row, convention, assumptions)[0], assumptions
+        )
+        if rank_memory(case).fits:
             return case
     raise AssertionError("1 is among the candidates")
 
@@ -204,12 +206,12 @@ def _lightest(
     batches: tuple[int, int],
     assumed: list[str],
 ) -> Case:
-    """Where the table does not say what is recomputed: the least that fits."""
+    """Return the case; where the table does not give recomputation, it has the least that fits."""
     candidates = freed_of(row, convention, assumed)
     for freed in candidates:
-        said = [*assumed, str(freed)] if freed != candidates[0] else list(assumed)
-        case = _case(row, convention, shape, cluster, sizes, batches, freed, said)
-        if held_by(case).fits:
+        assumptions = [*assumed, str(freed)] if freed != candidates[0] else list(assumed)
+        case = _case(row, convention, shape, cluster, sizes, batches, freed, assumptions)
+        if rank_memory(case).fits:
             return case
     return _case(row, convention, shape, cluster, sizes, batches, candidates[0], assumed)
 
@@ -256,7 +258,7 @@ def _case(
 def _fitting(
     convention: Convention, sizes: dict[str, int], batches: tuple[int, int], assumed: list[str]
 ) -> tuple[int, int]:
-    """Samples of a micro-batch and of a step that fit each other, as the source means them."""
+    """Return the samples per micro-batch and per step, as the source counts them."""
     scale = sizes["tp"] if convention.batch_of_device else 1
     whole = max(batches[1] * scale, sizes["dp"])
     micro = min(batches[0] * scale, max(1, whole // sizes["dp"]))
@@ -332,22 +334,20 @@ def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple
 
 
 def _with_early_products(step: Step) -> Step:
-    """Return the step with products of libraries that did not know this generation of devices well yet."""
-    blocks = []
-    for block in step.blocks:
-        early = [op.kind == "matmul" and ATTENTION not in op.inside for op in block.ops]
-        ops = (
-            dataclasses.replace(op, variant="early") if is_early else op
-            for op, is_early in zip(block.ops, early, strict=True)
-        )
-        blocks.append(dataclasses.replace(block, ops=tuple(ops)))
+    """Return the step with products of libraries that were not optimized for this generation of devices yet."""
+
+    def early(op: Op) -> Op:
+        is_product = op.kind == "matmul" and ATTENTION not in op.inside
+        return dataclasses.replace(op, variant="early") if is_product else op
+
+    blocks = (dataclasses.replace(block, ops=tuple(map(early, block.ops))) for block in step.blocks)
     return step.replace(blocks=tuple(blocks))
 
 
 def _shown_by(steps: list[Step]) -> list[int]:
-    """For every rank of a pipeline the one that stands for it: of the middle ones the first with as many blocks.
+    """Return for every pipeline rank the one whose step it shares: of middle ranks, the first with as many blocks.
 
-    Of equal ones it keeps most, since more of its micro-batches are in flight.
+    The first of equal ranks saves most, since it has the most micro-batches in flight.
     """
     firsts: dict[tuple[bool, bool, int], int] = {}
     shown = []
@@ -359,7 +359,7 @@ def _shown_by(steps: list[Step]) -> list[int]:
 
 
 def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: bool) -> Step:
-    """What a source does otherwise than our methods: gradients reduced in fp32, or parameter by parameter."""
+    """Return the step with the source's collectives: gradients reduced in fp32, or parameter by parameter."""
     if convention.live_bytes and stage == 3:
         step = step.replace(gathered="nothing")  # its buffers have a fixed size
     largest = max(sum(p.numel for p in block.parameters) for block in step.blocks if block.name != "outside")
@@ -386,6 +386,6 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
 
 
 def _layers_of_a_block(step: Step) -> float:
-    """Collectives in the place of one: of each layer's matrix; vectors stay whole, below DeepSpeed's threshold."""
+    """Return the collectives per block: one per matrix, since vectors stay whole below DeepSpeed's threshold."""
     matrices = sum(block.count * sum(len(p.shape) > 1 for p in block.parameters) for block in step.blocks)
     return matrices / max(sum(block.count for block in step.blocks), 1)

@@ -1,4 +1,4 @@
-"""What each source means by its words: kernels, fp32 state, FLOPs and memory, by the date of its table."""
+"""Conventions of the sources of published runs: implementation, fp32 state, FLOPs and memory, by the table's date."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ class Convention:
     """How a source trains, and what it prints.
 
     Args:
-        words: Any of them in a source's name means it.
-        family: Of a model whose name does not say.
-        impl: Its kernels, and what they save. Of it, a cell may say ``scaling``, and ``compiled`` beside what it says.
-        reentrant: Whether recomputation runs whole blocks again, their last product too.
+        words: Words of which any one in a source's name identifies it.
+        family: Family of models whose names do not show it.
+        impl: Its kernels, and what they save; cells of a row may change ``scaling``, ``compiled`` and ``split_tokens``.
+        reentrant: Whether recomputation repeats whole blocks, their last product included.
         reduce: Precision in which gradients are reduced.
         wide_gradients: Whether gradients accumulate in fp32 beside half weights.
-        reduces_beside: Whether gradients are reduced beside backward (without ZeRO 3).
-        reduces_each: Whether under ZeRO 1 each parameter is a collective of its own, behind backward.
+        reduces_beside: Whether reducing gradients overlaps with backward (without ZeRO 3).
+        reduces_each: Whether under ZeRO 1 each parameter is reduced by its own collective, after backward.
         offloads: Whether the optimizer's state is in host memory.
-        hosts_activations: Whether under ZeRO 3 activations that do not fit move to host memory, block by block.
-        memory: What a peak counts.
-        first_rank: Whether it is that of the first rank, and not the most of any.
-        ddp_buckets: Whether DistributedDataParallel holds gradients in its buckets beside the parameters' own.
-        latency_s: From node to node, where it is not that of InfiniBand or RoCE.
-        keeps_stages: Whether pipelines are torch's, whose stages receive every micro-batch in a buffer of its own, keep
-            what they hand on until its backward, and the logits of all.
-        splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
-        batch_of_device: Whether a micro-batch is a device's share of what its tensor group takes together.
+        offloads_activations: Whether under ZeRO 3 activations that do not fit are offloaded, block by block.
+        memory: Whether a peak counts allocated or reserved memory.
+        first_rank: Whether a peak is that of the first rank, instead of the highest.
+        ddp_buckets: Whether DistributedDataParallel's buckets are a second copy of the gradients.
+        latency_s: Latency between nodes; the default is that of InfiniBand and RoCE.
+        keeps_stages: Whether pipelines are torch's, whose stages receive every micro-batch in its own buffer, and keep
+            their outputs until backward, and the logits of all micro-batches.
+        splits_local_batch: Whether a pipeline divides the printed micro-batch by its number of ranks.
+        batch_of_device: Whether the printed micro-batch is one device's share of its tensor group's.
         gathers_ahead: Whether backward gathers the next block while one computes (FSDP's BACKWARD_PRE).
-        stages: Of a rank of a pipeline, where a table does not say: so many at most, and as the blocks can be divided.
-        async_tensor: Whether tensor-parallel collectives run beside the products they feed.
-        gathers_fp8: Whether with one scale for each tensor its gathers carry 8 bits.
-        early_on: Families of devices that its libraries did not know well yet.
-        loss_parallel: Whether the loss of vocabularies that a tensor axis divides is torch's ``loss_parallel``.
-        bucket_bytes: Buffers of fixed size in which gradients are reduced.
-        live_bytes: Of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
-        expandable: Whether the allocator joins segments, and so loses nothing between them.
-        flops: What an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation too.
-        vocab: Where a table does not say.
-        default_zero: Where a table does not say.
-        default_ac: Where a table does not say; ``none`` where that fits, and ``never`` also where it does not.
+        stages: Maximum number of stages per pipeline rank where a table does not give it.
+        async_tensor: Whether tensor-parallel collectives overlap with the products they feed.
+        gathers_fp8: Whether gathers carry 8 bits where each tensor has one scale.
+        early_on: Families of devices that its libraries were not optimized for yet.
+        loss_parallel: Whether the loss of a vocabulary that a tensor axis divides is torch's ``loss_parallel``.
+        bucket_bytes: Size of the fixed buffers in which gradients are reduced.
+        live_bytes: Limit of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
+        expandable: Whether the allocator has expandable segments, and loses no memory between segments.
+        flops: FLOPs that an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation, too.
+        vocab: Vocabulary where a table does not give it.
+        default_zero: ZeRO stage where a table does not give it.
+        default_ac: Recomputation where a table does not give it: ``none`` if that fits, ``never`` even if it does not.
     """
 
     words: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Convention:
     reduces_beside: bool = True
     reduces_each: bool = False
     offloads: bool = False
-    hosts_activations: bool = False
+    offloads_activations: bool = False
     memory: Literal["allocated", "reserved"] = "reserved"
     first_rank: bool = False
     ddp_buckets: bool = False
@@ -81,15 +81,15 @@ class Convention:
     default_ac: Literal["none", "never", "full"] = "none"
 
 
-# --- What sources mean by their words: which kernels, what is kept in fp32, what they count as FLOPs and as memory.
+# --- The sources
 #
-# A source is known by words in its name. Every entry is what the project documents or its code did when the figures
+# Words in a source's name identify it. Every entry is what the project documents, or what its code did when the figures
 # were published; none is fitted.
 
 # Megatron-LM's loss of divided vocabularies (nanotron's is a copy): cast to fp32, then a maximum, a difference,
 # exponentials, a sum and a quotient, each in a kernel; backward multiplies and casts.
 _STEPWISE_LOSS = (38, 14)
-# Both come together: attention written for each generation of devices, and inputs of narrow products saved narrow.
+# Transformer Engine brings cuDNN's attention, and saves the inputs of products in 8 bits.
 _TRANSFORMER_ENGINE = Implementation(attention="vendor", saves_narrow=True)
 _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divided but where it is said
     words=("korthikanti", "2205.05198", "vtrain"),
@@ -121,7 +121,7 @@ _MEGATRON_DEEPSPEED = dataclasses.replace(  # its pipelines are DeepSpeed's, who
 _MEGATRON = Convention(
     words=("megatron-lm", "mcore", "megascale", "megatron"),
     family="gpt",
-    # Transformer Engine fuses norms, rotary positions and activations; so is its attention of the vendor.
+    # Transformer Engine's attention; its norms, rotary positions and activations are fused.
     impl=dataclasses.replace(
         _TRANSFORMER_ENGINE, compiled=True, scaling="delayed", casts_weights=False, fused_loss=True
     ),
@@ -150,7 +150,7 @@ _KNOWN = (
         wide_gradients=False,
         impl=dataclasses.replace(_MEGATRON.impl, scaling="current"),  # its recipes are named ``fp8cs``
         expandable=True,  # ``PYTORCH_CUDA_ALLOC_CONF`` of its recipes
-        hosts_activations=True,  # ``cpu_offloading_num_layers`` of those with FSDP
+        offloads_activations=True,  # ``cpu_offloading_num_layers`` of those with FSDP
     ),
     _MEGATRON,
     Convention(  # XLA fuses what is elementwise; attention is cuDNN's (``cudnn_flash_te``)
@@ -278,16 +278,16 @@ _KNOWN = (
     ),
 )
 OTHER = Convention()
-"""Of a source that is not known: PyTorch of 2024 with fused attention."""
+"""Convention of unknown sources: PyTorch of 2024 with fused attention."""
 
 
 def convention_of(source: str) -> Convention:
-    """The convention of the first known project that a source's name contains."""
+    """Return the convention of the first known project in a source's name."""
     name = source.lower()
     return next((each for each in _KNOWN if any(word in name for word in each.words)), OTHER)
 
 
-# --- What a project did when a table of it was made, where that changed later.
+# --- Changes by date and row
 
 _FUSED_SINCE = 2301  # as arXiv counts: what was written in 2022 trained before FlashAttention (May 2022) was common
 _OF_2025 = re.compile(r"(?<![\d.])v?25\.(?:0[1-9]|1[0-2])(?!\d)")
@@ -298,7 +298,7 @@ _COUNTED = re.compile(
 
 
 def convention_of_row(row: Row) -> Convention:
-    """The convention of a row's source, with what a cell, a note or its table's title tells of the version."""
+    """Return the convention of a row's source, for the version that a cell, a note or the table's title shows."""
     source = row.source.lower()
     # BMTrain's table compares with DeepSpeed and Megatron-LM, whose rows have a ZeRO stage.
     if "bmtrain" in source and row.text("zero_stage"):
@@ -317,7 +317,7 @@ def _with(convention: Convention, **changes: Any) -> Convention:
 
 
 def _dated(row: Row, convention: Convention) -> Convention:
-    """Of a project that is not known: its attention, by its article's date. Megatron-LM has no ZeRO 3: it compares."""
+    # Megatron-LM has no ZeRO 3: such rows of its tables are of DeepSpeed.
     if (
         convention.words
         and not convention.impl.fused_attention
@@ -332,14 +332,16 @@ def _dated(row: Row, convention: Convention) -> Convention:
 
 
 def _of_its_year(row: Row, convention: Convention) -> Convention:
-    """NVIDIA's containers are numbered by year and month; Blackwell's first devices came in February 2025."""
+    # NVIDIA's containers are numbered by year and month; Blackwell's first devices came in February 2025.
     if convention.impl.attention == "vendor" and _OF_2025.search(row.source):
         return dataclasses.replace(convention, early_on=(*convention.early_on, "B200"))
     return convention
 
 
 def _llm_foundry(row: Row, convention: Convention) -> Convention:
-    """Its first tables (precision ``bf16``, mode PURE) are of May 2023, with torch 1.13; later ones of torch 2.1.
+    """Return the convention of llm-foundry by its version of torch.
+
+    Its first tables (precision ``bf16``, mode PURE) are of May 2023, with torch 1.13; later ones of torch 2.1.
 
     Recomputation is not reentrant in any (``submit_benchmarks.py``), but torch stops it at the last saved tensor only
     since 2.1. Mode DEFAULT reduces gradients in fp32. The sweep of January 2024 on 128 H100 and more sets BACKWARD_PRE.

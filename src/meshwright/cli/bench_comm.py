@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.cli.ranks import check_launched, num_ranks, progress_bar
+from meshwright.cli.ranks import DEVICES, check_choice, check_launched, num_ranks, progress_bar
 from meshwright.cli.run_files import check_writable, write_whole
 from meshwright.comm import Measurement, benchmark_collectives, benchmark_sizes
 from meshwright.comm.bandwidth import benchmark_table, check_benchmark, check_num_ranks, default_max_bytes
 from meshwright.comm.transport import members_of
-from meshwright.errors import ConfigError, did_you_mean
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, settings, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_DEVICES = ("auto", "cpu")
 _STDOUT = "-"
 
 
@@ -56,8 +53,8 @@ class BenchOptions:
             ConfigError: Naming the option.
         """
         check_benchmark(self.ops, self.iterations, self.warmup)
-        _check_name("--dtype", self.dtype, tuple(DTYPES))
-        _check_name("--device", self.device, _DEVICES)
+        check_choice("--dtype", self.dtype, tuple(DTYPES))
+        check_choice("--device", self.device, DEVICES)
         assert self.sizes
         if self.json not in (None, _STDOUT):
             fix = f"name another file, or write to standard output with --json {_STDOUT}"
@@ -86,16 +83,6 @@ class BenchOptions:
             *("--iterations", str(self.iterations), "--warmup", str(self.warmup)),
             *(("--json", self.json) if self.json is not None else ()),
         ]
-
-
-def _check_name(option: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(
-            f"{option} is not known{did_you_mean(value, known)}",
-            expected=f"one of {', '.join(known)}",
-            got=repr(value),
-            fix="correct the name",
-        )
 
 
 def bench_comm(options: BenchOptions) -> None:

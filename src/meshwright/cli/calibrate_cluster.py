@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from rich.table import Table
 
-from meshwright.cli.ranks import check_launched, num_ranks, progress_bar
+from meshwright.cli.ranks import DEVICES, check_choice, check_launched, num_ranks, progress_bar
 from meshwright.cli.run_files import check_writable, write_whole
 from meshwright.cost import write_cluster
 from meshwright.errors import ConfigError
@@ -17,7 +17,6 @@ from meshwright.planner.measure import Calibrated, Clock, calibrate
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole
 
-_DEVICES = ("auto", "cpu")
 _CLOCKS = ("auto", *get_args(Clock))
 
 
@@ -41,14 +40,8 @@ class CalibrateOptions:
         Raises:
             ConfigError: Naming the option.
         """
-        for option, value, known in (("--device", self.device, _DEVICES), ("--clock", self.clock, _CLOCKS)):
-            if value not in known:
-                raise ConfigError(
-                    f"{option} is not known",
-                    expected=f"one of {', '.join(known)}",
-                    got=repr(value),
-                    fix="correct the name, or leave it out",
-                )
+        check_choice("--device", self.device, DEVICES)
+        check_choice("--clock", self.clock, _CLOCKS)
         check_launched("--processes", self.processes)
         # Rank 0 alone writes the file: other nodes need no such directory.
         if rank() == 0:

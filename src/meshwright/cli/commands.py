@@ -24,6 +24,7 @@ _Options = TypeVar("_Options", "BenchOptions", "CalibrateOptions")
 checkpoint_app = typer.Typer(help="Checkpoints: list, verify, export.", no_args_is_help=True)
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run, its checkpoints, or one checkpoint.")]
 _Json = Annotated[bool, typer.Option("--json", metavar="", help="Print it as JSON.")]
+_Traceback = Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")]
 
 
 @checkpoint_app.command("list")
@@ -68,19 +69,22 @@ def export_command(
 _MODEL = "llama-3-8b, gpt:KEY=N,… (layers, hidden, heads, vocab), hf:PATH of a config.json, or MODULE:FUNCTION."
 _CLUSTER = "A preset such as h100x64 or a100-40x8, or a cluster file (.toml, .json)."
 _BATCH = "Samples per step, over all devices."
-_SEQ = "Tokens per sample."
-_SEQ_DEFAULT = "the model's own length"
+_Seq = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Tokens per sample.", show_default="the model's own length")
+]
 _SAMPLE = "Function that returns a batch, for a MODULE:FUNCTION that takes no token ids."
+_Sample = Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)]
 _LOSS = "Function (input, output) -> loss, for a MODULE:FUNCTION."
-_LIMIT = "Usable device memory, such as '40 GiB'."
-_TRACEBACK = typer.Option("--traceback", metavar="", help="Show where an error was raised.")
+_Loss = Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_LOSS)]
+_MemoryLimit = Annotated[str | None, typer.Option(metavar="SIZE", help="Usable device memory, such as '40 GiB'.")]
+_AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON instead.")]
 
 
 def plan_command(
     model: Annotated[str, typer.Option(metavar="MODEL", help=_MODEL)],
     cluster: Annotated[str, typer.Option(metavar="CLUSTER", help=_CLUSTER)],
     global_batch: Annotated[int, typer.Option(metavar="N", min=1, help=_BATCH)],
-    seq: Annotated[int | None, typer.Option(metavar="N", min=1, help=_SEQ, show_default=_SEQ_DEFAULT)] = None,
+    seq: _Seq = None,
     strategy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Predict this strategy instead of searching.")
     ] = None,
@@ -98,16 +102,16 @@ def plan_command(
         list[str] | None, typer.Option(metavar="METHOD", help="Use this method in no plan; repeatable.")
     ] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Plans to show.")] = 10,
-    sample: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)] = None,
-    loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_LOSS)] = None,
-    memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help=_LIMIT)] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON instead.")] = False,
+    sample: _Sample = None,
+    loss: _Loss = None,
+    memory_limit: _MemoryLimit = None,
+    as_json: _AsJson = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with figures.")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the first plan's step for Perfetto.")
     ] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first plan's strategy.")] = None,
-    traceback: Annotated[bool, _TRACEBACK] = False,
+    traceback: _Traceback = False,
 ) -> None:
     """Predict memory and time of strategies for a model on any cluster, rank them, and explain the best."""
     from meshwright.cli.failures import exit_status
@@ -131,12 +135,12 @@ def compare_command(
     model: Annotated[str | None, typer.Option(metavar="MODEL", help=_MODEL)] = None,
     cluster: Annotated[str | None, typer.Option(metavar="CLUSTER", help=_CLUSTER)] = None,
     global_batch: Annotated[int | None, typer.Option(metavar="N", min=1, help=_BATCH)] = None,
-    seq: Annotated[int | None, typer.Option(metavar="N", min=1, help=_SEQ, show_default=_SEQ_DEFAULT)] = None,
-    sample: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)] = None,
-    loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_LOSS)] = None,
-    memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help=_LIMIT)] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON instead.")] = False,
-    traceback: Annotated[bool, _TRACEBACK] = False,
+    seq: _Seq = None,
+    sample: _Sample = None,
+    loss: _Loss = None,
+    memory_limit: _MemoryLimit = None,
+    as_json: _AsJson = False,
+    traceback: _Traceback = False,
 ) -> None:
     """Compare strategies for one model on one cluster, or plans that were written before."""
     from meshwright.cli.failures import exit_status
@@ -228,7 +232,7 @@ def train_command(
         int,
         typer.Option(metavar="N", min=0, help="Restarts of all ranks, from a checkpoint, when one fails."),
     ] = 0,
-    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
+    traceback: _Traceback = False,
     help_config: Annotated[
         bool, typer.Option("--help-config", metavar="", help="Explain every key of FILE.toml and exit.")
     ] = False,
@@ -302,6 +306,12 @@ def _start_ranks(arguments: list[str], nproc: int, max_restarts: int = 0) -> int
 app.command("plan")(plan_command)
 app.command("compare")(compare_command)
 
+_RANKS_DEFAULT = "one per CUDA device, or 2 on the CPU"
+_Ranks = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Ranks on this machine.", show_default=_RANKS_DEFAULT)
+]
+_Device = Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")]
+
 
 @app.command("bench-comm")
 def bench_comm_command(
@@ -319,17 +329,12 @@ def bench_comm_command(
     dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="Element type.")] = "fp32",
     iterations: Annotated[int, typer.Option(metavar="N", min=1, help="Timings per size; the median counts.")] = 10,
     warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Runs per size before them.")] = 3,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Processes on this machine.", show_default="one per CUDA device, or 2 on the CPU"
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
+    nproc: _Ranks = None,
+    device: _Device = "auto",
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures as JSON too; - prints it alone.")
     ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
+    traceback: _Traceback = False,
 ) -> None:
     """Measure the bandwidth of collectives between ranks by message size (BMTrain's benchmarks)."""
     from meshwright.cli.bench_comm import BenchOptions, bench_comm
@@ -343,17 +348,12 @@ def bench_comm_command(
 @app.command("calibrate")
 def calibrate_command(
     out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where to write the cluster.")] = Path("cluster.json"),
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Ranks on this machine.", show_default="one per CUDA device, or 2 on the CPU"
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
+    processes: _Ranks = None,
+    device: _Device = "auto",
     clock: Annotated[
         str, typer.Option(metavar="auto|wall|cpu", help="Which clock counts; auto: cpu where others keep it busy.")
     ] = "auto",
-    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
+    traceback: _Traceback = False,
 ) -> None:
     """Measure this machine's kernels and links in about a minute, for predictions (use as --cluster FILE.json)."""
     from meshwright.cli.calibrate_cluster import CalibrateOptions, run_calibration

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.methods import Method, Rule, known_methods, rules
+from meshwright.methods import Method, known_methods, rules
 from meshwright.methods.base import SHARD_AXES
 from meshwright.runtime.terminal import PlainConsole
 from meshwright.strategy.method_config import METHOD_CONFIGS
@@ -69,12 +69,9 @@ def _conflicts(name: str) -> dict[str, list[str]]:
 
 def _names(name: str) -> str:
     """Return the methods that this one conflicts with, in brackets where only some keys conflict."""
-    never = {_other(rule, name) for rule in rules() if rule.always and name in (rule.first, rule.second)}
+    always = [rule for rule in rules() if rule.always and name in (rule.first, rule.second)]
+    never = {rule.second if rule.first == name else rule.first for rule in always}
     return ", ".join(other if other in never else f"({other})" for other in _conflicts(name))
-
-
-def _other(rule: Rule, name: str) -> str:
-    return rule.second if rule.first == name else rule.first
 
 
 def print_methods(*, as_json: bool, console: Console | None = None) -> None:

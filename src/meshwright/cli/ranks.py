@@ -1,16 +1,34 @@
-"""Decide how many ranks a command starts on this machine, and show their progress on rank 0's terminal."""
+"""Check the options of commands that start ranks, count these ranks, and show their progress."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, did_you_mean
 from meshwright.runtime import rank
 from meshwright.runtime.terminal import PlainConsole
+
+DEVICES = ("auto", "cpu")
+
+
+def check_choice(option: str, value: str, known: Sequence[str]) -> None:
+    """Refuse a value of an option that is not among the known ones.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    if value not in known:
+        raise ConfigError(
+            f"{option} is not known{did_you_mean(value, known)}",
+            expected=f"one of {', '.join(known)}",
+            got=repr(value),
+            fix="correct the name, or leave it out",
+        )
 
 
 def num_ranks(asked: int | None, *, on_cuda: bool, otherwise: int, option: str, use_cpu: str) -> int:

@@ -309,8 +309,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not known:
         return ""
     lowest, span = min(known), max(known) - min(known)
-    return "".join(" " if math.isnan(mean) else _bar((mean - lowest) / span if span else 0.0) for mean in means)
-
-
-def _bar(height: float) -> str:
-    return _BARS[min(int(height * len(_BARS)), len(_BARS) - 1)]
+    heights = [(mean - lowest) / span if span else 0.0 for mean in means]
+    top = len(_BARS) - 1
+    return "".join(" " if math.isnan(each) else _BARS[min(int(each * len(_BARS)), top)] for each in heights)

@@ -329,7 +329,7 @@ def _explained(error: ValidationError, where: str) -> ConfigError:
 
 def _expected(each: Any, names: list[str]) -> str:
     if each["type"] == "extra_forbidden":
-        known = _keys(names[:-1])
+        known = list(_table(names[:-1]).model_fields)
         hint = did_you_mean(names[-1], known) or f"; keys are {', '.join(known)}"
         return f"no such key{hint}"
     if each["type"] == "missing":
@@ -338,7 +338,7 @@ def _expected(each: Any, names: list[str]) -> str:
         return "a table"
     message = each["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if each["type"] == "string_pattern_mismatch":
-        return _description(names) or message
+        return _table(names[:-1]).model_fields[names[-1]].description or message
     return message
 
 
@@ -355,14 +355,6 @@ def _table(names: list[str]) -> type[BaseModel]:
     for name in names:
         table = table.model_fields[name].annotation
     return table
-
-
-def _keys(names: list[str]) -> list[str]:
-    return list(_table(names).model_fields)
-
-
-def _description(names: list[str]) -> str | None:
-    return _table(names[:-1]).model_fields[names[-1]].description
 
 
 # --- ``meshwright train --help-config``, made from the models that validate a training file

@@ -28,9 +28,14 @@ from meshwright.optim import (
     get_galore_param_groups,
     muon_param_groups,
 )
-from meshwright.planner.config_models import check_config_path, model_of_config, predicts_next_token, read_model_config
+from meshwright.planner.config_models import (
+    check_config_path,
+    config_path,
+    model_of_config,
+    predicts_next_token,
+    read_model_config,
+)
 
-_HF = "hf:"
 _KEY = "model.source"
 
 
@@ -61,10 +66,10 @@ def model_source(table: ModelTable, folder: Path, *, of_text: bool = True) -> Mo
     """
     loss = resolve_reference(table.loss, "model.loss") if table.loss is not None else None
     loss_func = next_token_loss if of_text and loss is None else loss
-    if not table.source.startswith(_HF):
+    path = config_path(table.source, folder)
+    if path is None:
         function = resolve_reference(table.source, _KEY)
         return ModelSource(functools.partial(_from_function, function, table), loss_func, to_device, None)
-    path = folder / Path(table.source.removeprefix(_HF)).expanduser()
     check_config_path(path, _KEY)
     build = functools.partial(_from_hf, path, table, loss_func is next_token_loss)
     return ModelSource(build, loss_func, _by_name, "unpack_dict")

@@ -89,6 +89,7 @@ def check_pixels(shape: tuple[int, ...]) -> None:
 
 # --- Configurations and models
 
+_HF = "hf:"
 _BY_FUNCTION = "let functions make the model and a batch: --model MODULE:FUNCTION --sample MODULE:FUNCTION"
 _LONGEST = 2**24  # tokens of a sample
 _CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
@@ -141,7 +142,14 @@ def _needs_sample(got: str) -> ModelError:
     )
 
 
-def check_config_path(path: Path, key: str = "hf:") -> None:
+def config_path(model: str, folder: Path | None = None) -> Path | None:
+    """Return the path of a model ``hf:PATH``, relative to a folder; None for other models."""
+    if not model.startswith(_HF):
+        return None
+    return (folder or Path()) / Path(model.removeprefix(_HF)).expanduser()
+
+
+def check_config_path(path: Path, key: str = _HF) -> None:
     """Refuse a path that is neither a ``config.json`` nor a directory with one.
 
     Raises:
@@ -156,7 +164,7 @@ def check_config_path(path: Path, key: str = "hf:") -> None:
         )
 
 
-def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key: str = "hf:") -> Any:
+def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key: str = _HF) -> Any:
     """Return the configuration of a ``config.json``, with the cache for generation off.
 
     Args:
@@ -212,7 +220,7 @@ def predicts_next_token(module: nn.Module, config: Any) -> bool:
     return type(config) in mapping and isinstance(module, mapping[type(config)]) and not _is_encoder(config)
 
 
-def _transformers(key: str = "hf:") -> ModuleType:
+def _transformers(key: str = _HF) -> ModuleType:
     try:
         import transformers
     except ImportError as error:

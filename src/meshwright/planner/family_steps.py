@@ -16,7 +16,6 @@ from meshwright.cost import (
     Boundary,
     Op,
     Parameter,
-    Placed,
     SavedTensor,
     Stages,
     Step,
@@ -63,13 +62,9 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         work=tuple(work for block in range(count) for work in _work(ops, block)),
         loss_bytes=behind.loss_bytes,
         outside_bytes=behind.saved_bytes,
-        flops_at=_flops_at(count, 3 * sum(op.flops for op in ops), outside),
+        # The head and the loss are nearly all of what is outside of blocks.
+        flops_at=(*(((block,), 3 * sum(op.flops for op in ops)) for block in range(count)), ((count,), outside)),
     )
-
-
-def _flops_at(count: int, in_block: int, behind: int) -> Placed:
-    """Return the FLOPs of every block, and of the head and the loss, which are nearly all of the rest."""
-    return (*(((block,), in_block) for block in range(count)), ((count,), behind))
 
 
 def _modules(shape: Shape, run: FamilyRun, block: int) -> tuple[TracedModule, ...]:
@@ -115,14 +110,10 @@ def _work(ops: tuple[Op, ...], block: int) -> tuple[Work, ...]:
     found: dict[tuple[str, Running, int], int] = {}
     for op in ops:
         if op.flops:
-            running = _running(op.inside, block)
+            running = tuple(len(_CLASSES) * block + number for number, each in enumerate(_CLASSES) if each in op.inside)
             key = op.operator, running, len(running) if op.needed_in else 0
             found[key] = found.get(key, 0) + op.flops
     return tuple(Work(operator, running, needed, flops, block) for (operator, running, needed), flops in found.items())
-
-
-def _running(names: tuple[str, ...], block: int) -> Running:
-    return tuple(len(_CLASSES) * block + number for number, each in enumerate(_CLASSES) if each in names)
 
 
 # --- Experts over an expert axis
@@ -141,12 +132,11 @@ def with_experts(step: Step, shape: Shape, run: FamilyRun) -> Step:
         Boundary("all_to_all", moment, 2 * sent, (BLOCK,), (BLOCK,), axis="expert", count=2 * shape.layers)
         for moment in ("forward", "backward")  # type: ignore[arg-type]
     )
-    blocks = tuple(_marked(block, shape) for block in step.blocks)
+    blocks = tuple(
+        dataclasses.replace(block, parameters=tuple(_of_expert(p, shape) for p in block.parameters))
+        for block in step.blocks
+    )
     return step.replace(blocks=blocks, boundaries=(*step.boundaries, *exchanged))
-
-
-def _marked(block: Block, shape: Shape) -> Block:
-    return dataclasses.replace(block, parameters=tuple(_of_expert(p, shape) for p in block.parameters))
 
 
 def _of_expert(parameter: Parameter, shape: Shape) -> Parameter:

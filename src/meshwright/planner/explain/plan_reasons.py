@@ -338,14 +338,11 @@ def _outcome(change: str, before: Plan, after: Plan | None) -> WhatIf:
     pair = (now, rate) if now is not None and rate is not None else (_samples_per_s(before), _samples_per_s(after))
     if abs(faster - 1) < _NOTHING and after.strategy == before.strategy:
         return WhatIf(change, "no difference", after, faster)
-    words = f"{number(pair[1])} {unit} instead of {number(pair[0])} ({_signed(faster - 1)})"
+    sign = "+" if faster >= 1 else "-"
+    words = f"{number(pair[1])} {unit} instead of {number(pair[0])} ({sign}{percent(abs(faster - 1), 1)})"
     words += f", {seconds(after.forecast.time.step_time_s)} a step"
     price, earlier = price_per_billion_tokens(after), price_per_billion_tokens(before)
     if price is not None and earlier is not None and abs(price / earlier - 1) > 1e-3:
         words += f", {price:,.0f} instead of {earlier:,.0f} USD per 1e9 tokens"
     words += "" if short(after) == short(before) else f"; best then: {short(after)}"
     return WhatIf(change, words, after, faster)
-
-
-def _signed(share: float) -> str:
-    return f"{'+' if share >= 0 else '-'}{percent(abs(share), 1)}"

@@ -94,7 +94,9 @@ def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         found[name] = ["" if value is None else text(value) for value in values]
     for kind in ("allocated", "reserved"):
         found[kind] = [_most(entry, f"{kind}_bytes") for entry in entries]
-    found["memory"] = [] if any(found["reserved"]) else [_needed(entry) for entry in entries]
+    found["memory"] = (
+        [] if any(found["reserved"]) else [readable_bytes(entry["memory"]["needed_bytes"]) for entry in entries]
+    )
     return found
 
 
@@ -105,10 +107,6 @@ def _cut(entry: Mapping[str, Any]) -> str:
 def _most(entry: Mapping[str, Any], kind: str) -> str:
     sizes = [rank[kind] for rank in entry["memory"]["ranks"] if rank[kind] is not None]
     return readable_bytes(max(sizes)) if sizes else ""
-
-
-def _needed(entry: Mapping[str, Any]) -> str:
-    return readable_bytes(entry["memory"]["needed_bytes"])
 
 
 def _of(entry: Mapping[str, Any], figure: str) -> Any:

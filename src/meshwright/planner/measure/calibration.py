@@ -133,7 +133,7 @@ def calibrate(
     chosen, disturbed = _clock(kernels, now, clock)
     kernels = [_in_turn(each, now) for each in kernels]
     machine = _with_fp8(fit_kernels(kernels, _device(now), fitted().constants, chosen))
-    step_s = _of(small_step_s(now.device), chosen)
+    step_s = slowest(gather_objects(small_step_s(now.device))).of(chosen)
     constants = dataclasses.replace(
         machine.constants, step_s=step_s, accumulation=_ACCUMULATION, per_core=ranks_per_core(now.local_world_size)
     )
@@ -204,10 +204,6 @@ def _with_fp8(machine: Machine) -> Machine:
         device=dataclasses.replace(machine.device, fp8_flops_per_s=preset.fp8_flops_per_s),
         efficiency=dataclasses.replace(machine.efficiency, fp8=fitted().of(preset.efficiency).fp8),
     )
-
-
-def _of(timing: Any, clock: Clock) -> float:
-    return slowest(gather_objects(timing)).of(clock)
 
 
 def _device(now: Settings) -> Device:

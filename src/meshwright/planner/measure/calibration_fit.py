@@ -251,7 +251,8 @@ def link_residuals(samples: Sequence[LinkSample], links: Links, clock: Clock) ->
 def _fit_tier(tier: str, samples: Sequence[LinkSample], links: Links, clock: Clock, *, first: bool) -> Links:
     links = _with_link(links, tier, Link(_NEVER_BINDS, _MIN_S))
     if first:
-        links = dataclasses.replace(links, efficiency=_equal_kinds(links.efficiency))
+        equal = dataclasses.replace(links.efficiency, **dict.fromkeys(_KINDS, 1.0))
+        links = dataclasses.replace(links, efficiency=equal)
     links = dataclasses.replace(
         links,
         efficiency=dataclasses.replace(links.efficiency, **{tier: 1.0}),
@@ -313,10 +314,6 @@ def _rate(tier: str, samples: Sequence[LinkSample], links: Links, clock: Clock) 
     # Small messages are dominated by call and hops, whose errors must not count as bytes.
     x = fitted_factor(each for each in terms if each[0] < each[2] / 2)
     return 1 / x if x > 0 else None
-
-
-def _equal_kinds(efficiency: Efficiency) -> Efficiency:
-    return dataclasses.replace(efficiency, **dict.fromkeys(_KINDS, 1.0))
 
 
 def _with_call(links: Links, seconds: float) -> Links:
