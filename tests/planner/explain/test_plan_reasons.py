@@ -33,7 +33,7 @@ def test_what_offloading_needs_of_the_host_is_said():
     for methods, told in ((["checkpoint"], False), (["checkpoint", ("offload", "optimizer")], True)):
         plan = FamilyWorkload(parse_family("llama-3-1b"), cluster, 1, "bf16").plan(Strategy(methods))
         said = why(Found((plan,))).chosen[-1]
-        assert (f"Host memory holds {readable_bytes(plan.memory.host_total)} for every device" in said) is told
+        assert (f"Offloading needs {readable_bytes(plan.memory.host_total)} of host memory per device" in said) is told
     host = dataclasses.replace(cluster, host_memory_bytes=2**30)
     plan = FamilyWorkload(parse_family("llama-3-1b"), host, 1, "bf16").plan(Strategy(methods))
     assert not plan.fits

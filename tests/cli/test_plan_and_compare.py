@@ -224,7 +224,7 @@ def test_compare_refuses_what_has_no_common_ground(planned, tmp_path):
         ((tmp_path / "b.json", folder / "plans.json"), "different models or batches"),
         ((tmp_path / "c.json", folder / "plans.json"), "schema_version 99"),
         ((tmp_path / "absent", folder / "plans.json"), "cannot be read"),
-        ((tmp_path / "a.json", tmp_path / "a.json", "--model", SMALL), "said in part"),
+        ((tmp_path / "a.json", tmp_path / "a.json", "--model", SMALL), "only in part"),
     ):
         result = run("compare", *arguments)
         assert result.exit_code == 1, arguments

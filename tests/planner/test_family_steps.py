@@ -6,7 +6,7 @@ from meshwright.cost import memory, peak
 from meshwright.cost.peak_memory import moments
 from meshwright.errors import ModelError
 from meshwright.methods import cost_of
-from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun, block_saved
+from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun, Implementation, block_saved
 from meshwright.planner.family_steps import family_step
 from meshwright.planner.memory_budget import fit_budget
 from meshwright.planner.model_shapes import Shape
@@ -35,17 +35,17 @@ def test_flops_are_six_for_a_parameter_and_twelve_for_a_score():
 
 def test_what_a_gpt_block_keeps_is_korthikantis():
     shape, sbh, scores = dataclasses.replace(GPT, seq=2048), 2048 * 4 * 768, 12 * 2048 * 2048 * 4
-    old = FamilyRun(4, seq=2048, dropout=True, fused_attention=False)
+    old = FamilyRun(4, seq=2048, impl=Implementation("scores", dropout=True))
     assert block_saved(shape, old) == 34 * sbh + 5 * scores
     divided = dataclasses.replace(old, tensor=4)
     assert block_saved(shape, divided) == (34 * sbh + 5 * scores) // 4
-    whole_tokens = dataclasses.replace(divided, split_tokens=False)
+    whole_tokens = dataclasses.replace(divided, impl=dataclasses.replace(old.impl, split_tokens=False))
     assert block_saved(shape, whole_tokens) == 10 * sbh + (24 * sbh + 5 * scores) // 4
 
 
 def recomputed(config, axes=(("data", 1),), micro_batches=1, shape=GPT, **changes):
     """The step of every pipeline rank under ``checkpoint``; none where the config is empty."""
-    every = family_step(shape, FamilyRun(2, micro_batches, seq=GPT.seq, **changes), axes)
+    every = family_step(shape, FamilyRun(2, micro_batches, seq=GPT.seq, impl=Implementation(**changes)), axes)
     work = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel"}
     methods = [("parallel_mode", {"axes": list(axes)}), *(work[name] for name, _ in axes if name in work)]
     strategy = Strategy([*methods, *([("checkpoint", config)] if config else [])])
@@ -54,7 +54,7 @@ def recomputed(config, axes=(("data", 1),), micro_batches=1, shape=GPT, **change
 
 def test_recomputation_frees_what_is_named_and_runs_it_again():
     names = ("", ATTENTION, PER_OP, BLOCK)
-    none, attention, per_op, full = (recomputed(name, fused_attention=False)[0] for name in names)
+    none, attention, per_op, full = (recomputed(name, attention="scores")[0] for name in names)
     saved = [step.activations.saved_bytes for step in (none, attention, per_op, full)]
     assert saved == sorted(saved, reverse=True)
     again = {op.kind for op in attention.blocks[0].ops if op.recomputed}
@@ -77,7 +77,7 @@ def test_a_policy_keeps_products_and_fused_attention():
     assert kept == 12 * 2 * GPT.seq * (2 * GPT.hidden * (1 + 3 + 1 + 1 + 4 + 1) + 4 * GPT.heads)
     drawn = recomputed({"policy": "selective"}, dropout=True)[0]
     assert {op.kind for op in drawn.blocks[0].ops if op.recomputed} == {"move", "attention"}
-    products = recomputed({"policy": "aten.mm"}, fused_attention=False)[0]
+    products = recomputed({"policy": "aten.mm"}, attention="scores")[0]
     assert products.recompute_flops == sum(12 * op.flops for op in products.blocks[0].ops if op.batch > 1) > 0
 
 
@@ -126,7 +126,7 @@ def test_a_pipeline_that_counts_the_head_gives_its_last_rank_fewer_blocks():
     axes = [("data", 1), ("pipeline", 2)]
     small = Shape("llama", 16, 2048, 32, 131072, 4096, ffn=8192, tied=True)
     plain, nearest, beyond = (
-        family_step(small, FamilyRun(1, 4, seq=4096, balances_head=balances), axes)[0]
+        family_step(small, FamilyRun(1, 4, seq=4096, impl=Implementation(balances_head=balances)), axes)[0]
         for balances in ("", "nearest", "beyond")
     )
     assert plain.stages.ranges == ((0, 8), (8, 16))
@@ -137,7 +137,9 @@ def test_a_pipeline_that_counts_the_head_gives_its_last_rank_fewer_blocks():
 def test_stages_that_count_the_head_end_where_they_come_nearest_to_their_share():
     axes = [("pipeline", 32)]
     large = Shape("llama", 80, 8192, 64, 131072, 4096, ffn=28672)
-    first, *_, last = family_step(large, FamilyRun(1, 32, seq=4096, balances_head="nearest"), axes)[0].stages.ranges
+    first, *_, last = family_step(
+        large, FamilyRun(1, 32, seq=4096, impl=Implementation(balances_head="nearest")), axes
+    )[0].stages.ranges
     assert (first, last) == ((0, 3), (79, 80))  # 2.53 blocks each, with a head of 1.1
 
 
@@ -166,7 +168,7 @@ def test_a_mesh_that_cannot_divide_the_model_is_refused():
 
 def test_eager_norms_and_losses_move_more():
     def moved(**changes):
-        step = family_step(LLAMA, FamilyRun(2, seq=4096, **changes))[0]
+        step = family_step(LLAMA, FamilyRun(2, seq=4096, impl=Implementation(**changes)))[0]
         return [sum(op.num_bytes * op.count for op in block.ops if op.kind == "move") for block in step.blocks]
 
     tokens, h, kv = 2 * 4096, 4096, 1024
