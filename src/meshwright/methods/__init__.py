@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         Method as Method,
         Need as Need,
         Phase as Phase,
+        Role as Role,
+        SearchScope as SearchScope,
         abandon as abandon,
         abandoned_if_it_fails as abandoned_if_it_fails,
     )
@@ -23,18 +25,28 @@ if TYPE_CHECKING:
         Resolved as Resolved,
         Rule as Rule,
         apply_strategy as apply_strategy,
+        besides_mesh as besides_mesh,
         check_strategy as check_strategy,
         check_units as check_units,
         cost_of as cost_of,
+        find_method as find_method,
         in_phase_order as in_phase_order,
         known_methods as known_methods,
+        mesh_method as mesh_method,
+        method_of_axes as method_of_axes,
+        methods_for as methods_for,
         replacement_of as replacement_of,
         resolve as resolve,
         rules as rules,
+        with_micro_batches as with_micro_batches,
     )
     from meshwright.methods.expert.expert_parallel import ExpertParallel as ExpertParallel, ExpertTrace as ExpertTrace
     from meshwright.methods.fp8 import Fp8 as Fp8
-    from meshwright.methods.half_precision import AmpNative as AmpNative, Half as Half
+    from meshwright.methods.half_precision import (
+        AmpNative as AmpNative,
+        Half as Half,
+        mixed_precision as mixed_precision,
+    )
     from meshwright.methods.offload import Offload as Offload
     from meshwright.methods.optimizer_step import (
         Ema as Ema,

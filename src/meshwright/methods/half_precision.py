@@ -8,15 +8,18 @@ from typing import Any, ClassVar, Self
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
 
-from meshwright.cost import Placement, Step
+from meshwright.cost import HALF, Placement, ProductDtype, Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import (
+    ComputeDtypes,
     Conflict,
     HalfDType,
     Job,
     Method,
     Phase,
     Precision,
+    Role,
+    SearchScope,
     half_dtype,
     itemsize,
     torch_dtype,
@@ -52,6 +55,8 @@ class HalfPrecisionMethod(Method):
     """A method that computes in fp16 or bf16."""
 
     phase: ClassVar[Phase] = Phase.PRECISION
+    role: ClassVar[Role | None] = Role.PRECISION
+    product_dtype: ClassVar[ProductDtype | None] = HALF
 
     dtype: HalfDType = "fp16"
     loss_scale: LossScaleConfig | None = None
@@ -61,6 +66,12 @@ class HalfPrecisionMethod(Method):
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
         """Read a bare dtype."""
         return {"dtype": raw} if isinstance(raw, str | torch.dtype) else super().from_short(raw)
+
+    def on_half(self, half_dtype: str) -> Self:
+        """See :class:`Method`."""
+        if "dtype" in self.model_fields_set:
+            return self
+        return self.parse({key: getattr(self, key) for key in self.model_fields_set} | {"dtype": half_dtype})
 
     def scale_loss(self, job: Job) -> None:
         """Ask for loss scaling where gradients would underflow without: in fp16."""
@@ -121,6 +132,15 @@ class AmpNative(HalfPrecisionMethod):
     skip_if_nonfinite: bool = False
 
     @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try it: its gradients add up in fp32. ``half``, faster and less exact, is tried where a user includes it."""
+        return (cls.parse(scope.half_dtype),) if scope.half_dtype is not None else ()
+
+    def compute_dtypes(self, *, sharded: bool) -> ComputeDtypes:
+        """Compute under autocast; parameters are gathered in the same precision."""
+        return ComputeDtypes(self.dtype if sharded else None, self.dtype)
+
+    @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Take ATorch's ``enabled``, which can only be true: a method that is off is left out."""
         if keys.pop("enabled", True) is not True:
@@ -158,6 +178,11 @@ class AmpNative(HalfPrecisionMethod):
         return step.replace(compute_itemsize=itemsize(self.dtype), reduce_itemsize=itemsize("fp32"))
 
 
+def mixed_precision(dtype: str) -> AmpNative:
+    """Return the method that computes in half precision beside fp32 parameters."""
+    return AmpNative.parse(dtype)
+
+
 # --- ``half``: the whole model in half precision, with fp32 master weights for the optimizer. Seed: ATorch.
 
 
@@ -179,6 +204,10 @@ class Half(HalfPrecisionMethod):
     seed_name: ClassVar[str | None] = "ATorch: half"
 
     master_weights: bool = True
+
+    def compute_dtypes(self, *, sharded: bool) -> ComputeDtypes:
+        """Compute with parameters in half precision."""
+        return ComputeDtypes(self.dtype)
 
     def apply(self, job: Job) -> None:
         """Cast the model where it is replicated, or ask the sharding method to gather in half."""

@@ -44,6 +44,11 @@ class GradientAccumulation(Method):
 
     num_micro_batches: PositiveInt
 
+    @property
+    def asked_micro_batches(self) -> int | None:
+        """See :class:`Method`."""
+        return self.num_micro_batches
+
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
         """Read the number."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
@@ -29,7 +29,7 @@ from meshwright.cost import (
     reduced_bytes,
 )
 from meshwright.errors import ModelError, StrategyError, join_names
-from meshwright.methods.base import ClassReferences, Conflict, DType, Method, itemsize
+from meshwright.methods.base import ClassReferences, Conflict, DType, Method, Role, SearchScope, itemsize
 from meshwright.nn import class_name, find_blocks, modules_of, outermost
 from meshwright.strategy import Strategy
 
@@ -102,6 +102,7 @@ class ZeroMethod(Method):
     """Keys of every method that shards. Short forms: None, or ATorch's ``{"use_ds_zero", True}``."""
 
     shards: ClassVar[bool] = True
+    role: ClassVar[Role | None] = Role.SHARDING
 
     atorch_wrap_cls: ClassReferences | None = None
     """Classes whose modules are gathered one at a time; None: the model's repeated blocks."""
@@ -122,6 +123,11 @@ class ZeroMethod(Method):
     backward_prefetch: str | None = None
     use_ds_zero: bool | None = None
     not_use_fsdp: bool | None = None
+
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try its defaults."""
+        return (cls.parse(None),)
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshwright.cost import Activations, Memory, Step, memory
 from meshwright.errors import StrategyError, readable_bytes
-from meshwright.methods import Phase, cost_of
+from meshwright.methods import Phase, cost_of, find_method
 from meshwright.planner.plans import needed_bytes
 from meshwright.strategy import Strategy
 
@@ -69,8 +69,8 @@ def fit_budget(strategy: Strategy, steps: Sequence[Step]) -> Fitted:
     Raises:
         StrategyError: When no choice fits; it names the least there is, and what takes it.
     """
-    method = cast("Checkpoint | None", strategy.get("checkpoint"))
-    if method is None or method.memory_budget is None:
+    method: Checkpoint | None = find_method(strategy, lambda each: each.has_memory_budget)
+    if method is None:
         return Fitted(strategy)
     known = steps[0].activations
     if known is None:
@@ -85,7 +85,7 @@ def fit_budget(strategy: Strategy, steps: Sequence[Step]) -> Fitted:
         found = RankBudget(strategy, method, step, rank if len(steps) > 1 else None).fewest()
         chosen = [ours if theirs == "none" else theirs for ours, theirs in zip(chosen, found, strict=True)]
     decided = _decided(method, tuple(chosen))
-    return Fitted(strategy.without("checkpoint").with_method(decided), (_summary(method, chosen),))
+    return Fitted(strategy.without(method.method_name).with_method(decided), (_summary(method, chosen),))
 
 
 def _decided(method: Checkpoint, choice: Choice) -> Checkpoint:
@@ -135,7 +135,7 @@ class RankBudget:
     """
 
     def __init__(self, strategy: Strategy, method: Checkpoint, step: Step, rank: int | None) -> None:
-        self._strategy, self._method, self._rank = strategy.without("checkpoint"), method, rank
+        self._strategy, self._method, self._rank = strategy.without(method.method_name), method, rank
         self._step = cost_of(self._strategy, step, before=Phase.RECOMPUTE)  # the same whatever is recomputed
         assert self._step.activations is not None
         assert method.memory_budget is not None

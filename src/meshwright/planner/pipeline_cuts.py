@@ -7,17 +7,17 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from meshwright.cost import Activations, Block, Boundary, Parameter, SavedTensor, Stages, Step, memory
 from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
-from meshwright.methods import cost_of
+from meshwright.methods import Role, cost_of, find_method, in_phase_order, methods_for
 from meshwright.planner.trace.model_state import describe_buffers
 
 if TYPE_CHECKING:
-    from meshwright.methods import Checkpoint, Cut, GradientAccumulation, PipelineParallel, Resolved
+    from meshwright.methods import Cut, PipelineParallel, Resolved
     from meshwright.methods.pipeline.outer_parameters import Dataflow
     from meshwright.methods.pipeline.stage_cut import Balancer
     from meshwright.strategy import Strategy
@@ -170,7 +170,7 @@ def pipeline_of(resolved: Resolved, model: nn.Module, micro_batches: int) -> Pip
 
 
 def _pipeline_in(resolved: Resolved) -> PipelineParallel | None:
-    return cast("PipelineParallel | None", resolved.strategy.get("pipeline_parallel"))
+    return find_method(resolved.strategy, lambda each: each.axis == "pipeline")
 
 
 def trace_flow(
@@ -268,8 +268,7 @@ def _candidates(
     finest = place_stages(model, path, tuple(range(count + 1)), tuple(range(count)), flow)
     step = step.replace(blocks=describe(finest), buffers=describe_buffers(model, finest), boundaries=())
     ranks = pipeline.method.ranks_of_stages(pipeline.ranks)
-    recompute = cast("Checkpoint | None", strategy.get("checkpoint"))
-    uniform = recompute is None or recompute.is_uniform
+    uniform = all(method.is_uniform for method in in_phase_order(strategy))
     return CandidateStages(step, count, ranks, functools.partial(cost_of, strategy), uniform=uniform)
 
 
@@ -285,7 +284,8 @@ def _does_not_fit(
     rank, size = max(balancer.needs(bounds), key=lambda each: each[1])
     own = [stage for stage, owner in enumerate(balancer.ranks) if owner == rank]
     helps = ["more pipeline ranks", "smaller micro-batches"]
-    helps += ["checkpoint"] if "checkpoint" not in strategy else []
+    recomputing = find_method(strategy, lambda each: each.role is Role.RECOMPUTATION)
+    helps += [each.method_name for each in methods_for(Role.RECOMPUTATION) if recomputing is None]
     helps += ["fsdp over an axis zero"] if step.shard_axis is None else []
     helps += ["the schedule 1f1b"] if method.schedule == "gpipe" else []
     helps += ["no split"] if by_hand else []
@@ -338,12 +338,11 @@ def num_micro_batches(resolved: Resolved, given: int | None) -> int:
     Raises:
         StrategyError: When the strategy has another number than was given.
     """
-    for name in ("gradient_accumulation", "pipeline_parallel"):
-        method = cast("GradientAccumulation | PipelineParallel | None", resolved.strategy.get(name))
-        own = method.num_micro_batches if method is not None else None
+    for method in in_phase_order(resolved.strategy):
+        own = method.asked_micro_batches
         if own is not None and given not in (None, own):
             raise StrategyError(
-                f"{name} and num_micro_batches name different numbers",
+                f"{method.method_name} and num_micro_batches name different numbers",
                 expected="one of the two, or the same number",
                 got=f"{method} and num_micro_batches={given}",
                 fix="leave num_micro_batches out: the strategy says it",

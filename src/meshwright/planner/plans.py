@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from meshwright.cost import Calibration, Cluster, Peak, Step, StepTime, copies, memory, peak, simulate
+from meshwright.cost import MEMORY_LABELS, Calibration, Cluster, Peak, Step, StepTime, copies, memory, peak, simulate
 from meshwright.errors import readable_bytes
+from meshwright.methods import besides_mesh, with_micro_batches
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,15 +32,14 @@ _TIME_PARTS = {
     "update_s": "update",
     "overhead_s": "launch, batch and loss",
 }
-# The methods of axes go without saying where nothing else is said of them.
-_SAID_BY_AXES = {"tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel"}
 
 
 def short_strategy(strategy: Strategy, axes: Sequence[tuple[str, int]]) -> str:
     """A strategy in one line: ``"tensor 8 x zero 4: fsdp, amp_native bf16"``."""
     mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1)
-    named = [_method(method) for method in strategy.methods if method.method_name != "parallel_mode"]
-    own = [text for text in named if text not in _SAID_BY_AXES]
+    named = [_method(method) for method in besides_mesh(strategy)]
+    # A method that is named after its axis goes without saying where nothing else is said of it.
+    own = [text for text in named if text not in {f"{name}_parallel" for name, _ in axes}]
     return ": ".join(part for part in (mesh or "one rank", ", ".join(own)) if part)
 
 
@@ -137,12 +137,7 @@ class Plan:
 
         What trains as it is predicted.
         """
-        parts, pipeline = self.step.num_micro_batches, self.strategy.get("pipeline_parallel")
-        if pipeline is not None and getattr(pipeline, "num_micro_batches", None) is None:
-            return self.strategy.with_method(pipeline.model_copy(update={"num_micro_batches": parts}))
-        if pipeline is not None or parts == 1 or "gradient_accumulation" in self.strategy:
-            return self.strategy
-        return self.strategy.with_method(("gradient_accumulation", parts))
+        return with_micro_batches(self.strategy, self.step.num_micro_batches)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :attr:`complete_strategy` to a file, as :meth:`Strategy.save` does: ``accelerate(strategy=path)``."""
@@ -288,28 +283,7 @@ def forecast(
 
 # --- The plan as a table: memory per rank by class, predicted, and beside it what was measured.
 
-MEMORY_CLASSES = (  # fields of Memory, and what people call them
-    ("parameters", "parameters"),
-    ("master", "fp32 master weights"),
-    ("gradients", "gradients"),
-    ("optimizer", "optimizer state"),
-    ("outer", "global weights and outer state"),
-    ("average", "averaged weights"),
-    ("buffers", "buffers"),
-    ("activations", "activations"),
-    ("recomputation", "activations recomputed"),
-    ("returned", "activations brought back"),
-    ("gathered", "gathered while computing"),
-    ("updating", "held while updating"),
-    ("host_parameters", "on the host: parameters"),
-    ("host_master", "on the host: copies to update"),
-    ("host_gradients", "on the host: gradients"),
-    ("host_optimizer", "on the host: optimizer state"),
-    ("host_activations", "on the host: activations"),
-    ("host_average", "on the host: averaged weights"),
-    ("disk_master", "on disk: copies to update"),
-    ("disk_optimizer", "on disk: optimizer state"),
-)
+MEMORY_CLASSES = tuple(MEMORY_LABELS.items())
 _ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
 
 
@@ -324,7 +298,7 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     from rich.table import Table
 
     axes = " x ".join(f"{name} {size}" for name, size in plan.step.axes)
-    methods = [str(method) for method in plan.strategy.methods if method.method_name != "parallel_mode"]
+    methods = [str(method) for method in besides_mesh(plan.strategy)]
     title = f"Plan: {' + '.join(methods) or 'data parallel'} on {axes}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("memory per rank")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
 from meshwright.methods.base import SHARDING
-from meshwright.methods.composition import without_mixed
+from meshwright.methods.composition import LEAST_COMMUNICATION_FIRST, besides_mesh, without_mixed
+from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search.constraints import as_devices_have, left_to_search, read_constraints
 from meshwright.strategy import Strategy
@@ -21,12 +22,6 @@ if TYPE_CHECKING:
 
 
 _SHOWN, _RUN, _MAX_PREDICTIONS = 3, 6, 60
-_CANDIDATES = (
-    ("parallel_mode",),
-    ("parallel_mode", "zero2"),
-    ("parallel_mode", "fsdp"),
-    ("parallel_mode", "fsdp", "checkpoint"),
-)
 
 
 def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> tuple[Plan, str]:
@@ -66,7 +61,7 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
 
 
 def _found(workload: Subject, excluded: Sequence[str], included: Sequence[Any], top: int) -> Found:
-    """Return the caller's precision and number of micro-batches stay: both change what is computed."""
+    """Search with the caller's precision and number of micro-batches: both change what is computed."""
     from meshwright.planner.search import default_space, search_in_stages
 
     space = default_space(workload, lower_precision=False).replace(micro_batches=(None,))
@@ -88,7 +83,7 @@ def _step_time(plan: Plan) -> str:
 
 
 def only_configs(workload: Subject, strategy: Strategy) -> dict[str, Sequence[Any]]:
-    """Wishes that keep a strategy's methods, and leave to the choice what a search decides of their configs.
+    """Return constraints that keep a strategy's methods, and leave open what a search decides of their configs.
 
     All else that its configs say (a norm to clip by, layers to spare, the sizes of mesh axes) is no matter of speed.
     """
@@ -99,7 +94,7 @@ def only_configs(workload: Subject, strategy: Strategy) -> dict[str, Sequence[An
     if getattr(workload, "cluster", None) is not None:
         space = default_space(workload, lower_precision=False)
         kept = tuple(left_to_search(method, space) for method in kept)
-    dropped = [name for name in METHOD_CONFIGS if name not in (*strategy.names, "parallel_mode")]
+    dropped = [name for name in METHOD_CONFIGS if name not in (*strategy.names, ParallelMode.method_name)]
     return {"excluded": dropped, "included": kept}
 
 
@@ -125,23 +120,23 @@ def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[Me
 
 
 def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Strategy]:
-    wished = read_constraints(excluded, included)
+    required = read_constraints(excluded, included)
     # An included sharding method takes the place of a candidate's own.
-    replaced = SHARDING if any(getattr(method, "shards", False) for method in wished.values()) else ()
+    replaced = SHARDING if any(getattr(method, "shards", False) for method in required.values()) else ()
     kept: list[list[str]] = []
-    for candidate in _CANDIDATES:
-        own = [name for name in candidate if name not in replaced]
-        names = [*own, *(name for name in wished if name not in own)]
+    for candidate in LEAST_COMMUNICATION_FIRST:
+        own = [ParallelMode.method_name, *(name for name in candidate if name not in replaced)]
+        names = [*own, *(name for name in required if name not in own)]
         if not set(excluded).intersection(names) and names not in kept:
             kept.append(names)
     if not kept:
         raise StrategyError(
             "No strategy is left to choose from",
-            got=f"excluded={list(excluded)}, included={[*map(str, wished.values())]}",
+            got=f"excluded={list(excluded)}, included={[*map(str, required.values())]}",
             fix="exclude fewer methods, or name a strategy yourself",
-            expected="at least one candidate: data, zero2, fsdp, or fsdp with checkpoint",
+            expected=f"at least one candidate: {_listed()}",
         )
-    configs = {name: as_devices_have(method, workload.half_dtype) for name, method in wished.items()}
+    configs = {name: as_devices_have(method, workload.half_dtype) for name, method in required.items()}
     return (Strategy([configs.get(name, name) for name in names]) for names in kept)
 
 
@@ -153,4 +148,9 @@ def _reason(plan: Plan, tried: list[Plan]) -> str:
 
 
 def _names(plan: Plan) -> str:
-    return "+".join(name for name in plan.strategy.names if name != "parallel_mode") or "data"
+    return "+".join(method.method_name for method in besides_mesh(plan.strategy)) or "data"
+
+
+def _listed() -> str:
+    *first, last = [" with ".join(names) or "data" for names in LEAST_COMMUNICATION_FIRST]
+    return f"{', '.join(first)}, or {last}"

@@ -8,16 +8,28 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Block, Calibration, Cluster, Step, find_cluster, find_device, make_cluster, memory
+from meshwright.cost import FP8, Block, Calibration, Cluster, Step, find_cluster, find_device, make_cluster, memory
 from meshwright.errors import ConfigError
-from meshwright.methods import SAMPLED, Resolved, SampleRun, check_units, cost_of, replacement_of, resolve
-from meshwright.methods.base import half_dtype
+from meshwright.methods import (
+    SAMPLED,
+    Method,
+    Resolved,
+    Role,
+    SampleRun,
+    check_units,
+    cost_of,
+    find_method,
+    in_phase_order,
+    replacement_of,
+    resolve,
+)
+from meshwright.methods.base import ComputeDtypes, half_dtype
 from meshwright.planner.memory_budget import fit_budget, taken_bytes, usable_host_bytes
 from meshwright.planner.pipeline_cuts import (
     Decision,
@@ -43,9 +55,8 @@ from meshwright.runtime import host_share_bytes, machine_name
 from meshwright.runtime.trees import leaves_of
 
 if TYPE_CHECKING:
-    from meshwright.methods import Cut, Fp8
+    from meshwright.methods import Cut
     from meshwright.methods.fp8_torchao import Fp8Trace
-    from meshwright.methods.half_precision import HalfPrecisionMethod
     from meshwright.methods.pipeline.outer_parameters import Dataflow
     from meshwright.planner.plans import Forecast
     from meshwright.strategy import MethodConfig, Strategy
@@ -201,7 +212,7 @@ class Workload:
         resolved = resolve(strategy, self.world, self.zero_level, where)
         replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
         with replacement.tried(self.model):
-            known = self._with(resolved.strategy.get("module_replace"))
+            known = self._with(find_method(resolved.strategy, lambda each: each.replaces_modules))
             return known._plan(resolved, num_micro_batches or self.num_micro_batches)
 
     def on(self, num_devices: int) -> Workload:
@@ -238,7 +249,7 @@ class Workload:
         flow = self._flow(pipeline) if pipeline is not None else None
         split, fp8 = self._split(resolved), self._fp8(resolved)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
-        precision, on_cpu = _precision_of(resolved), self.device.type == "cpu"
+        precision, on_cpu = _compute_dtypes(resolved), self.device.type == "cpu"
         blocks = pipeline.blocks if pipeline is not None else ()
         traced = self._tracer.of(Conditions(*precision, samples, split, blocks, fp8, _widens(resolved)))
         step = Step(
@@ -261,7 +272,7 @@ class Workload:
         cut = decided.cut
         described = self._described(split, fp8, cut)
         step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
-        ranks = by_pipeline_rank(step, cut, samples, in_half=precision[0] is not None)
+        ranks = by_pipeline_rank(step, cut, samples, in_half=precision.parameters is not None)
         fitted = fit_budget(resolved.strategy, ranks)
         every = [cost_of(fitted.strategy, each) for each in ranks]
         most = max(every, key=lambda each: needed_bytes(each, memory(each)))
@@ -325,12 +336,12 @@ class Workload:
 
     def _fp8(self, resolved: Resolved) -> Fp8Trace | None:
         """Return which layers multiply in 8 bits; each choice is made once."""
-        method = cast("Fp8 | None", resolved.strategy.get("fp8"))
+        method = find_method(resolved.strategy, lambda each: each.product_dtype == FP8)
         if method is None:
             return None
         key = (method, resolved.shard_axis is not None, dict(resolved.axes).get("tensor", 1))
         if key not in self._fp8s:
-            self._fp8s[key] = method.trace(self.model, sharded=key[1], tensor_ranks=key[2])
+            self._fp8s[key] = method.traced_narrow(self.model, sharded=key[1], tensor_ranks=key[2])
         return self._fp8s[key]
 
     def _blocks(self, split: Trace | None, fp8: Fp8Trace | None, cut: Cut | None) -> tuple[Block, ...]:
@@ -359,7 +370,7 @@ class Workload:
         return {}
 
     @functools.cached_property
-    def _fp8s(self) -> dict[tuple[Fp8, bool, int], Fp8Trace]:
+    def _fp8s(self) -> dict[tuple[MethodConfig, bool, int], Fp8Trace]:
         return {}
 
     @functools.cached_property
@@ -378,22 +389,15 @@ def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
     return max(taken_bytes(peak.reserved_bytes, known.cluster.device) for peak in known.peaks)
 
 
-def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
-    """Precision of the computing parameters and of autocast."""
-    amp, half = resolved.strategy.get("amp_native"), resolved.strategy.get("half")
-    if half is not None:
-        return half.dtype, None  # type: ignore[attr-defined]
-    if amp is not None:
-        dtype = amp.dtype  # type: ignore[attr-defined]
-        return (dtype if resolved.shard_axis is not None else None), dtype
-    return None, None
+def _compute_dtypes(resolved: Resolved) -> ComputeDtypes:
+    method: Method | None = find_method(resolved.strategy, lambda each: each.role is Role.PRECISION)
+    return method.compute_dtypes(sharded=resolved.shard_axis is not None) if method is not None else ComputeDtypes()
 
 
 def _widens(resolved: Resolved) -> bool:
     """Return whether bf16 products may be made in fp32: of plain tensors, as they are not where layers are divided."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
-    half = (resolved.strategy.get(name) for name in ("amp_native", "half"))
-    return not divided and any(cast("HalfPrecisionMethod", each).widens(resolved.strategy) for each in half if each)
+    return not divided and any(method.widens(resolved.strategy) for method in in_phase_order(resolved.strategy))
 
 
 def _replicas(resolved: Resolved) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
 from unittest import mock
 
 import torch
@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
-from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, SearchScope
 from meshwright.methods.expert.dispatch import Call, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
 from meshwright.methods.replace.model_changes import without_grouped_kernels
+from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.nn import class_names
 from meshwright.runtime import check_equal
 
@@ -206,9 +207,15 @@ class ExpertParallel(Method):
 
     experts: tuple[str, ...] = ()
 
-    def trace(self, model: nn.Module, ranks: int) -> ExpertTrace:
-        """Return what predictions need to run the model as one of ``ranks`` ranks."""
-        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks)
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try its defaults, where a user includes it."""
+        return (cls.parse(None),)
+
+    def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> ExpertTrace | None:
+        """See :class:`Method`."""
+        ranks = sizes.get(AXIS, 1)
+        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks) if ranks > 1 else None
 
     def check(self, job: Job) -> None:
         """Refuse models whose experts cannot be divided."""

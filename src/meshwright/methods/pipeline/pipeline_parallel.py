@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import BeforeValidator, PositiveInt
@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
 from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
-from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, SearchScope, torch_dtype
 from meshwright.methods.gradient_averaging import GradientAverager, broadcast_states
 from meshwright.methods.pipeline.chain import Line
 from meshwright.methods.pipeline.execution import PipelineEngine, StageGradients
@@ -192,6 +192,10 @@ _INERT = {
 }
 
 
+_SEARCHED_STAGES = (2, 4)  # on every rank
+_MOST_RANKS = 64
+
+
 class PipelineParallel(Method):
     """Every rank holds the blocks of its own stages, and micro-batches travel through them (Huang et al. 2019).
 
@@ -269,6 +273,28 @@ class PipelineParallel(Method):
         """Say which accepted keys change nothing."""
         given = [key for key in _INERT if getattr(self, key) is not None]
         return [f"pipeline_parallel: {key} changes nothing; {_INERT[key]}" for key in given]
+
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try every schedule; where a prediction takes long, the two that none of the others was ever better than.
+
+        That is so on all of the models that were searched whole.
+        """
+        zbv = cls.parse({"schedule": "zbv"})
+        if scope.is_slow:
+            return cls.parse(None), zbv
+        interleaved = (cls.parse({"schedule": "interleaved", "num_stages_per_rank": each}) for each in _SEARCHED_STAGES)
+        return cls.parse(None), *interleaved, zbv, cls.parse({"schedule": "gpipe"})
+
+    @classmethod
+    def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
+        """Go beyond a node: ranks send each other single activations."""
+        return tuple(size for size in divisors if size <= _MOST_RANKS)
+
+    @property
+    def asked_micro_batches(self) -> int | None:
+        """See :class:`Method`."""
+        return self.num_micro_batches
 
     @property
     def splits_backward(self) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final, Self
 
 import torch
 import torch.distributed as dist
 
 from meshwright.cost import Step, send_boundaries
 from meshwright.errors import ModelError
-from meshwright.methods.base import Job, Method, Phase
+from meshwright.methods.base import Job, Method, Phase, SearchScope
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tokens.attention_calls import TokenOrder, TokenRanks, check_among_parts, check_mask
 from meshwright.methods.tokens.ring_attention import (
@@ -21,7 +23,7 @@ from meshwright.methods.tokens.ring_attention import (
     mask_table,
     with_four_dims,
 )
-from meshwright.methods.tokens.sequence_parallel import Ledger, tensor_bytes, traced_gather
+from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, tensor_bytes, traced_gather
 from meshwright.methods.tokens.token_split import check_parts, whole_input_gradients, without_cache, work_on_parts
 
 METHOD = "context_parallel"
@@ -176,6 +178,7 @@ class TracedContext(ContextRanks):
 # --- ``context_parallel``: each rank works on a part of the tokens; keys and values travel around a ring.
 
 AXIS: Final = "context"
+_MOST_TOKEN_RANKS = 16
 
 
 class ContextParallel(Method):
@@ -203,6 +206,26 @@ class ContextParallel(Method):
 
     False gives it one contiguous part: half as many chunks for the axis to divide, and the last rank works the most.
     """
+
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try it balanced."""
+        return (cls.parse(None),)
+
+    @classmethod
+    def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
+        """Go beyond a node, as far as a rank's part of a sample is worth dividing."""
+        return tuple(size for size in divisors if size <= _MOST_TOKEN_RANKS)
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """See :attr:`balance`."""
+        return 2 if self.balance else 1
+
+    def traced_tokens(self, sizes: Mapping[str, int]) -> Ranks | None:
+        """See :class:`Method`."""
+        ranks, within = sizes.get(AXIS, 1), sizes.get("sequence", 1)
+        return functools.partial(TracedContext, ranks, self.balance, within) if ranks > 1 else None
 
     def _order(self, size: int) -> TokenOrder:
         return TokenOrder(self.method_name, size, 0, self.balance)

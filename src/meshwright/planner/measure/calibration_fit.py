@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from meshwright.cost import Cluster, Constants, Device, Efficiency, Link
+from meshwright.cost import HALF, Cluster, Constants, Device, Efficiency, Link
 from meshwright.cost.device_time import Machine
 from meshwright.cost.traffic import Group, Network, collective_s
 from meshwright.planner.measure.timing import Clock, LinkSample, Residual, Sample, fitted_factor, residual
@@ -127,7 +127,7 @@ def _with_memory(machine: Machine, rate: float) -> Machine:
 def _fit_attention(fitting: _Fitting, machine: Machine) -> Machine:
     """Return its rate in either precision, how that falls with the width of heads, and the rates of backward."""
     machine = _with_constants(machine, narrow=_narrow(fitting, machine))
-    for dtype, suffix in (("half", ""), ("fp32", "_fp32")):
+    for dtype, suffix in ((HALF, ""), ("fp32", "_fp32")):
         for name, backward in ((f"attention{suffix}", False), (f"attention_backward{suffix}", True)):
             machine = fitting.rate(
                 f"{dtype} attention",

@@ -13,11 +13,11 @@ from meshwright.cost.scheduling import StageTimes, pipeline_s, settled_after
 from meshwright.cost.step_time import rank_of
 from meshwright.cost.traffic import Network
 from meshwright.errors import MeshwrightError
-from meshwright.methods import cost_of
+from meshwright.methods import cost_of, mesh_method
 from meshwright.methods.base import SHARD_AXES
 from meshwright.planner.plans import Subject
 from meshwright.planner.search.probing import Kept, Probe, State, bare_blocks, kept_of, probe_of, probing, scaled
-from meshwright.planner.search.search_space import Branch, Choice, Mesh, Space, mesh_of, shards_alone
+from meshwright.planner.search.search_space import Branch, Choice, Mesh, Space, shards_alone
 from meshwright.strategy import Strategy
 
 
@@ -95,7 +95,7 @@ class Bounds:
         ranks = self.subject.world // math.prod(size for _, size in mesh.inner)
         replicas = ranks * dict(mesh.inner).get("expert", 1)
         axis = "zero" if any(getattr(method, "shards", False) for method in methods) and ranks > 1 else "data"
-        strategy = Strategy([mesh_of((*mesh.inner, (axis, ranks))), *mesh.inner_methods, *methods])
+        strategy = Strategy([mesh_method((*mesh.inner, (axis, ranks))), *mesh.inner_methods, *methods])
         self.num_probes += 1
         plan = self.subject.plan(strategy, math.ceil((self.subject.batch_size or 1) / replicas))
         self.limit_bytes = plan.limit_bytes

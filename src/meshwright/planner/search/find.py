@@ -10,13 +10,15 @@ from typing import Any
 
 from meshwright.cost import Cluster, Memory, Step, moments, peak
 from meshwright.errors import StrategyError, join_names, readable_bytes
+from meshwright.methods import Phase, Role, SearchScope, besides_mesh, find_method, method_of_axes
 from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.branch_and_bound import Engine
-from meshwright.planner.search.constraints import HALF, constrained, read_constraints
-from meshwright.planner.search.search_space import Candidates, Choice, Space, choices, default_space, offloads
-from meshwright.planner.search.search_state import Found, Further, Looked, Objective, check_objective
+from meshwright.planner.search.constraints import constrained, names_role, read_constraints
+from meshwright.planner.search.search_space import Candidates, Choice, Space, default_space, offloads, on_axis
+from meshwright.planner.search.search_state import FollowUp, Found, Objective, SearchState, check_objective
 from meshwright.runtime.lazy import paused_collection
+from meshwright.strategy import Strategy
 
 _MOMENTS = {
     "gather": "as weights or buffers arrive for forward",
@@ -118,7 +120,7 @@ def _largest_class(held: Memory) -> tuple[str, int]:
 
 
 def _named(plan: Plan) -> str:
-    return "+".join(name for name in plan.strategy.names if name != "parallel_mode") or "data"
+    return "+".join(method.method_name for method in besides_mesh(plan.strategy)) or "data"
 
 
 # --- Searching for the best strategies of a subject.
@@ -128,7 +130,7 @@ Progress = Callable[[int, int], None]
 
 MAX_PREDICTIONS = 1500
 _MOST_GROWTH = 1024
-_Tried = tuple[Space, Looked]  # without offloading
+_Tried = tuple[Space, SearchState]  # the state after its pass without offloading
 
 
 @paused_collection()
@@ -142,13 +144,13 @@ def search(
     space: Space | None = None,
     max_predictions: int = MAX_PREDICTIONS,
     progress: Progress | None = None,
-    further: Sequence[Further] = (),
+    follow_ups: Sequence[FollowUp] = (),
     growing: Space | None = None,
 ) -> Found:
     """Find the strategies that do best among those that fit into memory.
 
     Candidates are looked at in the order of bounds that they cannot beat, until no other can be among the best: what is
-    found is what looking at all of them would find, as long as ``max_predictions`` last. The same call finds the same.
+    found is what passes at all of them would find, as long as ``max_predictions`` last. The same call finds the same.
 
     Args:
         subject: A model and how it is trained, on a world; with a cluster, for objectives that need seconds.
@@ -160,8 +162,8 @@ def search(
         space: What is tried; None: see :func:`default_space`. Offloading is tried, too, where memory is too small for
             anything: it is among the plans where it does better than what fits without.
         max_predictions: Most plans that are asked of the subject.
-        progress: Told of every prediction.
-        further: Where it goes on after ``space``, in this order.
+        progress: Called after every prediction.
+        follow_ups: Where it goes on after ``space``, in this order.
         growing: What is tried on more devices, where nothing fits on these; None: the last that was tried here.
 
     Raises:
@@ -171,41 +173,42 @@ def search(
     """
     start = time.perf_counter()
     check_objective(objective)
-    wished = read_constraints(excluded, included)
+    required = read_constraints(excluded, included)
     cluster: Cluster | None = getattr(subject, "cluster", None)
     node = cluster.devices_per_node if cluster is not None else subject.world
-    left = functools.partial(constrained, excluded=excluded, included=wished, world=subject.world, node=node)
-    given = left(space or default_space(subject))
-    offload = () if given.offload != ((),) or "offload" in (*excluded, *wished) else offloads(subject.world)
-    looking = _Search(subject, cluster, node, objective, top, max_predictions, progress)
-    given, looked = looking.first(given, may_lower=not {*HALF} & {*wished})
-    tried, looked = looking.onwards(given, looked, further, left, offload)
+    constrain = functools.partial(constrained, excluded=excluded, included=required, world=subject.world, node=node)
+    given = constrain(space or default_space(subject))
+    decided = given.offload != ((),) or names_role(Role.OFFLOADING, (*excluded, *required))
+    offload = () if decided else offloads(subject.world)
+    passes = _Search(subject, cluster, node, objective, top, max_predictions, progress)
+    given, state = passes.first(given, may_lower=not names_role(Role.PRECISION, required))
+    tried, state = passes.follow(given, state, follow_ups, constrain, offload)
     widest = tried[-1][0]
-    if looked.ever_stopped and not looked.plans:
+    if state.ever_stopped and not state.plans:
         raise ended_early(max_predictions)
-    if not looked.plans and (batches := looking.batches_nearby(_roomiest(widest, (*widest.offload, *offload)))):
+    if not state.plans and (batches := passes.batches_nearby(_roomiest(widest, (*widest.offload, *offload)))):
         raise no_such_batch(subject, batches)
-    if not looked.plans and not any(without.squeezed for _, without in tried):
-        raise nothing_works(subject.world, looking.refused, wished)
-    if not looked.plans:
-        smallest = looking.smallest(_roomiest(widest, (*widest.offload, *offload)), looked.too_large)
+    if not state.plans and not any(without.ran_out for _, without in tried):
+        raise nothing_works(subject.world, passes.refused, required)
+    if not state.plans:
+        smallest = passes.smallest(_roomiest(widest, (*widest.offload, *offload)), state.too_large)
         if smallest is None:
-            raise nothing_works(subject.world, looking.refused, wished)
-        larger = widest if growing is None else left(growing)
-        raise nothing_fits(subject, smallest, looking.fewest_devices(_roomiest(larger, (*larger.offload, *offload))))
+            raise nothing_works(subject.world, passes.refused, required)
+        larger = widest if growing is None else constrain(growing)
+        raise nothing_fits(subject, smallest, passes.fewest_devices(_roomiest(larger, (*larger.offload, *offload))))
     return Found(
-        plans=tuple(plan for _, plan in looked.plans),
-        too_large=tuple(looked.too_large),
-        refused=tuple((text, reason) for reason, text in looking.refused.items()),
-        num_considered=looking.num_considered,
-        num_predicted=looking.num_predicted,
+        plans=tuple(plan for _, plan in state.plans),
+        too_large=tuple(state.too_large),
+        refused=tuple((text, reason) for reason, text in passes.refused.items()),
+        num_considered=passes.num_considered,
+        num_predicted=passes.num_predicted,
         seconds=time.perf_counter() - start,
-        is_complete=not looked.ever_stopped,
+        is_complete=not state.ever_stopped,
     )
 
 
 class _Search:
-    """What several passes through spaces share."""
+    """The passes of one search: what they share, and the order in which they are made."""
 
     def __init__(
         self,
@@ -223,7 +226,7 @@ class _Search:
         self.refused: dict[str, str] = {}
         self.num_considered = self.num_predicted = 0
 
-    def first(self, space: Space, *, may_lower: bool) -> tuple[Space, Looked]:
+    def first(self, space: Space, *, may_lower: bool) -> tuple[Space, SearchState]:
         """Return the first pass.
 
         Another one in full precision for a model that a lower one stops, which is refused then.
@@ -232,68 +235,70 @@ class _Search:
         if not (may_lower and _is_untraced(before) and space.precision != ((),)):
             return space, before
         full = space.replace(precision=((),))
-        looked = self._through(full)
-        if _is_untraced(looked):
+        state = self._through(full)
+        if _is_untraced(state):
             return space, before  # the model itself cannot be traced
         _, plan = before.plans[0]
         gap = next((gap for gap in plan.gaps if "activations" in gap), "activations are not predicted")
         self.refused |= {f"in lower precision {gap}": str(plan.strategy)}
-        return full, looked
+        return full, state
 
-    def onwards(
-        self, given: Space, looked: Looked, further: Sequence[Further], left: Callable[[Space], Space],
+    def follow(
+        self, given: Space, state: SearchState, follow_ups: Sequence[FollowUp], constrain: Callable[[Space], Space],
         offload: tuple[Choice, ...],
-    ) -> tuple[list[_Tried], Looked]:  # fmt: skip
-        """Return what comes after the first pass; the spaces that were tried, and all that was found.
+    ) -> tuple[list[_Tried], SearchState]:  # fmt: skip
+        """Make all passes after the first; return the spaces that were tried, and the state at the end.
 
         Args:
             given: The space of the first pass.
-            looked: What it has found.
-            further: The other spaces.
-            left: What wishes leave of one.
+            state: After the first pass.
+            follow_ups: The other spaces.
+            constrain: Returns the part of a space that satisfies the caller's constraints.
             offload: What may leave devices.
         """
-        tried: list[_Tried] = [(given, looked)]
-        for each in (each for each in further if each.where == "always"):
-            tried.append(self._beside(left(each.space).replace(precision=given.precision), looked))
-            looked = tried[-1][1]
-        looked = self._offloading(tried, looked, offload)
-        for each in further:
-            if each.is_worth(looked):
-                tried.append(self._beside(left(each.beside(looked)).replace(precision=given.precision), looked))
-                looked = self._offloading(tried[-1:], tried[-1][1], offload)
-        return tried, looked
+        tried: list[_Tried] = [(given, state)]
+        for each in (each for each in follow_ups if each.where == "always"):
+            tried.append(self._in_other(constrain(each.space).replace(precision=given.precision), state))
+            state = tried[-1][1]
+        state = self._offloading(tried, state, offload)
+        for each in follow_ups:
+            if each.is_worth(state):
+                tried.append(
+                    self._in_other(constrain(each.space_after(state)).replace(precision=given.precision), state)
+                )
+                state = self._offloading(tried[-1:], tried[-1][1], offload)
+        return tried, state
 
-    def _beside(self, space: Space, looked: Looked) -> _Tried:
-        return space, self._through(space, looked.beside())
+    def _in_other(self, space: Space, state: SearchState) -> _Tried:
+        return space, self._through(space, state.for_other_space())
 
-    def _offloading(self, tried: Sequence[_Tried], looked: Looked, offload: tuple[Choice, ...]) -> Looked:
+    def _offloading(self, tried: Sequence[_Tried], state: SearchState, offload: tuple[Choice, ...]) -> SearchState:
         """Pass with offloading, where something that was too large may be among the best once it takes less."""
         for space, without in tried:
-            if offload and (without.squeezed or self.objective == "memory"):
-                looked = self._through(space.replace(offload=offload), looked.offloading(without))
-        return looked
+            if offload and (without.ran_out or self.objective == "memory"):
+                state = self._through(space.replace(offload=offload), state.for_offloading(without))
+        return state
 
-    def _through(self, space: Space, before: Looked | None = None) -> Looked:
+    def _through(self, space: Space, before: SearchState | None = None) -> SearchState:
         return self._pass(space, self.objective, self.top, limited=True, before=before)
 
     def _pass(
-        self, space: Space, objective: Objective, top: int, *, limited: bool, before: Looked | None = None
-    ) -> Looked:
+        self, space: Space, objective: Objective, top: int, *, limited: bool, before: SearchState | None = None
+    ) -> SearchState:
         candidates = Candidates(space, self.subject.world, self.node, self.subject.batch_size)
         engine = Engine(
             self.subject, candidates, self.bounds, objective, top, self.max_predictions, self.progress, limited=limited
         )
-        looked = engine.run(before)
+        state = engine.run(before)
         self.refused = candidates.refused | self.refused  # told by the simplest that met it
-        self.num_considered += looked.num_considered
-        self.num_predicted = looked.num_predicted + self.num_predicted
-        return looked
+        self.num_considered += state.num_considered
+        self.num_predicted = state.num_predicted + self.num_predicted
+        return state
 
     def smallest(self, space: Space, known: Sequence[Plan]) -> Plan | None:
         """Return the strategy that takes least, though it is too much: of those that divide all that can be divided."""
-        looked = self._pass(space, "memory", 1, limited=False)
-        plans = [*known, *(plan for _, plan in looked.plans)]
+        state = self._pass(space, "memory", 1, limited=False)
+        plans = [*known, *(plan for _, plan in state.plans)]
         return min(plans, key=lambda plan: (plan.needed_bytes, str(plan.strategy)), default=None)
 
     def fewest_devices(self, space: Space) -> int | None:
@@ -342,9 +347,9 @@ class _Search:
         return bool(engine.run().plans)
 
 
-def _is_untraced(looked: Looked) -> bool:
+def _is_untraced(state: SearchState) -> bool:
     """Return whether the best that was found says nothing of activations."""
-    return bool(looked.plans) and looked.plans[0][1].step.activations is None
+    return bool(state.plans) and state.plans[0][1].step.activations is None
 
 
 def _roomiest(space: Space, offload: tuple[Choice, ...]) -> Space:
@@ -362,17 +367,15 @@ def _wider(space: Space, larger: Space) -> dict[str, tuple[int, ...]]:
     }
 
 
-# --- Searching for a model that must be run to be known: what costs most to find out about is tried last.
+# --- Searching for a real module. It must be run to be known, so what costs most to find out about is tried last.
 
 _MAX_PREDICTIONS = 300
 _DIVIDE_TOKENS = ("sequence", "context")
-_BETWEEN_LAYERS = ("tensor_parallel", {"sequence": True})
-# Of the other schedules none was better than both of these on any of the models that were searched whole.
-_PIPELINES = choices("pipeline_parallel", ("pipeline_parallel", {"schedule": "zbv"}))
+_SLOW = SearchScope(is_slow=True)
 
 
 def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
-    """A search that begins with what is soon found out about, and goes on from the best of that.
+    """Search where a prediction is quick first, and go on from the best of that.
 
     A model that is traced takes seconds for every way to divide its layers or tokens, where one of a known family takes
     milliseconds. So data and tensor parallelism come first, and pipelines next. Tokens are divided between the layers
@@ -390,33 +393,37 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
     options = {"max_predictions": _MAX_PREDICTIONS, **options}
     small = space.replace(
         sizes={axis: sizes for axis, sizes in space.sizes.items() if axis not in ("pipeline", *_DIVIDE_TOKENS)},
-        axis_methods={**space.axis_methods, "tensor": choices("tensor_parallel")},
+        axis_methods={**space.axis_methods, "tensor": on_axis("tensor", _SLOW)[:1]},
         inner_axes=1,
     )
-    further = _further(small, space, options.get("excluded", ()), options.get("included", ()))
-    return search(subject, space=small, further=[*further], growing=small, **options)
+    follow_ups = _follow_ups(small, space, options.get("excluded", ()), options.get("included", ()))
+    return search(subject, space=small, follow_ups=[*follow_ups], growing=small, **options)
 
 
-def _further(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Further]:
-    """What comes after the small space, but for what a wish names: that has been tried there, or must not be."""
-    wished = read_constraints(excluded, included)
-    mesh = dict(getattr(wished.get("parallel_mode"), "axes", ()))
+def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[FollowUp]:
+    """Yield what lies beyond the small space, but for what has been tried there, or must not be."""
+    required = Strategy([*read_constraints(excluded, included).values()])
+    mesh = dict(getattr(find_method(required, lambda each: each.phase == Phase.MESH), "axes", ()))
+    pipeline = find_method(required, lambda each: each.axis == "pipeline")
     sizes = tuple(size for size in whole.sizes.get("pipeline", ()) if size > 1)  # none on one device
-    if sizes and not mesh and "pipeline_parallel" not in wished and _may_be("pipeline_parallel", excluded, included):
-        yield Further(_on(small, "pipeline", sizes, _PIPELINES))
-    tensor = wished.get("tensor_parallel")
-    says = tensor is not None and "sequence" in tensor.model_fields_set
-    allowed = tensor is not None or _may_be("tensor_parallel", excluded, included)
+    pipelines = on_axis("pipeline", _SLOW)
+    if sizes and not mesh and pipeline is None and _is_allowed("pipeline", excluded, included):
+        yield FollowUp(_on(small, "pipeline", sizes, pipelines))
+    tensor = find_method(required, lambda each: each.axis == "tensor")
+    between = on_axis("tensor", _SLOW)[1:]
+    decided = {key for choice in between for method in choice for key in method.model_fields_set}
+    is_decided = tensor is not None and not decided.isdisjoint(tensor.model_fields_set)
     sizes = tuple(size for size in whole.sizes.get("tensor", ()) if size > 1)
-    if sizes and allowed and not says and (not mesh or mesh.get("tensor", 1) > 1):
-        yield Further(_on(small, "tensor", sizes, choices(_BETWEEN_LAYERS)), "divided")
-    yield Further(whole.replace(axis_methods={**whole.axis_methods, "pipeline": _PIPELINES}), "nothing")
+    may_divide = tensor is not None or _is_allowed("tensor", excluded, included)
+    if sizes and may_divide and not is_decided and (not mesh or mesh.get("tensor", 1) > 1):
+        yield FollowUp(_on(small, "tensor", sizes, between), "divided")
+    yield FollowUp(whole.replace(axis_methods={**whole.axis_methods, "pipeline": pipelines}), "nothing")
 
 
-def _may_be(name: str, excluded: Sequence[str], included: Sequence[Any]) -> bool:
-    """Return whether wishes allow a method that they may not name."""
+def _is_allowed(axis: str, excluded: Sequence[str], included: Sequence[Any]) -> bool:
+    """Return whether constraints allow the method of an axis, which they need not name."""
     try:
-        read_constraints(excluded, [*included, name])
+        read_constraints(excluded, [*included, method_of_axes()[axis]])
     except StrategyError:
         return False
     return True

@@ -12,9 +12,9 @@ from meshwright.cost import Activations, Block, Cluster, Op, Parameter, Step, Tr
 from meshwright.cost.device_time import Machine, offload_time
 from meshwright.cost.step_time import one_s, updated_s
 from meshwright.cost.traffic import Network
-from meshwright.methods import Method
+from meshwright.methods import Method, Role
 from meshwright.planner.plans import Plan, needed_bytes
-from meshwright.planner.search.search_space import Choice, choices
+from meshwright.planner.search.search_space import Choice, searched
 from meshwright.strategy import MethodConfig
 
 
@@ -170,7 +170,11 @@ class State:
 
 # --- What one rank computes and keeps for a sample, found out once for all that only divides samples.
 
-_SHARDING = choices("zero1")[0]
+
+@functools.cache
+def _any_sharding() -> Choice:
+    """Return a method that shards: all gather weights in the precision that they compute in."""
+    return searched(Role.SHARDING)[0]
 
 
 class Kept(NamedTuple):
@@ -262,12 +266,12 @@ def probing(precision: Choice, recompute: Choice, rest: Choice, *, sharded: bool
     time, and bytes for backward. All that shard do it alike, so that one of them stands for all.
     """
     alone = (each for each in rest if getattr(each, "axis", None) is None and not _lacks(each) and not _no_probes(each))
-    return (*(_SHARDING if sharded and precision else ()), *precision, *recompute, *alone)
+    return (*(_any_sharding() if sharded and precision else ()), *precision, *recompute, *alone)
 
 
 def _no_probes(method: MethodConfig) -> bool:
-    """Return whether it is of states alone, or says into how many micro-batches a step is cut, where a probe has its own."""
-    return getattr(method, "num_micro_batches", None) is not None or (isinstance(method, Method) and method.of_state)
+    """Return whether it changes states alone, or names a number of micro-batches, of which a probe has its own."""
+    return isinstance(method, Method) and (method.asked_micro_batches is not None or method.of_state)
 
 
 def _lacks(method: MethodConfig) -> bool:

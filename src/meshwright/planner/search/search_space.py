@@ -8,24 +8,24 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.cost import Cluster
 from meshwright.errors import StrategyError
-from meshwright.methods import Offload, PipelineParallel, in_phase_order
+from meshwright.methods import Method, Role, SearchScope, in_phase_order, mesh_method, method_of_axes, methods_for
+from meshwright.methods.base import INNER_AXES
 from meshwright.methods.composition import check_law, shard_axis_of
 from meshwright.planner.plans import Subject
 from meshwright.strategy import MethodConfig, Strategy
+from meshwright.strategy.method_config import METHOD_CONFIGS
+
+if TYPE_CHECKING:
+    from meshwright.methods import PipelineParallel
 
 Choice = tuple[MethodConfig, ...]
 """Methods that are taken together; none: the decision is to do nothing."""
 
-_MOST_TOKEN_RANKS = 16  # beyond, a rank's part of a sample is too short to be worth dividing
-_MOST_STAGES = 64
 _EVERY_ZERO_SIZE = 8  # of so many data-parallel ranks all divisors are tried for a group that shards
-_STAGES_PER_RANK = (2, 4)
-_FRACTIONS = (0.25, 0.5, 0.75)
-_MOST_IN_PART = 1024  # devices; sharded over more, states are small beside all else
 
 
 @dataclass(frozen=True)
@@ -78,41 +78,40 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
     """
     cluster: Cluster | None = getattr(subject, "cluster", None)
     world, node = subject.world, cluster.devices_per_node if cluster is not None else subject.world
-    divisors = divisors_of(world)
-    within = tuple(size for size in divisors if node % size == 0 or (size % node == 0 and size <= node))
-    tokens = tuple(size for size in divisors if size <= _MOST_TOKEN_RANKS)
+    has_half = lower_precision and cluster is not None and not cluster.device.is_host
+    scope = SearchScope(world, cluster.device.half_dtype if has_half and cluster is not None else None)
+    working = {axis: _of_axis(axis) for axis in (*INNER_AXES, "pipeline", "replica")}
+    sizes = {axis: method.axis_sizes(divisors_of(world), node) for axis, method in working.items()}
     return Space(
-        sizes={
-            "tensor": within,
-            "sequence": within,
-            "context": tokens,
-            "pipeline": tuple(size for size in divisors if size <= _MOST_STAGES),
-        },
-        axis_methods={
-            "tensor": choices("tensor_parallel", ("tensor_parallel", {"sequence": True})),
-            "sequence": choices("sequence_parallel"),
-            "context": choices("context_parallel"),
-            "expert": choices("expert_parallel"),
-            "pipeline": _pipelines(),
-            "replica": choices("outer"),
-        },
-        sharding=choices(None, "zero1", "zero2", "fsdp"),
-        precision=_precisions(cluster) if lower_precision else ((),),
+        sizes={axis: every for axis, every in sizes.items() if every},
+        axis_methods={axis: on_axis(axis, scope) for axis in working},
+        sharding=((), *searched(Role.SHARDING, scope)),
+        precision=searched(Role.PRECISION, scope) or ((),),
         half_dtype=subject.half_dtype,
-        recompute=_recomputations(),
+        recompute=((), *searched(Role.RECOMPUTATION, scope)),
     )
 
 
-def offloads(world: int = 1) -> tuple[Choice, ...]:
-    """Return what may leave the device: states also in part, the least first, as their update waits for the host.
+def searched(role: Role, scope: SearchScope | None = None) -> tuple[Choice, ...]:
+    """Return what methods offer a search as answers to one of its decisions."""
+    scope = scope or SearchScope()
+    return tuple((option,) for method in methods_for(role) for option in method.search_options(scope))
 
-    Args:
-        world: Devices; on very many, states leave whole or not at all.
-    """
-    parts = (("offload", {"optimizer": fraction}) for fraction in _FRACTIONS if world <= _MOST_IN_PART)
-    # Of gradients what can leave before the update: on some meshes backward does not complete them.
-    every = ("offload", {"optimizer": 1.0, "parameters": 1.0, "activations": 1.0})
-    return choices(*parts, ("offload", "optimizer"), ("offload", "activation"), every)
+
+def on_axis(axis: str, scope: SearchScope | None = None) -> tuple[Choice, ...]:
+    """Return what the method of an axis offers a search."""
+    return tuple((option,) for option in _of_axis(axis).search_options(scope or SearchScope()))
+
+
+def _of_axis(axis: str) -> type[Method]:
+    method = METHOD_CONFIGS[method_of_axes()[axis]]
+    assert issubclass(method, Method)
+    return method
+
+
+def offloads(world: int = 1) -> tuple[Choice, ...]:
+    """Return what may leave the device, the least first, on so many devices."""
+    return searched(Role.OFFLOADING, SearchScope(world))
 
 
 @functools.cache
@@ -142,28 +141,7 @@ def zero_sizes(ranks: int, inner: int, node: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _pipelines() -> tuple[Choice, ...]:
-    name = "pipeline_parallel"
-    interleaved = ((name, {"schedule": "interleaved", "num_stages_per_rank": each}) for each in _STAGES_PER_RANK)
-    return choices(name, *interleaved, (name, {"schedule": "zbv"}), (name, {"schedule": "gpipe"}))
-
-
-def _precisions(cluster: Cluster | None) -> tuple[Choice, ...]:
-    """Mixed precision: its gradients add up in fp32. ``half``, which is faster and less exact, is tried when asked."""
-    if cluster is None or cluster.device.is_host:
-        return ((),)
-    return choices(("amp_native", cluster.device.half_dtype))
-
-
-def _recomputations() -> tuple[Choice, ...]:
-    """Nothing, everything, and what lies between."""
-    return choices(None, ("checkpoint", {"policy": "selective"}), ("checkpoint", {"every": 2}), "checkpoint")
-
-
 # --- The combinations of a space: meshes, then what works on them, then how a batch goes through.
-
-INNER = ("tensor", "sequence", "context", "expert")
-"""Axes that divide a sample's work or a layer's weights, innermost first; data parallelism lies around them."""
 
 Refusals = dict[str, str]
 """Reasons why strategies cannot train, and the first strategy of each."""
@@ -215,11 +193,11 @@ class Branch:
     @property
     def but_for_offload(self) -> object:
         """Return what it has in common with those of other passes that offload something else."""
-        return self.axes, tuple(id(method) for method in self.methods if not isinstance(method, Offload))
+        return self.axes, tuple(id(method) for method in self.methods if role_of(method) is not Role.OFFLOADING)
 
     def strategy(self) -> Strategy:
         """As a user would write it."""
-        return Strategy([mesh_of(self.axes), *self.methods])
+        return Strategy([mesh_method(self.axes), *self.methods])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -227,9 +205,9 @@ class Branch:
         return self.mesh.pipeline, self.schedule.stages_per_rank if self.schedule is not None else 1
 
 
-def mesh_of(axes: tuple[tuple[str, int], ...]) -> tuple[str, dict[str, object]]:
-    """Return the method that names a mesh."""
-    return "parallel_mode", {"axes": axes}
+def role_of(method: MethodConfig) -> Role | None:
+    """Return which decision of a search a method answers; None: none."""
+    return method.role if isinstance(method, Method) else None
 
 
 def axes_text(sizes: Mapping[str, int]) -> str:
@@ -262,7 +240,7 @@ class Candidates:
                     axes_text(sizes),
                 )
                 continue
-            inner = tuple((axis, sizes[axis]) for axis in INNER if sizes.get(axis, 1) > 1)
+            inner = tuple((axis, sizes[axis]) for axis in INNER_AXES if sizes.get(axis, 1) > 1)
             for methods in itertools.product(*(self.space.axis_methods[axis] for axis, _ in inner)):
                 chosen = tuple(itertools.chain.from_iterable(methods))
                 yield Mesh(inner, ranks, sizes.get("pipeline", 1), sizes.get("replica", 1), chosen)
@@ -275,7 +253,7 @@ class Candidates:
         names = list(self.space.sizes)
         for sizes in itertools.product(*self.space.sizes.values()):
             found = dict(zip(names, sizes, strict=True))
-            inner = sum(found.get(axis, 1) > 1 for axis in INNER)
+            inner = sum(found.get(axis, 1) > 1 for axis in INNER_AXES)
             if self.world % math.prod(sizes) == 0 and inner <= self.space.inner_axes:
                 yield found
 
@@ -307,7 +285,7 @@ class Candidates:
         if mesh.pipeline == 1:
             return [None]
         chosen = itertools.chain.from_iterable(self.space.axis_methods["pipeline"])
-        return [method for method in chosen if isinstance(method, PipelineParallel)]
+        return [cast("PipelineParallel", method) for method in chosen]
 
     def _sharded(self, mesh: Mesh) -> Iterator[tuple[Choice, tuple[tuple[str, int], ...]]]:
         """What shards, with the whole mesh: nothing over ``data``, or over ``zero``, with ``data`` around it."""
@@ -366,7 +344,7 @@ def shards_alone(mesh: Mesh, space: Space) -> bool:
     leave a device come back as FSDP2 gathers them, on one rank, too.
     """
     offloads = itertools.chain.from_iterable(space.offload)
-    leaves = any(isinstance(method, Offload) and method.parameters for method in offloads)
+    leaves = any(isinstance(method, Method) and method.moves_parameters for method in offloads)
     return leaves or () not in space.sharding or _hold_equal(mesh)
 
 

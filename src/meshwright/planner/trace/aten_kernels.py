@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from meshwright.cost import Op
+from meshwright.cost import HALF, Op, ProductDtype
 
 _aten = torch.ops.aten
 _VIEWS = frozenset(
@@ -169,8 +169,7 @@ def _weights(name: str, args: tuple[Any, ...]) -> list[tuple[bool, torch.Tensor]
 
 # --- One call of an aten operator as the kernel that it launches: its dims, or the bytes that it moves.
 
-_Dtype = Literal["fp32", "half"]
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 # Calls that launch nothing, beside those that return views.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
@@ -218,9 +217,9 @@ def kernels_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     return (Op("move", num_bytes=moved, functions=int(functions), moment="forward"),)
 
 
-def dtype_of(tensor: torch.Tensor) -> _Dtype:
+def dtype_of(tensor: torch.Tensor) -> ProductDtype:
     """In what a product of such tensors runs."""
-    return "half" if tensor.dtype in _HALF or tensor.element_size() == 1 else "fp32"
+    return HALF if tensor.dtype in _HALF_DTYPES or tensor.element_size() == 1 else "fp32"
 
 
 def _product(m: int, n: int, k: int, batch: int, of: torch.Tensor) -> tuple[Op, ...]:

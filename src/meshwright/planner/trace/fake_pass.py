@@ -9,13 +9,15 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.methods import in_phase_order
+from meshwright.methods.base import INNER_AXES
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import find_blocks, run_with
 from meshwright.planner.trace.aten_kernels import FlopCount, converted_to, device_of_pass, kernels_of_device
@@ -33,10 +35,9 @@ from meshwright.runtime.trees import map_tree
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary, Placed, Transient
-    from meshwright.methods import ContextParallel, ExpertParallel, Resolved, SampleRun, TensorParallel, TokensTrace
+    from meshwright.methods import Resolved, SampleRun, TokensTrace
     from meshwright.methods.fp8_torchao import Fp8Trace
     from meshwright.methods.tensor.tensor_parallel import SaveLog
-    from meshwright.methods.tokens.sequence_parallel import Ranks
     from meshwright.planner.trace.op_recording import Repeated
 
 
@@ -92,36 +93,22 @@ def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace |
     Raises:
         ModelError: When the model cannot be divided so.
     """
-    sizes = dict(resolved.axes)
-    experts = cast("ExpertParallel | None", resolved.strategy.get("expert_parallel"))
-    if experts is not None and sizes.get("expert", 1) > 1:
-        return experts.trace(model, sizes["expert"])
-    tensor = cast("TensorParallel | None", resolved.strategy.get("tensor_parallel"))
-    layers = tensor.trace(model, sizes.get("tensor", 1), sample) if tensor is not None else None
-    tokens = _tokens_trace(resolved, model)
-    return LayersAndTokens(layers, tokens) if layers and tokens else layers or tokens
+    sizes, methods = dict(resolved.axes), in_phase_order(resolved.strategy)
+    every = [found for each in methods if (found := each.traced_layers(model, sizes, sample)) is not None]
+    ranks = [found for each in methods if (found := each.traced_tokens(sizes)) is not None]
+    layers = next(iter(every), None)  # experts are divided apart from the layers of a tensor axis
+    if not ranks:
+        return layers
+    from meshwright.methods import TokensTrace
 
-
-def _tokens_trace(resolved: Resolved, model: nn.Module) -> TokensTrace | None:
-    sizes, context = dict(resolved.axes), cast("ContextParallel | None", resolved.strategy.get("context_parallel"))
-    ring, heads = sizes.get("context", 1), sizes.get("sequence", 1)
-    if max(ring, heads) == 1:
-        return None
-    from meshwright.methods import TokensTrace, TracedContext, TracedSequence
-
-    axes: list[Ranks] = []
-    if "sequence_parallel" in resolved.strategy and heads > 1:
-        axes.append(functools.partial(TracedSequence, heads, ring))
-    if context is not None and ring > 1:
-        axes.append(functools.partial(TracedContext, ring, context.balance, heads))
-    return TokensTrace(model, *axes) if axes else None
+    tokens = TokensTrace(model, *ranks)
+    return LayersAndTokens(layers, tokens) if layers is not None else tokens
 
 
 def trace_key(resolved: Resolved) -> tuple[object, ...]:
-    """Equal for strategies with one trace."""
-    axes = ("tensor", "sequence", "context", "expert")
-    named = [resolved.strategy.get(f"{name}_parallel") for name in axes]
-    return *named, *(dict(resolved.axes).get(axis, 1) for axis in axes)
+    """Return a key that strategies share which divide the work alike: the methods of axes, and the sizes of these."""
+    methods = (each for each in in_phase_order(resolved.strategy) if each.axis in INNER_AXES)
+    return *methods, *(size for size in resolved.axes if size[0] in INNER_AXES and size[1] > 1)
 
 
 # --- Floating-point operations by place: before the blocks that a pipeline cuts, in each of them, and behind them.

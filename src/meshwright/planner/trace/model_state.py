@@ -446,22 +446,26 @@ def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, i
     offloaded = OffloadedBytes(model, optimizer)
     average, on_host = average_of(optimizer), offloaded.copies | offloaded.parameters
     averages = average.of if average is not None else {}
-    return {
-        "parameters": _bytes(p for p in parameters if p not in offloaded.parameters),
-        "master": _bytes(master for master in masters if master not in offloaded.copies),
-        "gradients": _bytes(gradients - offloaded.gradients),
-        "optimizer": _bytes(offloaded.states("device")),
-        "buffers": _bytes(model.buffers()),
-        "outer": _outer_bytes(optimizer),
-        "average": _bytes(averages[p] for p in averages.keys() - on_host),
-        "host_parameters": _bytes(offloaded.parameters),
-        "host_master": 0 if offloaded.on_disk else _bytes(offloaded.copies),
-        "host_gradients": _bytes(offloaded.gradients),
-        "host_optimizer": _bytes(offloaded.states("host")),
-        "host_average": _bytes(averages[p] for p in averages.keys() & on_host),
-        "disk_master": _bytes(offloaded.copies) if offloaded.on_disk else 0,
-        "disk_optimizer": _bytes(offloaded.states("disk")),
-    }
+    return _by_class(
+        parameters=_bytes(p for p in parameters if p not in offloaded.parameters),
+        master=_bytes(master for master in masters if master not in offloaded.copies),
+        gradients=_bytes(gradients - offloaded.gradients),
+        optimizer=_bytes(offloaded.states("device")),
+        buffers=_bytes(model.buffers()),
+        outer=_outer_bytes(optimizer),
+        average=_bytes(averages[p] for p in averages.keys() - on_host),
+        host_parameters=_bytes(offloaded.parameters),
+        host_master=0 if offloaded.on_disk else _bytes(offloaded.copies),
+        host_gradients=_bytes(offloaded.gradients),
+        host_optimizer=_bytes(offloaded.states("host")),
+        host_average=_bytes(averages[p] for p in averages.keys() & on_host),
+        disk_master=_bytes(offloaded.copies) if offloaded.on_disk else 0,
+        disk_optimizer=_bytes(offloaded.states("disk")),
+    )
+
+
+def _by_class(**sizes: int) -> dict[str, int]:
+    return sizes
 
 
 def _outer_bytes(optimizer: Optimizer | None) -> int:

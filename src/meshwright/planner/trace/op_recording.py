@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.cost import Activations, Op, SavedTensor, TracedModule, Transient, Work, pass_flops
+from meshwright.cost import FP8, Activations, Op, SavedTensor, TracedModule, Transient, Work, pass_flops
 from meshwright.cost.activations import Running
 from meshwright.methods.recompute import operator_name
 from meshwright.nn import class_names, find_blocks
@@ -216,7 +216,7 @@ class OpRecorder(TorchDispatchMode):
         saved = len(self._saved.log)
         if self._fp8 and not self._fp8.isdisjoint(running):
             narrow = (op for op in ops if op.kind == "matmul")
-            ops = tuple(dataclasses.replace(op, dtype="fp8", scaling=self._scaling) for op in narrow)
+            ops = tuple(dataclasses.replace(op, dtype=FP8, scaling=self._scaling) for op in narrow)
         return [Kernel(op, running, position, saved, needs_grad) for op in ops]
 
 

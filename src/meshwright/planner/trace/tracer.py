@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from meshwright.cost import FP8
 from meshwright.errors import NOTE, MeshwrightError, ModelError
 from meshwright.methods.base import torch_dtype
 from meshwright.nn import find_blocks, widened
@@ -211,7 +212,7 @@ class Traced(NamedTuple):
     @property
     def fp8_flops(self) -> int:
         """Return those of ``flops`` that are in 8 bits."""
-        return self.ops.flops_in("fp8") if self.ops is not None else 0
+        return self.ops.flops_in(FP8) if self.ops is not None else 0
 
 
 class Tracer:
