@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         mesh_method as mesh_method,
         method_of_axes as method_of_axes,
         methods_for as methods_for,
+        num_micro_batches as num_micro_batches,
         replacement_of as replacement_of,
         resolve as resolve,
         rules as rules,

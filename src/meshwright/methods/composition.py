@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshwright.methods.zero_config import ZeroMethod
 
 
+_MOST_MICRO_BATCHES = 2**16
 _WITHOUT_METHOD = ("data", "zero")  # axes that are no method's own
 
 
@@ -276,6 +277,40 @@ def resolve(
     if shards is not None and shard_axis is not None:
         check_shard_axis(shards, shard_axis, dict(axes))
     return Resolved(strategy, axes, shard_axis, tuple(notices))
+
+
+def num_micro_batches(resolved: Resolved, given: int | None) -> int:
+    """Return the strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
+
+    Raises:
+        StrategyError: When the strategy has another number than was given.
+    """
+    for method in in_phase_order(resolved.strategy):
+        own = method.asked_micro_batches
+        if own is not None and given not in (None, own):
+            raise StrategyError(
+                f"{method.method_name} and num_micro_batches name different numbers",
+                expected="one of the two, or the same number",
+                got=f"{method} and num_micro_batches={given}",
+                fix="leave num_micro_batches out: the strategy says it",
+            )
+        given = own or given
+    pipeline = find_method(resolved.strategy, lambda method: method.axis == "pipeline")
+    ranks = dict(resolved.axes).get("pipeline", 1)
+    if pipeline is None:
+        return _simulated(given or 1)
+    return _simulated(given or pipeline.fewest_micro_batches(ranks))
+
+
+def _simulated(count: int) -> int:
+    if count > _MOST_MICRO_BATCHES:
+        raise StrategyError(
+            "A step has too many micro-batches",
+            expected=f"at most {_MOST_MICRO_BATCHES:,}; each is simulated",
+            got=f"{count:,}",
+            fix="correct num_micro_batches",
+        )
+    return count
 
 
 def _without_unusable(strategy: Strategy, device: torch.device | Device | None, notices: list[str]) -> Strategy:

@@ -7,18 +7,36 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.cost import FP8, HALF, Calibration, Cluster, Device, Peak, Step, memory, peak
 from meshwright.errors import ConfigError, ModelError, StrategyError
-from meshwright.methods import SAMPLED, Resolved, Role, cost_of, find_method, in_phase_order, mixed_precision, resolve
+from meshwright.methods import (
+    SAMPLED,
+    Resolved,
+    Role,
+    cost_of,
+    find_method,
+    in_phase_order,
+    mixed_precision,
+    num_micro_batches,
+    resolve,
+)
 from meshwright.methods.pipeline.schedules import live_peaks
 from meshwright.planner.family_ops import FamilyRun
 from meshwright.planner.family_steps import family_step, with_experts
-from meshwright.planner.memory_budget import fit_budget, taken_bytes, usable_bytes, usable_host_bytes
+from meshwright.planner.memory_budget import fit_budget
 from meshwright.planner.model_shapes import BLOCK, Shape
-from meshwright.planner.pipeline_cuts import num_micro_batches
-from meshwright.planner.plans import Plan, forecast, host_bytes, most_host_bytes
+from meshwright.planner.plans import (
+    Plan,
+    Subject,
+    forecast,
+    host_bytes,
+    most_host_bytes,
+    taken_bytes,
+    usable_bytes,
+    usable_host_bytes,
+)
 from meshwright.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -292,6 +310,22 @@ class FamilyWorkload:
     def _taken(self, step: Step, most: Peak) -> int:
         on_host = most.memory.host_total if step.on_cpu else 0
         return taken_bytes(most.reserved_bytes, self.cluster.device) + on_host
+
+
+@dataclass(frozen=True)
+class FamilyModel:
+    """A model of a well-known family by its dimensions."""
+
+    name: str
+    shape: Shape
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`PlannedModel`."""
+        return {"name": self.name, "num_parameters": self.shape.num_parameters, "seq": self.shape.seq}
+
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+        """See :class:`PlannedModel`."""
+        return FamilyWorkload(self.shape, cluster, samples, limit_bytes=limit_bytes)
 
 
 def _is_lowered(strategy: Strategy) -> bool:

@@ -134,8 +134,6 @@ def _by_class(known: Activations | None, tensor: SavedTensor) -> object:
 
 _SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm
 
-_MOST_MICRO_BATCHES = 2**16
-
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -330,36 +328,3 @@ def _ranks_sending(boundary: Boundary, cut: Cut) -> tuple[int, ...]:
     if boundary.axis == "tensor" and not boundary.path:  # in no layer: sums of the loss over parts of the vocabulary
         return (cut.ranks[-1],)
     return cut.ranks_running(boundary.path)
-
-
-def num_micro_batches(resolved: Resolved, given: int | None) -> int:
-    """Return the strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
-
-    Raises:
-        StrategyError: When the strategy has another number than was given.
-    """
-    for method in in_phase_order(resolved.strategy):
-        own = method.asked_micro_batches
-        if own is not None and given not in (None, own):
-            raise StrategyError(
-                f"{method.method_name} and num_micro_batches name different numbers",
-                expected="one of the two, or the same number",
-                got=f"{method} and num_micro_batches={given}",
-                fix="leave num_micro_batches out: the strategy says it",
-            )
-        given = own or given
-    pipeline, ranks = _pipeline_in(resolved), dict(resolved.axes).get("pipeline", 1)
-    if pipeline is None:
-        return _simulated(given or 1)
-    return _simulated(given or pipeline.fewest_micro_batches(ranks))
-
-
-def _simulated(count: int) -> int:
-    if count > _MOST_MICRO_BATCHES:
-        raise StrategyError(
-            "A step has too many micro-batches",
-            expected=f"at most {_MOST_MICRO_BATCHES:,}; each is simulated",
-            got=f"{count:,}",
-            fix="correct num_micro_batches",
-        )
-    return count

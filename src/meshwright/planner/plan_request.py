@@ -20,11 +20,11 @@ from meshwright.errors import ConfigError, ModelError, StrategyError, readable_b
 from meshwright.methods import SAMPLED
 from meshwright.planner.config_models import transformers_model
 from meshwright.planner.explain import WhatIf, found_document, what_if
+from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.model_shapes import parse_family
-from meshwright.planner.planned_models import FamilyModel, ModuleModel, PlannedModel, token_batch
-from meshwright.planner.plans import Plan, Subject
+from meshwright.planner.plans import Plan, PlannedModel, Subject
 from meshwright.planner.search import Found, default_space, read_constraints, search, search_in_stages
-from meshwright.planner.workload import Workload
+from meshwright.planner.workload import ModuleModel, Workload, token_batch
 from meshwright.strategy import Strategy, read_size
 
 
@@ -97,7 +97,8 @@ class PlanRequest:
             found = self.planned([Strategy(self.strategy)])
         for plan in found.plans[:1]:
             _check_traced(plan)
-            _check_included(plan, read_constraints(self.excluded, self.included))
+            if self.included:
+                _check_included(plan, read_constraints(self.excluded, self.included))
         return found
 
     def _in_full(self, plan: Plan) -> Plan:
