@@ -1,6 +1,7 @@
-"""Choosing a strategy without being told: by a search where the cluster is known.
+"""Choose a strategy for a job whose user names none.
 
-Where it is not, seconds cannot be told: the first of a short list that fits, least communication first, is chosen.
+Where the cluster is known, a search finds the fastest. Where it is not, seconds cannot be predicted, and the first that
+fits of a short list is chosen, least communication first.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _SHOWN, _RUN, _MAX_PREDICTIONS = 3, 6, 60
 def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> tuple[Plan, str]:
     """Choose the fastest strategy that fits into a rank's memory.
 
-    Without a cluster: the first of data, zero2, fsdp and fsdp with checkpoint that fits.
+    Without a cluster, the first that fits of data, zero2, fsdp and fsdp with checkpoint.
 
     Args:
         workload: The model and how it is trained.
         excluded: Methods that must not be used.
-        included: Methods that every candidate gets: names, or with keys of their configs that stay as they are.
+        included: Methods that every candidate has: names, or ``(name, config)`` with keys that stay as they are.
 
     Returns:
-        The plan, and one line that says what was chosen and why.
+        The plan, and one line on what was chosen and why.
 
     Raises:
         StrategyError: When no candidate is left, or none fits.
@@ -85,7 +86,7 @@ def _step_time(plan: Plan) -> str:
 def only_configs(workload: Subject, strategy: Strategy) -> dict[str, Sequence[Any]]:
     """Return constraints that keep a strategy's methods, and leave open what a search decides of their configs.
 
-    All else that its configs say (a norm to clip by, layers to spare, the sizes of mesh axes) is no matter of speed.
+    The other keys (a norm to clip by, layers to leave out, the sizes of mesh axes) do not matter for speed.
     """
     from meshwright.planner.search import default_space
 
@@ -99,7 +100,7 @@ def only_configs(workload: Subject, strategy: Strategy) -> dict[str, Sequence[An
 
 
 def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> list[Plan]:
-    """All that :func:`choose` would choose from and that fit, best first; at least one.
+    """Return all fitting plans that :func:`choose` would choose from, best first; at least one.
 
     Raises:
         StrategyError: As :func:`choose` does.
@@ -111,7 +112,7 @@ def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequen
 
 
 def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[MeshwrightError]) -> Iterator[Plan]:
-    """Plan one by one; what a candidate cannot do to this model or batch is noted, and the next one tried."""
+    """Plan candidates one by one, and collect the errors of those that cannot train this model or batch."""
     for candidate in candidates:
         try:
             yield workload.plan(candidate)

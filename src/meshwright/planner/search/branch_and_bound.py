@@ -1,6 +1,7 @@
-"""Branch and bound: what may be best is looked at first, until nothing that is left can be better than what was found.
+"""Branch and bound: try the most promising candidates first, until nothing left can beat what was found.
 
-Meshes, what can be done on each, and numbers of micro-batches are unfolded only where their bound is the least of all.
+A heap holds items of four kinds, by their lower bounds: meshes, probed meshes, branches and leaves. An item is unfolded
+only when its bound is the least of all, so most of the space is never looked at.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from meshwright.planner.search.search_state import Headroom, Objective, SearchSt
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A candidate with its number of micro-batches; bounded closely once its probe is there."""
+    """A branch with a number of micro-batches; bounded closely once its probe is there."""
 
     branch: Branch
     micro_batches: int | None
@@ -38,7 +39,7 @@ Item = Mesh | Probed | Branch | Leaf
 
 
 class Engine:
-    """One search through one space."""
+    """One pass through one space."""
 
     def __init__(
         self,
@@ -67,13 +68,13 @@ class Engine:
         self._exceeds = getattr(subject, "is_too_large", None)
 
     def run(self, before: SearchState | None = None) -> SearchState:
-        """Look at candidates, the most promising first.
+        """Try candidates, the most promising first, and return the state after the pass.
 
-        Layers and samples that stay whole come first: what they reach rules out most ways to divide them, which take a
-        probe each.
+        Meshes that keep layers and samples whole come first: what they reach rules out most ways to divide them, which
+        take a probe each.
 
         Args:
-            before: What passes before have found, which goes on here.
+            before: The state to go on from.
         """
         self.state = before or self.state
         meshes = sorted(self.candidates.meshes(), key=lambda mesh: len(mesh.inner))
@@ -114,7 +115,7 @@ class Engine:
         heapq.heappush(self._heap, (bound, -depth, next(self._order), item))
 
     def _of_mesh(self, mesh: Mesh, *, probed: bool) -> tuple[float, int, Item]:
-        """Return a bound for all that can be done on a mesh."""
+        """Return a bound for everything on a mesh, with its depth and the item to unfold."""
         item: Item = Probed(mesh) if probed else mesh
         if self.bounds is None or self.objective == "memory":
             return 0.0, int(probed), item
@@ -163,7 +164,7 @@ class Engine:
         return self.state.headrooms.setdefault(branch.but_for_offload, Headroom())
 
     def _may_gain(self, branch: Branch, micro_batch: int | None = None) -> bool:
-        """Return whether offloading can do anything but slow it: memory was not enough without."""
+        """Return whether offloading can do anything but slow a branch: memory was not enough without."""
         if self.objective == "memory" or not self.state.headrooms_before:
             return True
         headroom = self.state.headrooms_before.get(branch.but_for_offload)
@@ -172,7 +173,7 @@ class Engine:
         return micro_batch not in headroom.fitting and headroom.ran_out and not self._is_settled(headroom.bound)
 
     def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
-        """A bound for a branch, with its most micro-batches where none are given: they wait least for each other."""
+        """Return a bound for a branch, by default with its most micro-batches, which wait least for each other."""
         assert self.bounds is not None
         samples = self._samples(branch.mesh)
         if self.objective == "memory":
@@ -203,14 +204,14 @@ class Engine:
                 self._push(bound, 3, leaf)
 
     def _number(self, branch: Branch, micro_batches: int | None) -> int:
-        """Return how many micro-batches a leaf has where it leaves that to the subject."""
+        """Return the number of micro-batches of a leaf that leaves it to the subject."""
         if micro_batches is not None:
             return micro_batches
         given = getattr(self.subject, "num_micro_batches", None)
         return given or (1 if branch.schedule is None else branch.schedule.fewest_micro_batches(branch.mesh.pipeline))
 
     def _bound_of_leaf(self, branch: Branch, micro_batches: int) -> float | None:
-        """Return None: it cannot fit."""
+        """Return a rough bound; None where the leaf cannot fit."""
         micro_batch = self._samples(branch.mesh) // micro_batches
         if self._is_known_too_large(branch, micro_batch) or self._cannot_fit(branch, micro_batch, micro_batches):
             return None
@@ -273,14 +274,14 @@ class Engine:
             self.progress(self.state.num_predicted, self.state.num_considered)
 
     def _is_too_large(self, branch: Branch, micro_batches: int | None, micro_batch: int) -> bool:
-        """Return whether one rank alone shows that it cannot fit."""
+        """Return whether one rank alone shows that a leaf cannot fit."""
         if self._exceeds is None or not self.limited or not self._exceeds(branch.strategy(), micro_batches):
             return False
         self._note_too_large(branch, micro_batch)
         return True
 
     def _is_known_too_large(self, branch: Branch, micro_batch: int) -> bool:
-        """Return whether the same was too large with micro-batches as small, sharded over as many ranks."""
+        """Return whether the branch was too large before, with micro-batches as small and groups as large."""
         known = self._too_large.get(branch.but_for_groups, ())
         if not any(group >= _group(branch) and size <= micro_batch for group, size in known):
             return False

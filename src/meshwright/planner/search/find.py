@@ -1,4 +1,9 @@
-"""Find the best strategies of a subject, and explain why none fits where that is so."""
+"""Find the best strategies of a subject, and explain why none fits where that is so.
+
+:func:`search` is the whole of it: it reads the constraints, passes through the space, through follow-up spaces, and
+through all of these with offloading where memory ran out. :func:`search_in_stages` orders the space of a real module,
+for which every prediction takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ from meshwright.strategy import Strategy
 
 _MOMENTS = {
     "gather": "as weights or buffers arrive for forward",
-    "loss": "as the loss runs backward",
+    "loss": "at the start of backward (loss)",
     "recomputation": "as the last block runs backward",
     "reduction": "as the last gradients are reduced",
     "update": "at the update",
@@ -42,7 +47,7 @@ _OF_SAMPLES = ("activations", "logits")
 
 def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> StrategyError:
     """Return the error for a cluster that is too small."""
-    name, said, limits = _binding(smallest)
+    name, reason, limits = _binding(smallest)
     enough = f"take {devices} of these devices" if devices is not None else "take more devices"
     remedies = [f"{enough}, or devices with more memory", *([_REMEDIES[name]] if name in _REMEDIES else [])]
     if name in _OF_SAMPLES and (subject.batch_size or 0) > 1:
@@ -51,13 +56,13 @@ def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> Strat
     return StrategyError(
         "No strategy fits into the memory of a rank",
         expected=f"at most {limits} on each of {devices_here}",
-        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_named(smallest)}; {said}",
+        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_named(smallest)}; {reason}",
         fix="; or ".join(remedies) + "; or name a strategy yourself to try it all the same",
     )
 
 
 def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
-    """Return the error for a batch that is cut so that it does not fit, where others about as large are not."""
+    """Return the error for a batch that no strategy cuts so that it fits, where batches about as large do."""
     numbers = " or ".join(map(str, batches))
     return StrategyError(
         "No strategy cuts the batch so that it fits into the memory of a rank",
@@ -68,29 +73,32 @@ def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
 
 
 def _binding(smallest: Plan) -> tuple[str, str, str]:
-    """Return the class of memory that is too much, a sentence on it, and the limits."""
+    """Return the class of memory that is too large, a sentence on it, and the limits."""
     limits = readable_bytes(smallest.limit_bytes or 0)
     if smallest.fits_device:
         limits += f", and {readable_bytes(smallest.host_limit_bytes or 0)} of host memory,"
         return "host", f"offloaded, it needs {readable_bytes(smallest.host_bytes)} of host memory", limits
     most = smallest.forecast.peak if smallest.forecast is not None else peak(smallest.step)
     name, size = _largest_class(most.memory)
-    said = f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}"
+    reason = f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}"
     behind = _behind_blocks(smallest.step) if (name, most.moment) == ("activations", "loss") else 0
     if 2 * behind > size:
-        return "logits", f"{said}, {readable_bytes(behind)} of it logits and what the loss makes of them", limits
-    return name, said, limits
+        return "logits", f"{reason}, {readable_bytes(behind)} of it logits and what the loss makes of them", limits
+    return name, reason, limits
 
 
 def _behind_blocks(step: Step) -> int:
-    """Return what is free once the blocks run backward: logits, and what the loss makes of them."""
+    """Return the bytes that are free once the blocks run backward: logits, and what the loss makes of them."""
     held = moments(step)
     return (held["loss"].activations or 0) - (held["recomputation"].activations or 0)
 
 
 def nothing_works(world: int, refused: Mapping[str, str], included: Collection[str]) -> StrategyError:
-    """Return the error for wishes and models that leave nothing that could train: first why what was wished cannot."""
-    # That methods exclude each other is no news to one who gets nothing: what the model or the devices lack is.
+    """Return the error for constraints and models that leave nothing that could train.
+
+    Reasons against the included methods come first.
+    """
+    # That methods exclude each other is no news. What the model or the devices lack is.
     telling = [reason for reason in refused if "does not go together" not in reason] or list(refused)
     telling.sort(key=lambda reason: not reason.startswith(tuple(included)))
     reasons = "; ".join(telling[:3]) or "no mesh was left"
@@ -103,7 +111,7 @@ def nothing_works(world: int, refused: Mapping[str, str], included: Collection[s
 
 
 def ended_early(max_predictions: int) -> StrategyError:
-    """Return the error for a search that had too few predictions to find anything."""
+    """Return the error for a search that used up its predictions before it found anything."""
     return StrategyError(
         "The search ended before it found a strategy that fits",
         expected=f"a strategy within {max_predictions} predictions",
@@ -149,8 +157,8 @@ def search(
 ) -> Found:
     """Find the strategies that do best among those that fit into memory.
 
-    Candidates are looked at in the order of bounds that they cannot beat, until no other can be among the best: what is
-    found is what passes at all of them would find, as long as ``max_predictions`` last. The same call finds the same.
+    Candidates are tried in the order of their lower bounds, until no other can be among the best. As long as
+    ``max_predictions`` last, the result is what simulating all of them would give. The same call finds the same.
 
     Args:
         subject: A model and how it is trained, on a world; with a cluster, for objectives that need seconds.
@@ -227,9 +235,9 @@ class _Search:
         self.num_considered = self.num_predicted = 0
 
     def first(self, space: Space, *, may_lower: bool) -> tuple[Space, SearchState]:
-        """Return the first pass.
+        """Make the first pass; return the space it settled on, and the state after it.
 
-        Another one in full precision for a model that a lower one stops, which is refused then.
+        Where lower precision stops a model from being traced, the pass is made once more in full precision.
         """
         before = self._through(space)
         if not (may_lower and _is_untraced(before) and space.precision != ((),)):
@@ -273,7 +281,7 @@ class _Search:
         return space, self._through(space, state.for_other_space())
 
     def _offloading(self, tried: Sequence[_Tried], state: SearchState, offload: tuple[Choice, ...]) -> SearchState:
-        """Pass with offloading, where something that was too large may be among the best once it takes less."""
+        """Pass with offloading where something too large could be among the best once it takes less."""
         for space, without in tried:
             if offload and (without.ran_out or self.objective == "memory"):
                 state = self._through(space.replace(offload=offload), state.for_offloading(without))
@@ -290,21 +298,21 @@ class _Search:
             self.subject, candidates, self.bounds, objective, top, self.max_predictions, self.progress, limited=limited
         )
         state = engine.run(before)
-        self.refused = candidates.refused | self.refused  # told by the simplest that met it
+        self.refused = candidates.refused | self.refused  # the reason is shown with the simplest strategy that met it
         self.num_considered += state.num_considered
         self.num_predicted = state.num_predicted + self.num_predicted
         return state
 
     def smallest(self, space: Space, known: Sequence[Plan]) -> Plan | None:
-        """Return the strategy that takes least, though it is too much: of those that divide all that can be divided."""
+        """Return the plan that takes least, though it is too much, of those that divide all that can be divided."""
         state = self._pass(space, "memory", 1, limited=False)
         plans = [*known, *(plan for _, plan in state.plans)]
         return min(plans, key=lambda plan: (plan.needed_bytes, str(plan.strategy)), default=None)
 
     def fewest_devices(self, space: Space) -> int | None:
-        """As many devices as it takes until something fits: doubled again and again, then what lies between.
+        """Return how many devices would do: doubled again and again, then with what lies between.
 
-        None: it cannot be told, or a thousand times as many are too few.
+        None where that cannot be found out, or a thousand times as many are too few.
         """
         grow: Callable[[int], Subject] | None = getattr(self.subject, "on", None)
         if grow is None or self.cluster is None:
@@ -316,7 +324,7 @@ class _Search:
         return None
 
     def _between(self, few: int, enough: int, grow: Callable[[int], Subject], space: Space) -> int:
-        """Of too few devices and twice as many, quarters of the way that are enough, in nodes as whole as these."""
+        """Return the fewest devices that do between too few and twice as many, by quarters and in whole nodes."""
         unit = self.node if few > self.node and few % self.node == 0 else 1
         for quarter in (few // 2, few // 4):
             middle = enough - quarter
@@ -332,7 +340,7 @@ class _Search:
         return self._fits(larger, cluster, wider)
 
     def batches_nearby(self, space: Space) -> list[int]:
-        """Of a batch that the devices cannot share equally, the next ones that they can and that fit."""
+        """Return fitting batches near one that the devices cannot share equally."""
         of_batch: Callable[[int], Subject] | None = getattr(self.subject, "of_batch", None)
         world, batch = self.subject.world, self.subject.batch_size
         if of_batch is None or batch is None or self.cluster is None or batch % world == 0:
@@ -348,17 +356,17 @@ class _Search:
 
 
 def _is_untraced(state: SearchState) -> bool:
-    """Return whether the best that was found says nothing of activations."""
+    """Return whether the activations of the best plan are unknown."""
     return bool(state.plans) and state.plans[0][1].step.activations is None
 
 
 def _roomiest(space: Space, offload: tuple[Choice, ...]) -> Space:
-    """Return what takes least memory, of all that divides it."""
+    """Return the part of a space that takes least memory: all is divided over as many ranks as possible."""
     return space.replace(hybrid=False, recompute=space.recompute[-1:], offload=offload)
 
 
 def _wider(space: Space, larger: Space) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a larger world, as far as a caller's wishes leave its axes."""
+    """Return the sizes of axes in a larger world, as far as a caller's constraints leave them open."""
     return {
         axis: tuple(size for size in larger.sizes.get(axis, every) if size > 1 or 1 in every)
         if space.axis_methods.get(axis)
@@ -401,7 +409,7 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
 
 
 def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[FollowUp]:
-    """Yield what lies beyond the small space, but for what has been tried there, or must not be."""
+    """Yield the spaces beyond the small one, without what has been tried there or is excluded."""
     required = Strategy([*read_constraints(excluded, included).values()])
     mesh = dict(getattr(find_method(required, lambda each: each.phase == Phase.MESH), "axes", ()))
     pipeline = find_method(required, lambda each: each.axis == "pipeline")
@@ -421,7 +429,7 @@ def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: S
 
 
 def _is_allowed(axis: str, excluded: Sequence[str], included: Sequence[Any]) -> bool:
-    """Return whether constraints allow the method of an axis, which they need not name."""
+    """Return whether constraints allow the method of an axis."""
     try:
         read_constraints(excluded, [*included, method_of_axes()[axis]])
     except StrategyError:

@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from meshwright.methods import PipelineParallel
 
 Choice = tuple[MethodConfig, ...]
-"""Methods that are taken together; none: the decision is to do nothing."""
+"""Methods that are one answer to a decision; the empty choice does nothing."""
 
-_EVERY_ZERO_SIZE = 8  # of so many data-parallel ranks all divisors are tried for a group that shards
+_EVERY_ZERO_SIZE = 8  # up to so many data-parallel ranks, all divisors are tried for a group that shards
 
 
 @dataclass(frozen=True)
 class Space:
-    """The choices of a search; it tries their combinations, as far as the law of methods allows.
+    """The choices of a search, which tries all their combinations that the composition rules allow.
 
     Args:
         sizes: Sizes to try of the axes ``tensor``, ``sequence``, ``context``, ``expert``, ``pipeline`` and ``replica``,
             1 included; an axis that is absent is not tried.
         axis_methods: The methods that may work on each of these axes.
-        sharding: What may shard parameters, over an axis ``zero``; nothing: data parallelism.
-        hybrid: Whether parameters may be sharded within groups that hold copies of each other (HSDP).
+        sharding: Methods that shard parameters over an axis ``zero``; the empty choice is data parallelism.
+        hybrid: Whether groups of ranks that shard may hold copies of each other (HSDP).
         inner_axes: Most of the axes ``tensor``, ``sequence``, ``context`` and ``expert`` that are used together.
-        precision: What may lower the precision, what computes fastest first.
-        half_dtype: What half precision is on the devices.
-        recompute: What may recompute activations, the least first.
-        offload: What may leave the device.
+        precision: Methods that lower the precision, the fastest first.
+        half_dtype: Half precision of the devices.
+        recompute: Methods that recompute activations, the least first.
+        offload: Methods that offload, the least first.
         extra: Methods that every candidate has.
         micro_batches: Numbers of micro-batches; None: all that divide a replica's samples.
     """
@@ -60,7 +60,7 @@ class Space:
     micro_batches: tuple[int | None, ...] | None = None
 
     def replace(self, **changes: Any) -> Space:
-        """Return the same space with some choices changed."""
+        """Return the space with some choices changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -70,11 +70,11 @@ def choices(*options: Any) -> tuple[Choice, ...]:
 
 
 def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
-    """Return what is tried for a subject when nothing else is asked for.
+    """Return the space that is searched where a caller names none.
 
     Args:
-        subject: What is planned; its cluster, if it has one, says how large a node is and which precisions it has.
-        lower_precision: Whether half precision is tried; without, what the subject has is kept.
+        subject: A model and how it is trained; its cluster, if known, says how large a node is and which precisions it has.
+        lower_precision: Whether half precision is tried; False keeps the subject's own.
     """
     cluster: Cluster | None = getattr(subject, "cluster", None)
     world, node = subject.world, cluster.devices_per_node if cluster is not None else subject.world
@@ -93,13 +93,13 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
 
 
 def searched(role: Role, scope: SearchScope | None = None) -> tuple[Choice, ...]:
-    """Return what methods offer a search as answers to one of its decisions."""
+    """Return the configs that methods offer as answers to one decision."""
     scope = scope or SearchScope()
     return tuple((option,) for method in methods_for(role) for option in method.search_options(scope))
 
 
 def on_axis(axis: str, scope: SearchScope | None = None) -> tuple[Choice, ...]:
-    """Return what the method of an axis offers a search."""
+    """Return the configs that the method of an axis offers."""
     return tuple((option,) for option in _of_axis(axis).search_options(scope or SearchScope()))
 
 
@@ -116,19 +116,17 @@ def offloads(world: int = 1) -> tuple[Choice, ...]:
 
 @functools.cache
 def divisors_of(number: int) -> tuple[int, ...]:
-    """All of them, from 1."""
+    """Return all divisors of a number in ascending order."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def zero_sizes(ranks: int, inner: int, node: int) -> tuple[int, ...]:
-    """Return the sizes of a group that shards within ``ranks``.
-
-    All of them, or of many those that fill a node and steps of 4.
+    """Return the sizes of groups to shard within: all divisors, or of many ranks whole nodes and steps of 4.
 
     Args:
         ranks: Data-parallel ranks.
-        inner: Ranks that lie closer together than they.
+        inner: Ranks of inner axes, which lie closer together.
         node: Ranks of a node.
     """
     if ranks <= _EVERY_ZERO_SIZE:
@@ -141,7 +139,7 @@ def zero_sizes(ranks: int, inner: int, node: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-# --- The combinations of a space: meshes, then what works on them, then how a batch goes through.
+# --- The combinations of a space: meshes, then branches on each, then numbers of micro-batches.
 
 Refusals = dict[str, str]
 """Reasons why strategies cannot train, and the first strategy of each."""
@@ -149,7 +147,7 @@ Refusals = dict[str, str]
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Sizes of axes, the innermost first, and the methods that work on them. Each is made once, and equals itself."""
+    """Sizes of axes, and the methods of the inner ones. Compared by identity: each mesh is made once."""
 
     inner: tuple[tuple[str, int], ...]
     ranks: int  # data-parallel ranks: those of the axes data and zero
@@ -160,7 +158,7 @@ class Mesh:
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A mesh with what shards on it, and precision, recomputation, offloading and a schedule; it equals itself."""
+    """A mesh with one answer to every decision but the number of micro-batches. Compared by identity."""
 
     mesh: Mesh
     axes: tuple[tuple[str, int], ...]
@@ -172,7 +170,7 @@ class Branch:
 
     @property
     def methods(self) -> Choice:
-        """All but the mesh."""
+        """Return all methods but the mesh."""
         pipeline = () if self.schedule is None else (self.schedule,)
         return (
             *self.mesh.inner_methods, *pipeline, *self.sharding, *self.precision, *self.recompute, *self.rest,
@@ -180,43 +178,43 @@ class Branch:
 
     @property
     def but_for_groups(self) -> object:
-        """Return what it has in common with those whose groups shard over more or fewer ranks."""
+        """Return a key shared by branches that differ only in how many ranks a group shards over."""
         return self.mesh, self.sharding, self.precision, self.recompute, self.rest, self.schedule
 
     # To hash what methods are takes long; passes through a space share them.
     @property
     def but_for_sharding(self) -> object:
-        """Return what its methods have in common with those of one mesh that shard otherwise."""
+        """Return a key shared by branches on one mesh that differ only in the sharding method."""
         others = (*self.precision, *self.recompute, *self.rest)
         return id(self.schedule), tuple(map(id, others))
 
     @property
     def but_for_offload(self) -> object:
-        """Return what it has in common with those of other passes that offload something else."""
+        """Return a key shared by branches, also of other passes, that differ only in what they offload."""
         return self.axes, tuple(id(method) for method in self.methods if role_of(method) is not Role.OFFLOADING)
 
     def strategy(self) -> Strategy:
-        """As a user would write it."""
+        """Return the strategy as a user would write it."""
         return Strategy([mesh_method(self.axes), *self.methods])
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Ranks of a pipeline, and stages on each."""
+        """Return the ranks of the pipeline, and the stages on each."""
         return self.mesh.pipeline, self.schedule.stages_per_rank if self.schedule is not None else 1
 
 
 def role_of(method: MethodConfig) -> Role | None:
-    """Return which decision of a search a method answers; None: none."""
+    """Return the decision of a search that a method answers; None: none."""
     return method.role if isinstance(method, Method) else None
 
 
 def axes_text(sizes: Mapping[str, int]) -> str:
-    """``"tensor 2, pipeline 4"``; what is not divided is left out."""
+    """Describe sizes of axes, such as ``"tensor 2, pipeline 4"``; undivided axes are left out."""
     return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data parallelism"
 
 
 class Candidates:
-    """All branches of a space for a world; what cannot be is refused with a reason, each reason once."""
+    """Enumerate the branches of a space for a world, and collect why others cannot be, each reason once."""
 
     def __init__(self, space: Space, world: int, node: int, batch_size: int | None) -> None:
         self.space, self.world, self.node, self.batch_size = space, world, node, batch_size
@@ -228,7 +226,7 @@ class Candidates:
         self.refused.setdefault(reason, str(strategy))
 
     def meshes(self) -> Iterator[Mesh]:
-        """Factorisations of the world whose replicas share the batch equally; the least divided first."""
+        """Yield the meshes of the world whose replicas share the batch equally, the least divided first."""
         for sizes in sorted(self._sizes(), key=lambda sizes: (math.prod(sizes.values()), tuple(sizes.items()))):
             ranks = self.world // math.prod(sizes.values())
             replicas = ranks * sizes.get("replica", 1) * sizes.get("expert", 1)
@@ -246,7 +244,7 @@ class Candidates:
                 yield Mesh(inner, ranks, sizes.get("pipeline", 1), sizes.get("replica", 1), chosen)
 
     def _divides(self, samples: int, replicas: int) -> bool:
-        """Return whether replicas share a batch equally, in one of the numbers of micro-batches that the space names."""
+        """Return whether replicas share a batch equally in one of the space's numbers of micro-batches."""
         return any(samples % (replicas * (count or 1)) == 0 for count in self.space.micro_batches or (1,))
 
     def _sizes(self) -> Iterator[dict[str, int]]:
@@ -258,11 +256,11 @@ class Candidates:
                 yield found
 
     def branches(self, mesh: Mesh, is_worth: Callable[[Branch], bool] | None = None) -> Iterator[Branch]:
-        """All that can be done on a mesh, as far as the law allows.
+        """Yield all branches of a mesh that the composition rules allow.
 
         Args:
-            mesh: Divides the ranks.
-            is_worth: Asked of branches that offload nothing: whether to offload anything of them.
+            mesh: One of :meth:`meshes`.
+            is_worth: Called with each branch that offloads nothing; False leaves out what it could offload.
         """
         space = self.space
         outer = space.axis_methods["replica"][0] if mesh.replica > 1 else ()
@@ -288,7 +286,10 @@ class Candidates:
         return [cast("PipelineParallel", method) for method in chosen]
 
     def _sharded(self, mesh: Mesh) -> Iterator[tuple[Choice, tuple[tuple[str, int], ...]]]:
-        """What shards, with the whole mesh: nothing over ``data``, or over ``zero``, with ``data`` around it."""
+        """Yield each sharding choice with the axes of the whole mesh.
+
+        Data parallelism is over ``data``; sharding is over ``zero`` with ``data`` around it.
+        """
         around = [("pipeline", mesh.pipeline)] if mesh.pipeline > 1 else []
         around += [("replica", mesh.replica)] if mesh.replica > 1 else []
         closer = math.prod(size for _, size in mesh.inner)
@@ -321,7 +322,7 @@ class Candidates:
         return True
 
     def micro_batches(self, mesh: Mesh) -> tuple[int | None, ...]:
-        """Numbers of micro-batches of a step, the fewest first."""
+        """Return the numbers of micro-batches to try, the fewest first."""
         if self.space.micro_batches is not None and self.batch_size is not None:
             each = self.batch_size // replicas_of(mesh)
             return tuple(count for count in self.space.micro_batches if each % (count or 1) == 0)
@@ -340,8 +341,8 @@ def replicas_of(mesh: Mesh) -> int:
 def shards_alone(mesh: Mesh, space: Space) -> bool:
     """Return whether a space shards on a mesh with one data-parallel rank.
 
-    Ranks that divide a sample or hold other experts hold equal weights: they can be sharded over, too. Parameters that
-    leave a device come back as FSDP2 gathers them, on one rank, too.
+    Ranks that divide a sample or hold other experts hold equal weights, so they can be sharded over, too. Parameters
+    that leave a device come back as FSDP2 gathers them, even on one rank.
     """
     offloads = itertools.chain.from_iterable(space.offload)
     leaves = any(isinstance(method, Method) and method.moves_parameters for method in offloads)
