@@ -56,7 +56,7 @@ def method_of_axes() -> dict[str, str]:
 
 
 def methods_for(role: Role) -> list[type[Method]]:
-    """Return the methods that answer one decision of a search; those that shard by what they communicate, least first."""
+    """Return the methods that answer one decision of a search; of those that shard, the least communication first."""
     levels = {name: level for level, name in enumerate(SHARDING)}
     return sorted(
         (method for method in known_methods() if method.role is role),

@@ -34,8 +34,8 @@ class CandidateStages:
     """Simulate stages of a pipeline that is not cut yet.
 
     Args:
-        finest: The step of a model that is cut into its single blocks. Blocks, parameters and buffers say where they are
-            (``on_ranks``, ``trained_on``, ``lent_to``, ``on_rank``).
+        finest: The step of a model that is cut into its single blocks. Blocks, parameters and buffers say where they
+            are (``on_ranks``, ``trained_on``, ``lent_to``, ``on_rank``).
         num_blocks: Number of blocks.
         ranks: Pipeline rank of every stage.
         cost: Applies the cost twins of the strategy.

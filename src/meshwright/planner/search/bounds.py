@@ -156,8 +156,9 @@ class Bounds:
         return self._ideal_s(self.probe(self._whole, methods), samples) / _shares(mesh) / mesh.pipeline
 
     def roughly_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
-        """Return the seconds of a branch's step from what is known already, with the least waiting and the least
-        traffic.
+        """Return the seconds of a branch's step from what is known already.
+
+        Only the least waiting and the least traffic are counted.
         """
         (ranks, per_rank), parts = branch.shape, self._parts(branch)
         probed, state = self.known_probe(branch), self.state(branch)

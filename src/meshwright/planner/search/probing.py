@@ -274,7 +274,10 @@ def probing(precision: Choice, recompute: Choice, rest: Choice, *, sharded: bool
 
 
 def _no_probes(method: MethodConfig) -> bool:
-    """Return whether a method changes states alone, or names a number of micro-batches, of which a probe has its own."""
+    """Return whether a method changes states alone, or names a number of micro-batches.
+
+    A probe has its own number.
+    """
     return isinstance(method, Method) and (method.asked_micro_batches is not None or method.of_state)
 
 

@@ -73,7 +73,8 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
     """Return the space that is searched where a caller names none.
 
     Args:
-        subject: A model and how it is trained; its cluster, if known, says how large a node is and which precisions it has.
+        subject: A model and how it is trained; its cluster, if known, says how large a node is and which precisions it
+            has.
         lower_precision: Whether half precision is tried; False keeps the subject's own.
     """
     cluster: Cluster | None = getattr(subject, "cluster", None)
