@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Granularity = Literal["none", "selective", "full"]
 Choice = tuple[Granularity, ...]
-_MOST_STATES = 500  # of partial choices that are looked at side by side
+_MOST_STATES = 500  # partial choices that are kept side by side
 
 
 class Fitted(NamedTuple):
@@ -66,7 +66,7 @@ def _decided(method: Checkpoint, choice: Choice) -> Checkpoint:
 
 
 def _summary(method: Checkpoint, chosen: Sequence[Granularity]) -> str:
-    parts = [f"{chosen.count(what)} {said}" for what, said in (("full", "in full"), ("selective", "selectively"))]
+    parts = [f"{chosen.count(what)} {how}" for what, how in (("full", "in full"), ("selective", "selectively"))]
     return (
         f"checkpoint: recomputes {' and '.join(parts)} of {len(chosen)} modules, "
         f"to hold at most {readable_bytes(method.memory_budget or 0)} per rank"

@@ -98,8 +98,8 @@ def _placed(parameter: Parameter, rank: int, own: set[int]) -> Parameter:
     if parameter.trained_on is None:
         return parameter
     trains = bool(own.intersection(parameter.trained_on))
-    lent = bool(parameter.lent_to) and not trains
-    return dataclasses.replace(parameter, trained_on=(rank,) if trains else (), lent_to=(rank,) if lent else ())
+    borrows = bool(parameter.lent_to) and not trains
+    return dataclasses.replace(parameter, trained_on=(rank,) if trains else (), lent_to=(rank,) if borrows else ())
 
 
 def _alike(finest: Step, num_blocks: int) -> tuple[int, ...]:

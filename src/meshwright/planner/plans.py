@@ -40,9 +40,14 @@ def short_strategy(strategy: Strategy, axes: Sequence[tuple[str, int]]) -> str:
     """Describe a strategy in one line: ``"tensor 8 x zero 4: fsdp, amp_native bf16"``."""
     mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1)
     named = [_method(method) for method in besides_mesh(strategy)]
-    # A method that is named after its axis goes without saying where nothing else is said of it.
+    # A method with default keys that is named after its axis adds nothing.
     own = [text for text in named if text not in {f"{name}_parallel" for name, _ in axes}]
     return ": ".join(part for part in (mesh or "one rank", ", ".join(own)) if part)
+
+
+def method_names(strategy: Strategy) -> str:
+    """Name the methods of a strategy but for the mesh: ``"fsdp+checkpoint"``."""
+    return "+".join(method.method_name for method in besides_mesh(strategy)) or "data"
 
 
 def _method(method: MethodConfig) -> str:

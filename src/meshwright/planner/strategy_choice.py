@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
 from meshwright.methods.base import SHARDING
-from meshwright.methods.composition import LEAST_COMMUNICATION_FIRST, besides_mesh, without_mixed
+from meshwright.methods.composition import LEAST_COMMUNICATION_FIRST, without_mixed
 from meshwright.methods.parallel_mode import ParallelMode
-from meshwright.planner.plans import Plan, Subject
+from meshwright.planner.plans import Plan, Subject, method_names
 from meshwright.planner.search.constraints import as_devices_have, left_to_search, read_constraints
 from meshwright.strategy import Strategy
 from meshwright.strategy.method_config import METHOD_CONFIGS
@@ -56,7 +56,7 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     raise StrategyError(
         "No strategy fits into the memory of a rank",
         expected=f"at most {readable_bytes(smallest.limit_bytes or 0)} per rank",
-        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_names(smallest)}",
+        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {method_names(smallest.strategy)}",
         fix="use more ranks, a smaller batch or more micro-batches; or name a strategy yourself to try it all the same",
     )
 
@@ -73,7 +73,7 @@ def _found(workload: Subject, excluded: Sequence[str], included: Sequence[Any], 
 
 def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> tuple[Plan, str]:
     best, *others = _found(workload, excluded, included, _SHOWN).plans
-    passed = "".join(f"; {_names(each)} would take {_step_time(each)}" for each in others)
+    passed = "".join(f"; {method_names(each.strategy)} would take {_step_time(each)}" for each in others)
     needs = f"{readable_bytes(best.needed_bytes)} of {readable_bytes(best.limit_bytes or 0)} per rank"
     return best, f"chose {best.strategy}: the fastest that fits, {_step_time(best)}, {needs}{passed}"
 
@@ -144,12 +144,8 @@ def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[A
 def _reason(plan: Plan, tried: list[Plan]) -> str:
     needs = readable_bytes(plan.needed_bytes)
     limit = f" of {readable_bytes(plan.limit_bytes)}" if plan.limit_bytes is not None else ""
-    passed = "".join(f"; {_names(each)} needs {readable_bytes(each.needed_bytes)}" for each in tried)
+    passed = "".join(f"; {method_names(each.strategy)} needs {readable_bytes(each.needed_bytes)}" for each in tried)
     return f"chose {plan.strategy}: the first that fits, {needs}{limit} per rank{passed}"
-
-
-def _names(plan: Plan) -> str:
-    return "+".join(method.method_name for method in besides_mesh(plan.strategy)) or "data"
 
 
 def _listed() -> str:

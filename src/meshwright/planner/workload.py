@@ -67,7 +67,7 @@ from meshwright.planner.trace.model_state import (
     describe_each,
     group_blocks,
 )
-from meshwright.planner.trace.tracer import Conditions, Tracer
+from meshwright.planner.trace.tracer import Conditions, Traced, Tracer
 from meshwright.runtime import host_share_bytes, machine_name, preserved_rng
 from meshwright.runtime.trees import leaves_of
 
@@ -103,7 +103,7 @@ def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
     return None
 
 
-# --- The cluster that a job runs on: as far as its processes can tell, or as it was described.
+# --- The cluster that a job runs on, as its processes see it or as it was described.
 
 
 def cluster_at_hand(device: torch.device, world: int, local_world: int) -> Cluster | None:
@@ -260,14 +260,56 @@ class Workload:
     def _plan(self, resolved: Resolved, wanted_micro_batches: int | None) -> Plan:
         micro_batches = num_micro_batches(resolved, wanted_micro_batches)
         self._check_units(resolved)
-        is_cut = dict(resolved.axes).get("pipeline", 1) > 1
-        pipeline = pipeline_of(resolved, self.model, micro_batches) if is_cut else None
+        pipeline = self._pipeline(resolved, micro_batches)
+        # What a rank computes and saves is traced. It depends on the strategy through its conditions alone.
+        conditions = self._conditions(resolved, micro_batches, pipeline)
+        traced = self._tracer.of(conditions)
+        step = self._traced_step(resolved, micro_batches, traced)
+        # Parameters and states are described for the ranks of a pipeline, which share the trace.
+        decided = Decision() if pipeline is None else self._decide_cut(pipeline, step, resolved, conditions)
+        cut, described = decided.cut, self._described(conditions, decided.cut)
+        step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
+        in_half = conditions.param_dtype is not None
+        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, in_half=in_half)
+        # The methods' twins do the rest, once nothing is left open in their configs.
+        has_budget = any(method.has_memory_budget for method in in_phase_order(resolved.strategy))
+        fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)
+        every = [cost_of(fitted.strategy, each) for each in ranks]
+        most = max(every, key=lambda each: needed_bytes(each, memory(each)))
+        forecasted = self._forecast(every, conditions.samples * _replicas(resolved) * micro_batches)
+        return Plan(
+            strategy=fitted.strategy,
+            step=most,
+            memory=memory(most),
+            limit_bytes=self.limit_bytes,
+            notices=(*resolved.notices, *traced.notices, *decided.notices, *fitted.notices),
+            gaps=(*traced.gaps, *decided.gaps),
+            cut=cut,
+            steps=tuple(every) if cut is not None else (),
+            micro_batch=conditions.samples,
+            forecast=forecasted,
+            taken_bytes=_taken_bytes(forecasted, every),
+            host_bytes=most_host_bytes(every),
+            host_limit_bytes=None if self.cluster is None else usable_host_bytes(self.cluster),
+        )
+
+    def _pipeline(self, resolved: Resolved, micro_batches: int) -> Pipeline | None:
+        if dict(resolved.axes).get("pipeline", 1) == 1:
+            return None
+        pipeline = pipeline_of(resolved, self.model, micro_batches)
+        if pipeline is not None:
+            self._flow(pipeline)  # refuses a model that cannot be cut before much time is spent on it
+        return pipeline
+
+    def _conditions(self, resolved: Resolved, micro_batches: int, pipeline: Pipeline | None) -> Conditions:
         split, fp8 = self._split(resolved), self._fp8(resolved)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
-        precision, on_cpu = _compute_dtypes(resolved), self.device.type == "cpu"
         blocks = pipeline.blocks if pipeline is not None else ()
-        traced = self._tracer.of(Conditions(*precision, samples, split, blocks, fp8, _widens(resolved)))
-        step = Step(
+        return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, _widens(resolved))
+
+    def _traced_step(self, resolved: Resolved, micro_batches: int, traced: Traced) -> Step:
+        on_cpu = self.device.type == "cpu"
+        return Step(
             blocks=(),
             axes=resolved.axes,
             shard_axis=resolved.shard_axis,
@@ -279,38 +321,10 @@ class Workload:
             fp8_flops=traced.fp8_flops,
             boundaries=traced.boundaries,
         )
-        decided = self._decide_cut(pipeline, step, resolved, split, fp8) if pipeline is not None else Decision()
-        cut = decided.cut
-        described = self._described(split, fp8, cut)
-        step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
-        in_half = precision.parameters is not None
-        ranks = by_pipeline_rank(step, cut, samples, in_half=in_half) if cut is not None else [step]
-        has_budget = any(method.has_memory_budget for method in in_phase_order(resolved.strategy))
-        fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)
-        every = [cost_of(fitted.strategy, each) for each in ranks]
-        most = max(every, key=lambda each: needed_bytes(each, memory(each)))
-        forecasted = self._forecast(every, samples * _replicas(resolved) * micro_batches)
-        return Plan(
-            strategy=fitted.strategy,
-            step=most,
-            memory=memory(most),
-            limit_bytes=self.limit_bytes,
-            notices=(*resolved.notices, *traced.notices, *decided.notices, *fitted.notices),
-            gaps=(*traced.gaps, *decided.gaps),
-            cut=cut,
-            steps=tuple(every) if cut is not None else (),
-            micro_batch=samples,
-            forecast=forecasted,
-            taken_bytes=_taken_bytes(forecasted, every),
-            host_bytes=most_host_bytes(every),
-            host_limit_bytes=None if self.cluster is None else usable_host_bytes(self.cluster),
-        )
 
-    def _decide_cut(
-        self, pipeline: Pipeline, step: Step, resolved: Resolved, split: Trace | None, fp8: Fp8Trace | None
-    ) -> Decision:
+    def _decide_cut(self, pipeline: Pipeline, step: Step, resolved: Resolved, conditions: Conditions) -> Decision:
         def describe(cut: Cut) -> tuple[Block, ...]:
-            return group_blocks(self._described(split, fp8, cut), cut)
+            return group_blocks(self._described(conditions, cut), cut)
 
         limit = self.limit_bytes if self.device.type == "cuda" else None
         return decide_cut(pipeline, self.model, self._flow(pipeline), step, resolved.strategy, describe, limit)
@@ -364,9 +378,9 @@ class Workload:
             self._fp8s[key] = method.traced_narrow(self.model, sharded=key[1], tensor_ranks=key[2])
         return self._fp8s[key]
 
-    def _described(self, split: Trace | None, fp8: Fp8Trace | None, cut: Cut | None) -> Described:
+    def _described(self, conditions: Conditions, cut: Cut | None) -> Described:
         """Return the parameters of every block; each division is described once."""
-        key = (split, fp8, cut)
+        key = split, fp8, _ = conditions.split, conditions.fp8, cut
         if key not in self._descriptions:
             marks = Marks(
                 tensor_dims=split.dims if split else {},

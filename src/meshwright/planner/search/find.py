@@ -15,8 +15,8 @@ from typing import Any
 
 from meshwright.cost import Cluster, Memory, Step, moments, peak
 from meshwright.errors import StrategyError, join_names, readable_bytes
-from meshwright.methods import Phase, Role, SearchScope, besides_mesh, find_method, method_of_axes
-from meshwright.planner.plans import Plan, Subject
+from meshwright.methods import Phase, Role, SearchScope, find_method, method_of_axes
+from meshwright.planner.plans import Plan, Subject, method_names
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.branch_and_bound import Engine
 from meshwright.planner.search.constraints import constrained, names_role, read_constraints
@@ -56,7 +56,7 @@ def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> Strat
     return StrategyError(
         "No strategy fits into the memory of a rank",
         expected=f"at most {limits} on each of {devices_here}",
-        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_named(smallest)}; {reason}",
+        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {method_names(smallest.strategy)}; {reason}",
         fix="; or ".join(remedies) + "; or name a strategy yourself to try it all the same",
     )
 
@@ -127,10 +127,6 @@ def _largest_class(held: Memory) -> tuple[str, int]:
     return name, sizes[name]
 
 
-def _named(plan: Plan) -> str:
-    return "+".join(method.method_name for method in besides_mesh(plan.strategy)) or "data"
-
-
 # --- Searching for the best strategies of a subject.
 
 Progress = Callable[[int, int], None]
@@ -188,22 +184,11 @@ def search(
     given = constrain(space or default_space(subject))
     decided = given.offload != ((),) or names_role(Role.OFFLOADING, (*excluded, *required))
     offload = () if decided else offloads(subject.world)
-    passes = _Search(subject, cluster, node, objective, top, max_predictions, progress)
+    passes = _Passes(subject, cluster, node, objective, top, max_predictions, progress)
     given, state = passes.first(given, may_lower=not names_role(Role.PRECISION, required))
     tried, state = passes.follow(given, state, follow_ups, constrain, offload)
-    widest = tried[-1][0]
-    if state.ever_stopped and not state.plans:
-        raise ended_early(max_predictions)
-    if not state.plans and (batches := passes.batches_nearby(_roomiest(widest, (*widest.offload, *offload)))):
-        raise no_such_batch(subject, batches)
-    if not state.plans and not any(without.ran_out for _, without in tried):
-        raise nothing_works(subject.world, passes.refused, required)
     if not state.plans:
-        smallest = passes.smallest(_roomiest(widest, (*widest.offload, *offload)), state.too_large)
-        if smallest is None:
-            raise nothing_works(subject.world, passes.refused, required)
-        larger = widest if growing is None else constrain(growing)
-        raise nothing_fits(subject, smallest, passes.fewest_devices(_roomiest(larger, (*larger.offload, *offload))))
+        raise passes.failure(tried, state, offload, required, None if growing is None else constrain(growing))
     return Found(
         plans=tuple(plan for _, plan in state.plans),
         too_large=tuple(state.too_large),
@@ -215,7 +200,7 @@ def search(
     )
 
 
-class _Search:
+class _Passes:
     """The passes of one search: what they share, and the order in which they are made."""
 
     def __init__(
@@ -302,6 +287,36 @@ class _Search:
         self.num_considered += state.num_considered
         self.num_predicted = state.num_predicted + self.num_predicted
         return state
+
+    def failure(
+        self,
+        tried: Sequence[_Tried],
+        state: SearchState,
+        offload: tuple[Choice, ...],
+        included: Collection[str],
+        growing: Space | None,
+    ) -> StrategyError:
+        """Return the error for a search that has found nothing, with the most telling reason.
+
+        Args:
+            tried: The spaces that were tried.
+            state: At the end.
+            offload: What may leave devices.
+            included: Methods that every candidate has.
+            growing: What is tried on more devices; None: the last space that was tried.
+        """
+        if state.ever_stopped:
+            return ended_early(self.max_predictions)
+        space = tried[-1][0]
+        roomiest = _roomiest(space, (*space.offload, *offload))
+        if batches := self.batches_nearby(roomiest):
+            return no_such_batch(self.subject, batches)
+        ran_out = any(without.ran_out for _, without in tried)
+        smallest = self.smallest(roomiest, state.too_large) if ran_out else None
+        if smallest is None:
+            return nothing_works(self.subject.world, self.refused, included)
+        larger = roomiest if growing is None else _roomiest(growing, (*growing.offload, *offload))
+        return nothing_fits(self.subject, smallest, self.fewest_devices(larger))
 
     def smallest(self, space: Space, known: Sequence[Plan]) -> Plan | None:
         """Return the plan that takes least, though it is too much, of those that divide all that can be divided."""

@@ -206,7 +206,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rank computes and saves for a micro-batch of one sample.
+    """The work of one rank for a micro-batch of one sample, and the bytes it saves.
 
     It is found once for all candidates that differ only in how samples are divided.
 
@@ -245,7 +245,7 @@ def probe_of(plan: Plan, again: Callable[[int], Kept] | None = None) -> Probe:
     if plan.taken_bytes is None:
         return Probe(plan.step, kept_of(plan), 1.0, lambda step: needed_bytes(step, memory(step)), again)
     slack = plan.taken_bytes / max(_at_peak(plan.step), 1)
-    # Of a real module it is known block by block when gradients are there: parameters alone do not tell.
+    # For a real module, when gradients are there is known block by block, and parameters alone do not show it.
     known = plan.step.activations
     but_for: tuple[Literal["recomputation"], ...] = ("recomputation",) if known is not None and known.transients else ()
     return Probe(plan.step, kept_of(plan), slack, functools.partial(_at_peak, but_for=but_for), again)

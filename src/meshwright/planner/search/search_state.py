@@ -87,7 +87,7 @@ class Found:
         plans: Those that fit, best first.
         too_large: A few of those that do not fit, smallest first.
         refused: Strategies that cannot train this model on this world, and why; each reason once.
-        num_considered: Candidates looked at, including those that a bound or a twin ruled out.
+        num_considered: Candidates considered, including those that a bound or a twin ruled out.
         num_predicted: Candidates that were simulated.
         seconds: How long the search took.
         is_complete: Whether no other candidate of the space can be among the best; False: the predictions ran out.
@@ -104,7 +104,7 @@ class Found:
 
 @dataclass(slots=True)
 class Headroom:
-    """Whether memory is enough for a branch.
+    """Record of whether memory is enough for a branch.
 
     Args:
         bound: Lower bound of its objective.
@@ -119,7 +119,7 @@ class Headroom:
 
 @dataclass
 class SearchState:
-    """What a search has found so far, and how its current pass goes.
+    """The plans that a search has found so far, and how its current pass goes.
 
     Args:
         top: How many plans are kept.

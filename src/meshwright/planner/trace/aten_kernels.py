@@ -452,7 +452,7 @@ def _called(key: _Key) -> int:
 def device_of_pass(model: nn.Module, wanted: torch.device | None) -> torch.device:
     """Return the device of the tensors without data: where the model will train, wherever it is now.
 
-    Without a wish it is the device of the parameters. A machine that lacks it runs the pass on CPU tensors.
+    None takes the device of the parameters. A machine that lacks the device runs the pass on CPU tensors.
     """
     return device_here(wanted or next((tensor.device for tensor in model.parameters()), torch.device("cpu")))
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class Trace(Protocol):
-    """How one rank of an axis, or of several, runs a model; nothing is sent, and everything is counted."""
+    """The run of one rank of an axis, or of several; nothing is sent, and everything is counted."""
 
     dims: dict[nn.Parameter, int]
     divides_batch: ClassVar[bool]
@@ -128,7 +128,7 @@ def trace_key(resolved: Resolved) -> tuple[object, ...]:
 
 
 class Predicted(NamedTuple):
-    """What one micro-batch saves, computes and sends on one rank."""
+    """The prediction for one micro-batch on one rank: what it saves, computes and sends."""
 
     activations: Activations
     flops: int  # of forward and backward, recomputation not counted

@@ -55,14 +55,14 @@ class OffloadedBytes:
         """Gradients of both."""
         self.on_disk = weights is not None and weights.disk is not None
 
-    def states(self, home: Literal["device", "host", "disk"]) -> Iterator[torch.Tensor]:
+    def states(self, place: Literal["device", "host", "disk"]) -> Iterator[torch.Tensor]:
         """Yield the optimizer's state tensors in one place."""
         for parameter, state in self._optimizer.state.items() if self._optimizer is not None else ():
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and self._home(parameter, key) == home:
+                if isinstance(value, torch.Tensor) and self._place(parameter, key) == place:
                     yield value
 
-    def _home(self, parameter: torch.Tensor, key: str) -> str:
+    def _place(self, parameter: torch.Tensor, key: str) -> str:
         if self._inner is None or parameter not in self._inner.offloaded:
             return "device"
         return "disk" if self._inner.is_stored(parameter, key) else "host"
@@ -294,7 +294,7 @@ def _choosing_as_on(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Marks:
-    """What methods and the optimizer do to single parameters."""
+    """Changes that methods and the optimizer make to single parameters."""
 
     tensor_dims: Mapping[nn.Parameter, int] = field(default_factory=dict)  # the dim that a tensor axis divides
     experts: Mapping[nn.Parameter, tuple[int | None, int]] = field(default_factory=dict)  # see ``Parameter.expert``

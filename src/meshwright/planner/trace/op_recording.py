@@ -253,7 +253,7 @@ class PlacedWork:
         """Return the FLOPs from the arrival of the gradient of a block's output to that of the block before."""
         marks = {**self._arrived, len(self._index): start}
         if place not in marks:
-            return 0  # before the blocks, where the first block's end cannot be told from it; or all is frozen
+            return 0  # before the blocks, whose end in backward is not seen; or everything is frozen
         following = [marks[earlier] for earlier in range(place) if earlier in marks]
         return (following[-1] if following else self._counter.total) - marks[place]
 
@@ -308,8 +308,8 @@ class ModelOps:
 
         Args:
             blocks: Paths of the blocks.
-            last_rank: Pipeline rank that runs what is behind the blocks; None without a pipeline. What is before them runs on
-                all ranks.
+            last_rank: Pipeline rank that runs what is behind the blocks; None without a pipeline. What is before them
+                runs on all ranks.
         """
         others = [op for path, ops in self.blocks if path not in blocks for op in ops]
         behind = together(self.behind)
