@@ -13,8 +13,6 @@ if TYPE_CHECKING:
         Method as Method,
         Need as Need,
         Phase as Phase,
-        Role as Role,
-        SearchScope as SearchScope,
         abandon as abandon,
         abandoned_if_it_fails as abandoned_if_it_fails,
     )
@@ -62,6 +60,7 @@ if TYPE_CHECKING:
     from meshwright.methods.pipeline.execution import PipelineEngine as PipelineEngine
     from meshwright.methods.pipeline.pipeline_parallel import PipelineParallel as PipelineParallel
     from meshwright.methods.pipeline.stage_cut import Cut as Cut
+    from meshwright.methods.planner_hooks import Role as Role, SearchScope as SearchScope
     from meshwright.methods.replace.module_replace import ModuleReplace as ModuleReplace
     from meshwright.methods.replace.user_pairs import register_replace_pair as register_replace_pair
     from meshwright.methods.tensor.block_trials import SampleRun as SampleRun

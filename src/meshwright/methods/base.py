@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from enum import IntEnum
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from meshwright.cost import AVERAGING, Device, Step
 from meshwright.errors import ConfigError, ModelError
+from meshwright.methods.planner_hooks import PlannerHooks
 from meshwright.nn import abandon_units, class_name, rank_orders
 from meshwright.optim import (
     GuardedOptimizer,
@@ -34,10 +35,9 @@ from meshwright.optim import (
 )
 from meshwright.optim.guarded_step import call_around
 from meshwright.store.entries import unwrapped
-from meshwright.strategy import MethodConfig
 
 if TYPE_CHECKING:
-    from meshwright.cost import Compression, ProductDtype
+    from meshwright.cost import Compression
     from meshwright.methods.expert.divided_experts import Experts
     from meshwright.methods.expert.expert_layers import ExpertLayer
     from meshwright.methods.pipeline.execution import PipelineEngine
@@ -118,43 +118,7 @@ class Phase(IntEnum):
     WATCH = 14  # over the optimizer as all others have finished it
 
 
-class Role(Enum):
-    """The decision of a search that a method is one of the answers to."""
-
-    SHARDING = "sharding"
-    PRECISION = "precision"
-    RECOMPUTATION = "recomputation"
-    OFFLOADING = "offloading"
-
-
-@dataclass(frozen=True)
-class SearchScope:
-    """What a search says of itself when it asks a method which configs to try.
-
-    Args:
-        world: Number of ranks.
-        half_dtype: Half precision of the devices; None: no lower precision is to be tried.
-        is_slow: Whether a prediction takes seconds, so that only the configs that usually win are worth it.
-    """
-
-    world: int = 1
-    half_dtype: str | None = None
-    is_slow: bool = False
-
-
-def within_node(divisors: Sequence[int], node: int) -> tuple[int, ...]:
-    """Return the sizes of an axis that lies in one node, whose ranks are ``node``."""
-    return tuple(size for size in divisors if size <= node and node % size == 0)
-
-
-class ComputeDtypes(NamedTuple):
-    """The precision of one forward pass, by name."""
-
-    parameters: str | None = None  # as they compute; None keeps their own
-    autocast: str | None = None
-
-
-class Method(MethodConfig):
+class Method(PlannerHooks):
     """One optimisation. Its fields are its config; it changes a real job and a simulated step in the same way."""
 
     phase: ClassVar[Phase]
@@ -163,11 +127,6 @@ class Method(MethodConfig):
     effect: ClassVar[str] = ""  # one line on what that does to memory, time and communication
     seed_name: ClassVar[str | None] = None  # "system: its name there"; None: it is Meshwright's own
     axis: ClassVar[str | None] = None  # the mesh axis that is its own: nothing else works on it
-    role: ClassVar[Role | None] = None  # which decision of a search it is an answer to
-    product_dtype: ClassVar[ProductDtype | None] = None  # what products of its layers run in; None: as without it
-    replaces_modules: ClassVar[bool] = False  # of the plain model: predictions are made for the changed one
-    fuses_kernels: ClassVar[bool] = False  # chains of elementwise kernels become one
-    not_simulated: ClassVar[str] = ""  # what a prediction from a family's dimensions alone leaves out
     needs: ClassVar[tuple[Need, ...]] = ()
     conflicts: ClassVar[tuple[Conflict, ...]] = ()  # each is declared by one of the two methods
 
@@ -182,92 +141,6 @@ class Method(MethodConfig):
         What blocks compute and save stays.
         """
         return False
-
-    # --- What the planner asks: what a search may try, and which conditions a traced forward pass depends on.
-
-    @classmethod
-    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Return the configs that a search tries, the least change first; none: only where a user includes it."""
-        return ()
-
-    @classmethod
-    def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
-        """Return the sizes of its axis that a search tries; none: only where a user includes it.
-
-        Args:
-            divisors: Of the number of ranks, from 1.
-            node: Ranks of a node.
-        """
-        return ()
-
-    def on_half(self, half_dtype: str) -> Self:
-        """Return the config in the half precision that devices have, where it computes in one and names none."""
-        return self
-
-    @property
-    def asked_micro_batches(self) -> int | None:
-        """Return the number of micro-batches that the config says a step has; None: it says none."""
-        return None
-
-    @property
-    def is_uniform(self) -> bool:
-        """Return whether it treats all blocks of the model alike."""
-        return True
-
-    @property
-    def has_memory_budget(self) -> bool:
-        """Return whether the plan must still decide what it does, so that a rank stays within a budget."""
-        return False
-
-    @property
-    def moves_parameters(self) -> bool:
-        """Return whether parameters leave the device, and come back as a sharding method gathers them."""
-        return False
-
-    @property
-    def divides_between_layers(self) -> bool:
-        """Return whether it divides what lies between split layers, too."""
-        return False
-
-    @property
-    def chunks_per_rank(self) -> int:
-        """Return how many chunks of a sample's tokens one rank of its axis takes."""
-        return 1
-
-    def compute_dtypes(self, *, sharded: bool) -> ComputeDtypes:
-        """Return the precision in which a forward pass runs.
-
-        Args:
-            sharded: Whether parameters are gathered, which may cast them.
-        """
-        return ComputeDtypes()
-
-    def widens(self, strategy: Strategy) -> bool:
-        """Return whether products in bf16 are made in fp32 on devices that are slow in bf16."""
-        return False
-
-    def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> Any:
-        """Return what makes a plain model run as one rank of its axis; None where layers and experts stay whole.
-
-        Args:
-            model: A plain module.
-            sizes: Ranks along every axis.
-            sample: Runs the model once, to see its data flow.
-
-        Raises:
-            ModelError: When the model cannot be divided so.
-        """
-        return None
-
-    def traced_tokens(self, sizes: Mapping[str, int]) -> Any:
-        """Return what makes the first of the ranks that divide a sample's tokens; None where it divides none."""
-        return None
-
-    def traced_narrow(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Any:
-        """Return which layers of a plain model multiply in 8 bits; None: none."""
-        return None
-
-    # --- The method itself.
 
     def check(self, job: Job) -> None:
         """Refuse a job it cannot work on, before anything is changed.

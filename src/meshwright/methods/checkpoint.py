@@ -24,8 +24,9 @@ from meshwright.cost import (
     names_class,
 )
 from meshwright.errors import StrategyError
-from meshwright.methods.base import ClassReferences, Conflict, Job, Method, Phase, Role, SearchScope
+from meshwright.methods.base import ClassReferences, Conflict, Job, Method, Phase
 from meshwright.methods.pipeline.splice import Elsewhere
+from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.recompute import SELECTIVE, operator_names, recompute
 from meshwright.nn import modules_of, outermost, require_blocks, without_caches
 from meshwright.strategy import Bytes
@@ -195,7 +196,7 @@ class Checkpoint(Method):
 
     @property
     def has_memory_budget(self) -> bool:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.memory_budget is not None
 
     @property

@@ -12,9 +12,10 @@ from torch import nn
 
 from meshwright.cost import Device, Step
 from meshwright.errors import ModelError, StrategyError, join_names
-from meshwright.methods.base import SHARD_AXES, SHARDING, Conflict, Job, Method, Phase, Role
+from meshwright.methods.base import SHARD_AXES, SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.gradient_averaging import GradientHooks
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
+from meshwright.methods.planner_hooks import Role
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.nn import part_of_whole, rank_orders, wrap_method
 from meshwright.optim import ParameterPlacement, set_placement

@@ -294,7 +294,7 @@ class Fp8(Method):
         return Fp8Options(recipe, emulate, keep_weight=not sharded and tensor_ranks == 1)
 
     def traced_narrow(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Fp8Trace:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         choice = self.choice(model, tensor_ranks)
         # Fake tensors are never multiplied: any device can pretend.
         options = self.options(sharded=sharded, tensor_ranks=tensor_ranks, emulate=True)

@@ -11,19 +11,17 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_va
 from meshwright.cost import HALF, Placement, ProductDtype, Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import (
-    ComputeDtypes,
     Conflict,
     HalfDType,
     Job,
     Method,
     Phase,
     Precision,
-    Role,
-    SearchScope,
     half_dtype,
     itemsize,
     torch_dtype,
 )
+from meshwright.methods.planner_hooks import ComputeDtypes, Role, SearchScope
 from meshwright.nn import widen, wrap_method
 from meshwright.runtime.trees import map_tree
 from meshwright.strategy import Strategy
@@ -68,7 +66,7 @@ class HalfPrecisionMethod(Method):
         return {"dtype": raw} if isinstance(raw, str | torch.dtype) else super().from_short(raw)
 
     def on_half(self, half_dtype: str) -> Self:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         if "dtype" in self.model_fields_set:
             return self
         return self.parse({key: getattr(self, key) for key in self.model_fields_set} | {"dtype": half_dtype})

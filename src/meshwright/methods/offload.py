@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.cost import Activations, Offloaded, Step, pick_largest
 from meshwright.errors import StrategyError
-from meshwright.methods.base import AVERAGED, Conflict, Job, Method, Phase, Role, SearchScope
+from meshwright.methods.base import AVERAGED, Conflict, Job, Method, Phase
 from meshwright.methods.offload_activations import ActivationOffload
+from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.zero_config import ZeroMethod, unit_of, units_of
 from meshwright.nn import find_blocks, require_blocks
 from meshwright.optim import Disk, HostWeights, copies_for
@@ -264,7 +265,7 @@ class Offload(Method):
 
     @property
     def moves_parameters(self) -> bool:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.parameters > 0
 
     @property

@@ -46,7 +46,7 @@ class GradientAccumulation(Method):
 
     @property
     def asked_micro_batches(self) -> int | None:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.num_micro_batches
 
     @classmethod

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Encoding, OuterState, Step, Traffic, shape_on
 from meshwright.errors import StrategyError
-from meshwright.methods.base import Conflict, Job, Method, Phase, SearchScope
+from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.planner_hooks import SearchScope
 from meshwright.optim import BMUF, DiLoCo, LocalSGD, OuterOptimizer, OuterPolicy, PostLocalSGD, SlowMo, StreamingDiLoCo
 from meshwright.optim.outer.replica_averaging import BLOCK
 from meshwright.optim.outer.sync_policy import Buffers, InnerState, Quantise, Warmup

@@ -29,7 +29,8 @@ from meshwright.cost import (
     reduced_bytes,
 )
 from meshwright.errors import ModelError, StrategyError, join_names
-from meshwright.methods.base import ClassReferences, Conflict, DType, Method, Role, SearchScope, itemsize
+from meshwright.methods.base import ClassReferences, Conflict, DType, Method, itemsize
+from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.nn import class_name, find_blocks, modules_of, outermost
 from meshwright.strategy import Strategy
 

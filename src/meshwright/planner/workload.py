@@ -35,7 +35,8 @@ from meshwright.methods import (
     replacement_of,
     resolve,
 )
-from meshwright.methods.base import ComputeDtypes, half_dtype
+from meshwright.methods.base import half_dtype
+from meshwright.methods.planner_hooks import ComputeDtypes
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, loss_of_output, resized
 from meshwright.optim import check_steps_alone

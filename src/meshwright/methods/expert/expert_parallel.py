@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
-from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, SearchScope
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.expert.dispatch import Call, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
+from meshwright.methods.planner_hooks import SearchScope
 from meshwright.methods.replace.model_changes import without_grouped_kernels
 from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.nn import class_names
@@ -213,7 +214,7 @@ class ExpertParallel(Method):
         return (cls.parse(None),)
 
     def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> ExpertTrace | None:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         ranks = sizes.get(AXIS, 1)
         return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks) if ranks > 1 else None
 

@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
 from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
-from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, SearchScope, torch_dtype
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
 from meshwright.methods.gradient_averaging import GradientAverager, broadcast_states
 from meshwright.methods.pipeline.chain import Line
 from meshwright.methods.pipeline.execution import PipelineEngine, StageGradients
@@ -41,6 +41,7 @@ from meshwright.methods.pipeline.stage_cut import (
     check_not_compiled,
     given_bounds,
 )
+from meshwright.methods.planner_hooks import SearchScope
 from meshwright.nn import keep_part_of_whole, without_fast_path, wrap_method, wrap_methods
 from meshwright.optim import Stages as NormStages
 from meshwright.strategy import Bytes
@@ -293,7 +294,7 @@ class PipelineParallel(Method):
 
     @property
     def asked_micro_batches(self) -> int | None:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.num_micro_batches
 
     @property

@@ -16,7 +16,8 @@ from torch import nn
 from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
 from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary, VocabularyShards
-from meshwright.methods.base import Conflict, Job, Method, Phase, SearchScope, within_node
+from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.planner_hooks import SearchScope, within_node
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import SampleRun, adjusted
 from meshwright.methods.tensor.model_split import (
@@ -290,11 +291,11 @@ class TensorParallel(Method):
 
     @property
     def divides_between_layers(self) -> bool:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.sequence
 
     def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> SplitTrace | None:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         ranks = sizes.get(AXIS, 1)
         return SplitTrace(model, self.split(model, ranks, sample), ranks) if ranks > 1 else None
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from meshwright.cost import Step, send_boundaries
 from meshwright.errors import ModelError
-from meshwright.methods.base import Job, Method, Phase, SearchScope
+from meshwright.methods.base import Job, Method, Phase
+from meshwright.methods.planner_hooks import SearchScope
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tokens.attention_calls import TokenOrder, TokenRanks, check_among_parts, check_mask
 from meshwright.methods.tokens.ring_attention import (
@@ -223,7 +224,7 @@ class ContextParallel(Method):
         return 2 if self.balance else 1
 
     def traced_tokens(self, sizes: Mapping[str, int]) -> Ranks | None:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         ranks, within = sizes.get(AXIS, 1), sizes.get("sequence", 1)
         return functools.partial(TracedContext, ranks, self.balance, within) if ranks > 1 else None
 

@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment, Step, send_boundaries
 from meshwright.errors import ModelError, StrategyError
-from meshwright.methods.base import Job, Method, Phase, SearchScope, within_node
+from meshwright.methods.base import Job, Method, Phase
+from meshwright.methods.planner_hooks import SearchScope, within_node
 from meshwright.methods.replace.model_changes import one_sequence_per_sample
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
@@ -367,7 +368,7 @@ class SequenceParallel(Method):
         return within_node(divisors, node)
 
     def traced_tokens(self, sizes: Mapping[str, int]) -> Ranks | None:
-        """See :class:`Method`."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         ranks = sizes.get(AXIS, 1)
         return functools.partial(TracedSequence, ranks, sizes.get("context", 1)) if ranks > 1 else None
 
