@@ -131,7 +131,7 @@ class AmpNative(HalfPrecisionMethod):
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try it: its gradients add up in fp32. ``half``, faster and less exact, is tried where a user includes it."""
+        """Try it in the devices' half precision: its gradients add up in fp32."""
         return (cls.parse(scope.half_dtype),) if scope.half_dtype is not None else ()
 
     def compute_dtypes(self, *, sharded: bool) -> ComputeDtypes:
@@ -202,6 +202,11 @@ class Half(HalfPrecisionMethod):
     seed_name: ClassVar[str | None] = "ATorch: half"
 
     master_weights: bool = True
+
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try it only where a user includes it: it is faster than ``amp_native``, and less exact."""
+        return ()
 
     def compute_dtypes(self, *, sharded: bool) -> ComputeDtypes:
         """Compute with parameters in half precision."""

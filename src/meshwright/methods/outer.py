@@ -7,14 +7,13 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch.optim import Optimizer
 
 from meshwright.cost import Encoding, OuterState, Step, Traffic, shape_on
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Conflict, Job, Method, Phase
-from meshwright.methods.planner_hooks import SearchScope
 from meshwright.optim import BMUF, DiLoCo, LocalSGD, OuterOptimizer, OuterPolicy, PostLocalSGD, SlowMo, StreamingDiLoCo
 from meshwright.optim.outer.replica_averaging import BLOCK
 from meshwright.optim.outer.sync_policy import Buffers, InnerState, Quantise, Warmup
@@ -86,11 +85,6 @@ class Outer(Method):
     anomaly_threshold: float | None = None
     offload: bool | None = None
     split: bool | None = None
-
-    @classmethod
-    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try its defaults, where a user includes it."""
-        return (cls.parse(None),)
 
     @classmethod
     def from_short(cls, raw: Any) -> dict[str, Any]:

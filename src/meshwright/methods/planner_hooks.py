@@ -68,8 +68,11 @@ class PlannerHooks(MethodConfig):
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Return the configs that a search tries, the least change first; none: only where a user includes it."""
-        return ()
+        """Return the configs that a search tries, the least change first: by default, its defaults.
+
+        None: it is tried only where a user includes it.
+        """
+        return (cls.parse(None),)
 
     @classmethod
     def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:

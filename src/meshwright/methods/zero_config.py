@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
@@ -30,7 +30,7 @@ from meshwright.cost import (
 )
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import ClassReferences, Conflict, DType, Method, itemsize
-from meshwright.methods.planner_hooks import Role, SearchScope
+from meshwright.methods.planner_hooks import Role
 from meshwright.nn import class_name, find_blocks, modules_of, outermost
 from meshwright.strategy import Strategy
 
@@ -124,11 +124,6 @@ class ZeroMethod(Method):
     backward_prefetch: str | None = None
     use_ds_zero: bool | None = None
     not_use_fsdp: bool | None = None
-
-    @classmethod
-    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try its defaults."""
-        return (cls.parse(None),)
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:

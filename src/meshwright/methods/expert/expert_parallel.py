@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 from unittest import mock
 
 import torch
@@ -17,7 +17,6 @@ from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.expert.dispatch import Call, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
-from meshwright.methods.planner_hooks import SearchScope
 from meshwright.methods.replace.model_changes import without_grouped_kernels
 from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.nn import class_names
@@ -207,11 +206,6 @@ class ExpertParallel(Method):
     )
 
     experts: tuple[str, ...] = ()
-
-    @classmethod
-    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try its defaults, where a user includes it."""
-        return (cls.parse(None),)
 
     def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> ExpertTrace | None:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from meshwright.cost import Step, send_boundaries
 from meshwright.errors import ModelError
 from meshwright.methods.base import Job, Method, Phase
-from meshwright.methods.planner_hooks import SearchScope
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tokens.attention_calls import TokenOrder, TokenRanks, check_among_parts, check_mask
 from meshwright.methods.tokens.ring_attention import (
@@ -207,11 +206,6 @@ class ContextParallel(Method):
 
     False gives it one contiguous part: half as many chunks for the axis to divide, and the last rank works the most.
     """
-
-    @classmethod
-    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try it balanced."""
-        return (cls.parse(None),)
 
     @classmethod
     def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:

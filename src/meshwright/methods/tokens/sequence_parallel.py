@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment, Step, send_boundaries
 from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Job, Method, Phase
-from meshwright.methods.planner_hooks import SearchScope, within_node
+from meshwright.methods.planner_hooks import within_node
 from meshwright.methods.replace.model_changes import one_sequence_per_sample
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
@@ -356,11 +356,6 @@ class SequenceParallel(Method):
                 fix="leave them out, and give the size of the axis sequence: ('parallel_mode', [('sequence', 2)])",
             )
         return keys
-
-    @classmethod
-    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try it."""
-        return (cls.parse(None),)
 
     @classmethod
     def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
