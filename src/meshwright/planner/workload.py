@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -331,16 +331,10 @@ class Workload:
         return decide_cut(pipeline, self.model, self._flow(pipeline), step, resolved.strategy, describe, limit)
 
     def _check_units(self, resolved: Resolved) -> None:
-        """Refuse what the sharding method would refuse; what it has allowed once is not asked about again."""
+        """Refuse what the sharding method would refuse."""
         sharding = tuple(method for method in resolved.strategy.methods if getattr(method, "shards", False))
         key = sharding, resolved.strategy.names, tuple(axis for axis, size in resolved.axes if size > 1)
-        if key not in self._shardable:
-            check_units(resolved, self.model)
-            self._shardable.add(key)
-
-    @functools.cached_property
-    def _shardable(self) -> set[tuple[object, ...]]:
-        return set()
+        self._once("units", key, lambda: check_units(resolved, self.model))
 
     def _forecast(self, steps: list[Step], samples: int) -> Forecast | None:
         if self.cluster is None:
@@ -353,61 +347,49 @@ class Workload:
         return tokens_per_sample(self.inputs_of)
 
     def _flow(self, pipeline: Pipeline) -> tuple[Dataflow | None, str]:
-        """Return the parameters that each block depends on; each list of blocks is traced once."""
-        if pipeline.blocks not in self._flows:
-            self._flows[pipeline.blocks] = trace_flow(pipeline, self.model, self.inputs_of, self.forward)
-        return self._flows[pipeline.blocks]
-
-    @functools.cached_property
-    def _flows(self) -> dict[tuple[nn.Module, ...], tuple[Dataflow | None, str]]:
-        return {}
+        """Return the parameters that each block depends on."""
+        run = functools.partial(trace_flow, pipeline, self.model, self.inputs_of, self.forward)
+        return self._once("flow", pipeline.blocks, run)
 
     def _split(self, resolved: Resolved) -> Trace | None:
-        """Return how axes divide layers, tokens and experts; each plan and size is worked out once."""
-        key = trace_key(resolved)
-        if key not in self._splits:
-            self._splits[key] = trace_of(resolved, self.model, SampleRun(self.inputs_of, self.forward))
-        return self._splits[key]
+        """Return how axes divide layers, tokens and experts."""
+        sample = SampleRun(self.inputs_of, self.forward)
+        return self._once("split", trace_key(resolved), lambda: trace_of(resolved, self.model, sample))
 
     def _fp8(self, resolved: Resolved) -> Fp8Trace | None:
-        """Return which layers multiply in 8 bits; each choice is made once."""
+        """Return which layers multiply in 8 bits."""
         method = find_method(resolved.strategy, lambda each: each.product_dtype == FP8)
         if method is None:
             return None
-        key = (method, resolved.shard_axis is not None, dict(resolved.axes).get("tensor", 1))
-        if key not in self._fp8s:
-            self._fp8s[key] = method.traced_narrow(self.model, sharded=key[1], tensor_ranks=key[2])
-        return self._fp8s[key]
+        sharded, ranks = resolved.shard_axis is not None, dict(resolved.axes).get("tensor", 1)
+        choose = functools.partial(method.traced_narrow, self.model, sharded=sharded, tensor_ranks=ranks)
+        return self._once("fp8 layers", (method, sharded, ranks), choose)
 
     def _described(self, conditions: Conditions, cut: Cut | None) -> Described:
-        """Return the parameters of every block; each division is described once."""
-        key = split, fp8, _ = conditions.split, conditions.fp8, cut
-        if key not in self._descriptions:
-            marks = Marks(
-                tensor_dims=split.dims if split else {},
-                experts=getattr(split, "experts", {}),
-                num_fp8=fp8.num_weights if fp8 else {},
-                updating=self._probe.updating,
-            )
-            self._descriptions[key] = describe_each(self.model, self._probe, marks, cut)
-        return self._descriptions[key]
+        """Return the parameters of every block."""
+        split, fp8 = conditions.split, conditions.fp8
+        marks = Marks(
+            tensor_dims=split.dims if split else {},
+            experts=getattr(split, "experts", {}),
+            num_fp8=fp8.num_weights if fp8 else {},
+            updating=self._probe.updating,
+        )
+        return self._once("blocks", (split, fp8, cut), lambda: describe_each(self.model, self._probe, marks, cut))
+
+    def _once(self, what: str, key: Hashable, find: Callable[[], Any]) -> Any:
+        """Return what is found out once for all plans with equal keys."""
+        if (what, key) not in self._findings:
+            self._findings[what, key] = find()
+        return self._findings[what, key]
+
+    @functools.cached_property
+    def _findings(self) -> dict[tuple[str, Hashable], Any]:
+        return {}
 
     @functools.cached_property
     def _probe(self) -> OptimizerProbe:
         params = None if self.optim_param_func is None else self.optim_param_func(self.model)
         return OptimizerProbe(self.optim_func, self.device, params)
-
-    @functools.cached_property
-    def _splits(self) -> dict[tuple[object, ...], Trace | None]:
-        return {}
-
-    @functools.cached_property
-    def _fp8s(self) -> dict[tuple[MethodConfig, bool, int], Fp8Trace]:
-        return {}
-
-    @functools.cached_property
-    def _descriptions(self) -> dict[tuple[Trace | None, Fp8Trace | None, Cut | None], Described]:
-        return {}
 
     @functools.cached_property
     def _tracer(self) -> Tracer:

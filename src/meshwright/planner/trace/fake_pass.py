@@ -245,7 +245,8 @@ class Pass:
                 del loss
                 return boundaries, work.everything(backward), backward.has_run  # type: ignore[arg-type]
 
-            with recorder, _runs_without_data(), kernels_of_device(self.device, device):
+            # transformers' code takes the branches that it takes with data and that fake tensors can go.
+            with recorder, one_sequence_per_sample(), without_grouped_kernels(), kernels_of_device(self.device, device):
                 # The tensors are swapped in backward, too: a model that recomputes by itself runs again.
                 boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs)
             held.add_kept(saved)
@@ -312,13 +313,6 @@ def _idle(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
 
 
 _nothing = contextlib.nullcontext
-
-
-@contextlib.contextmanager
-def _runs_without_data() -> Iterator[None]:
-    """Let transformers' code take the branches that it takes with data and that fake tensors can go."""
-    with one_sequence_per_sample(), without_grouped_kernels():
-        yield
 
 
 @contextlib.contextmanager

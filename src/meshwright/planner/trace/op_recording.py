@@ -395,12 +395,9 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
             min(saved.places.get(storage) or places[storage]),
         )
         key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from)
-        found[key] = tensor if key not in found else _larger(found[key], size)
+        more = found[key].num_bytes if key in found else 0
+        found[key] = dataclasses.replace(tensor, num_bytes=size + more)
     return tuple(found[key] for key in sorted(found))  # two runs that save the same are equal
-
-
-def _larger(tensor: SavedTensor, more: int) -> SavedTensor:
-    return dataclasses.replace(tensor, num_bytes=tensor.num_bytes + more)
 
 
 def _work(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[Work, ...]:
