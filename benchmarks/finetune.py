@@ -34,7 +34,7 @@ from transformers import (
 )
 
 import meshwright as mw
-from meshwright.planner.memory_budget import CONTEXT_BYTES
+from meshwright.planner.plans import CONTEXT_BYTES
 
 DEFAULT = Path(__file__).parent / "data" / "finetune_runs.csv"
 _GIB = 2**30

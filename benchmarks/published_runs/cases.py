@@ -15,8 +15,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.methods import cost_of
 from meshwright.planner.family_ops import ATTENTION, FamilyRun
 from meshwright.planner.family_steps import family_step
-from meshwright.planner.memory_budget import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
 from meshwright.planner.model_shapes import Shape
+from meshwright.planner.plans import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
 from meshwright.strategy import Strategy
 from published_runs.conventions import Convention, convention_of_row
 from published_runs.shapes import has_unknown_experts, is_other_kind, shape_of

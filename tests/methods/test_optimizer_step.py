@@ -5,8 +5,7 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import NonFiniteError, StrategyError
-from meshwright.methods import resolve
-from meshwright.planner.pipeline_cuts import num_micro_batches
+from meshwright.methods import num_micro_batches, resolve
 from meshwright.strategy import Strategy
 from tests import tiny
 

@@ -6,8 +6,8 @@ from meshwright.cost import find_cluster
 from meshwright.errors import ConfigError, ModelError, StrategyError
 from meshwright.planner.family_ops import Implementation
 from meshwright.planner.family_workload import FamilyWorkload
-from meshwright.planner.memory_budget import CONTEXT_BYTES
 from meshwright.planner.model_shapes import Shape, known_models, parse_family
+from meshwright.planner.plans import CONTEXT_BYTES
 from meshwright.strategy import Strategy
 
 SMALL = Shape("llama", 8, 1024, 16, 32000, 2048, kv_heads=8)

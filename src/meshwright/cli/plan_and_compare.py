@@ -42,9 +42,9 @@ from meshwright.planner.explain import (
     why,
 )
 from meshwright.planner.plan_request import named_model
-from meshwright.planner.planned_models import token_batch
 from meshwright.planner.plans import Plan
 from meshwright.planner.search import Found
+from meshwright.planner.workload import token_batch
 from meshwright.runtime.terminal import PlainConsole
 from meshwright.strategy import Strategy, read_size
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from meshwright.cost.events import StepEvent as StepEvent, coalesced as coalesced, step_events as step_events
     from meshwright.cost.peak_memory import AVERAGING as AVERAGING, Peak as Peak, moments as moments, peak as peak
     from meshwright.cost.rank_memory import (
+        MEMORY_LABELS as MEMORY_LABELS,
         Memory as Memory,
         OffloadPlacement as OffloadPlacement,
         balanced_owners as balanced_owners,
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     )
     from meshwright.cost.scheduling import Event as Event
     from meshwright.cost.step import (
+        FP8 as FP8,
+        HALF as HALF,
         Average as Average,
         Block as Block,
         Boundary as Boundary,
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
         OuterState as OuterState,
         Parameter as Parameter,
         Placement as Placement,
+        ProductDtype as ProductDtype,
         Scaling as Scaling,
         Stages as Stages,
         StateTensor as StateTensor,

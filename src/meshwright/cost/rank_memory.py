@@ -155,6 +155,30 @@ def _sharded_numel(step: Step, block: Block) -> int:
 # --- Bytes by class; exact for parameters, gradients, optimizer states and buffers.
 
 _FP32_BYTES = 4
+MEMORY_LABELS = {
+    "parameters": "parameters",
+    "master": "fp32 master weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "outer": "global weights and outer state",
+    "average": "averaged weights",
+    "buffers": "buffers",
+    "activations": "activations",
+    "recomputation": "activations recomputed",
+    "returned": "activations brought back",
+    "gathered": "gathered while computing",
+    "updating": "held while updating",
+    "host_parameters": "on the host: parameters",
+    "host_master": "on the host: copies to update",
+    "host_gradients": "on the host: gradients",
+    "host_optimizer": "on the host: optimizer state",
+    "host_activations": "on the host: activations",
+    "host_average": "on the host: averaged weights",
+    "disk_master": "on disk: copies to update",
+    "disk_optimizer": "on disk: optimizer state",
+}
+"""The fields of :class:`Memory`, as reports name them and in their order."""
+
 _COMPUTING = ("activations", "recomputation", "returned")  # classes of which nothing is left at the update
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from meshwright.cost.activations import Activations, Placed, sums_of
 from meshwright.errors import StrategyError
@@ -126,6 +126,12 @@ class Compression:
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
 Moment = Literal["forward", "backward", "update"]
+ProductDtype = Literal["fp32", "half", "fp8", "fp4"]
+"""What matrix products run in."""
+
+HALF: Final = "half"
+FP8: Final = "fp8"
+
 Scaling = Literal["", "delayed", "current", "blocks", "nvfp4", "tensorwise", "rowwise", "mxfp8"]
 BoundaryAxis = Literal["tensor", "sequence", "context", "expert"]
 
@@ -204,7 +210,7 @@ class Op:
     num_bytes: int = 0
     backward_bytes: int | None = None  # of a move; None: twice what forward moves
     functions: int = 0  # of a move: elements to which it applies a function that takes a CPU longer than their bytes
-    dtype: Literal["fp32", "half", "fp8", "fp4"] = "half"
+    dtype: ProductDtype = HALF
     causal: bool = False  # of an attention: half of the scores are not computed
     variant: Literal["", "early", "flash1", "vendor"] = ""  # see Constants
     scaling: Scaling = ""  # of a product in 8 or 4 bits, see ``casts``

@@ -14,18 +14,29 @@ if TYPE_CHECKING:
         Resolved as Resolved,
         Rule as Rule,
         apply_strategy as apply_strategy,
+        besides_mesh as besides_mesh,
         check_strategy as check_strategy,
         check_units as check_units,
         cost_of as cost_of,
+        find_method as find_method,
         in_phase_order as in_phase_order,
         known_methods as known_methods,
+        mesh_method as mesh_method,
+        method_of_axes as method_of_axes,
+        methods_for as methods_for,
+        num_micro_batches as num_micro_batches,
         replacement_of as replacement_of,
         resolve as resolve,
         rules as rules,
+        with_micro_batches as with_micro_batches,
     )
     from meshwright.methods.expert.expert_parallel import ExpertParallel as ExpertParallel, ExpertTrace as ExpertTrace
     from meshwright.methods.fp8 import Fp8 as Fp8
-    from meshwright.methods.half_precision import AmpNative as AmpNative, Half as Half
+    from meshwright.methods.half_precision import (
+        AmpNative as AmpNative,
+        Half as Half,
+        mixed_precision as mixed_precision,
+    )
     from meshwright.methods.job import (
         SAMPLED as SAMPLED,
         Job as Job,
@@ -46,6 +57,7 @@ if TYPE_CHECKING:
     from meshwright.methods.pipeline.execution import PipelineEngine as PipelineEngine
     from meshwright.methods.pipeline.pipeline_parallel import PipelineParallel as PipelineParallel
     from meshwright.methods.pipeline.stage_cut import Cut as Cut
+    from meshwright.methods.planner_hooks import Role as Role, SearchScope as SearchScope
     from meshwright.methods.replace.module_replace import ModuleReplace as ModuleReplace
     from meshwright.methods.replace.user_pairs import register_replace_pair as register_replace_pair
     from meshwright.methods.tensor.block_trials import SampleRun as SampleRun

@@ -17,11 +17,14 @@ from pydantic import BeforeValidator
 
 from meshwright.cost import Device, Step
 from meshwright.methods.job import Job as Job  # methods import it from here, beside what they are made of
+from meshwright.methods.planner_hooks import PlannerHooks
 from meshwright.nn import class_name
-from meshwright.strategy import MethodConfig
 
 SHARDING = ("zero1", "zero2", "fsdp")
 """The methods that shard parameters."""
+
+INNER_AXES = ("tensor", "sequence", "context", "expert")
+"""The axes that divide a sample's work or a layer's weights, innermost first; data parallelism lies around them."""
 
 SHARD_AXES = ("zero", "data", "sequence", "context", "expert")
 """The axes that parameters can be sharded over: the first that the mesh has."""
@@ -85,7 +88,7 @@ class Phase(IntEnum):
     WATCH = 14  # wraps the optimizer as all other methods have left it
 
 
-class Method(MethodConfig):
+class Method(PlannerHooks):
     """An optimisation. Its fields are its config; it changes a real job and a simulated step in the same way."""
 
     phase: ClassVar[Phase]

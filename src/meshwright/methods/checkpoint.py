@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import PositiveFloat, PositiveInt
 from torch import nn
@@ -26,6 +26,7 @@ from meshwright.cost import (
 from meshwright.errors import StrategyError
 from meshwright.methods.base import ClassReferences, Conflict, Job, Method, Phase
 from meshwright.methods.pipeline.splice import Elsewhere
+from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.recompute import SELECTIVE, operator_names, recompute
 from meshwright.nn import modules_of, outermost, require_blocks, without_caches
 from meshwright.strategy import Bytes
@@ -44,6 +45,7 @@ class Checkpoint(Method):
 
     method_name: ClassVar[str] = "checkpoint"
     phase: ClassVar[Phase] = Phase.RECOMPUTE
+    role: ClassVar[Role | None] = Role.RECOMPUTATION
     summary: ClassVar[str] = "recomputes activations in backward: less memory, about a third more compute"
     effect: ClassVar[str] = (
         "memory: activations of one block at a time. Time: one more forward. Communication: forward's again"
@@ -105,6 +107,16 @@ class Checkpoint(Method):
                 "leave no_reentrant out, or set policy='full'",
             )
         return {**keys, "policy": operator_names(keys.get("policy"))}
+
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try everything in full, and what lies between that and nothing."""
+        return cls.parse({"policy": "selective"}), cls.parse({"every": 2}), cls.parse(None)
+
+    @property
+    def has_memory_budget(self) -> bool:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        return self.memory_budget is not None
 
     @property
     def is_uniform(self) -> bool:

@@ -30,6 +30,7 @@ class Compile(Method):
 
     method_name: ClassVar[str] = "compile"
     phase: ClassVar[Phase] = Phase.COMPILE
+    fuses_kernels: ClassVar[bool] = True
     summary: ClassVar[str] = "compiles each block with torch.compile: fewer, larger kernels"
     effect: ClassVar[str] = (
         "time: fewer kernels, and compiling in the first step. Memory: the compiler's choice. Communication: none"

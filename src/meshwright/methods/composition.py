@@ -12,15 +12,16 @@ from torch import nn
 
 from meshwright.cost import Device, Step
 from meshwright.errors import ModelError, StrategyError, join_names
-from meshwright.methods.base import SHARD_AXES, Conflict, Job, Method, Phase
+from meshwright.methods.base import SHARD_AXES, SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.gradient_averaging import GradientHooks
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
+from meshwright.methods.planner_hooks import Role
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.nn import part_of_whole, rank_orders, wrap_method
 from meshwright.optim import ParameterPlacement, set_placement
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.store.entries import stored_name, unwrapped
-from meshwright.strategy import Strategy
+from meshwright.strategy import MethodConfig, Strategy
 from meshwright.strategy.method_config import METHOD_CONFIGS
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from meshwright.methods.zero_config import ZeroMethod
 
 
+_MOST_MICRO_BATCHES = 2**16
 _WITHOUT_METHOD = ("data", "zero")  # any method may use these axes
 
 
@@ -52,6 +54,45 @@ def known_methods() -> list[type[Method]]:
 def method_of_axes() -> dict[str, str]:
     """Return the method of each axis that only one method uses."""
     return {method.axis: method.method_name for method in known_methods() if method.axis is not None}
+
+
+def methods_for(role: Role) -> list[type[Method]]:
+    """Return the methods that answer one decision of a search; of those that shard, the least communication first."""
+    levels = {name: level for level, name in enumerate(SHARDING)}
+    return sorted(
+        (method for method in known_methods() if method.role is role),
+        key=lambda method: levels.get(method.method_name, len(levels)),
+    )
+
+
+LEAST_COMMUNICATION_FIRST: tuple[tuple[str, ...], ...] = ((), ("zero2",), ("fsdp",), ("fsdp", "checkpoint"))
+"""What is tried in turn where seconds are not predicted: each communicates or computes more, and holds less."""
+
+
+def find_method(strategy: Strategy, is_wanted: Callable[[Method], bool]) -> Any:
+    """Return the first method of a strategy that is as wanted; None where none is."""
+    methods = (method for method in strategy.methods if isinstance(method, Method))
+    return next((method for method in methods if is_wanted(method)), None)
+
+
+def mesh_method(axes: Axes) -> MethodConfig:
+    """Return the method that names the axes of a mesh."""
+    return ParallelMode.parse({"axes": axes})
+
+
+def besides_mesh(strategy: Strategy) -> tuple[MethodConfig, ...]:
+    """Return the methods of a strategy but for the one that names the mesh."""
+    return tuple(method for method in strategy.methods if not isinstance(method, ParallelMode))
+
+
+def with_micro_batches(strategy: Strategy, count: int) -> Strategy:
+    """Return the strategy with a number of micro-batches written in, where it names none."""
+    pipeline = find_method(strategy, lambda method: method.axis == "pipeline")
+    if pipeline is not None and pipeline.num_micro_batches is None:
+        return strategy.with_method(pipeline.model_copy(update={"num_micro_batches": count}))
+    if count == 1 or find_method(strategy, lambda method: method.asked_micro_batches is not None):
+        return strategy
+    return strategy.with_method(("gradient_accumulation", count))
 
 
 def rules() -> list[Rule]:
@@ -236,6 +277,40 @@ def resolve(
     return Resolved(strategy, axes, shard_axis, tuple(notices))
 
 
+def num_micro_batches(resolved: Resolved, given: int | None) -> int:
+    """Return the strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
+
+    Raises:
+        StrategyError: When the strategy has another number than was given.
+    """
+    for method in in_phase_order(resolved.strategy):
+        own = method.asked_micro_batches
+        if own is not None and given not in (None, own):
+            raise StrategyError(
+                f"{method.method_name} and num_micro_batches name different numbers",
+                expected="one of the two, or the same number",
+                got=f"{method} and num_micro_batches={given}",
+                fix="leave num_micro_batches out: the strategy says it",
+            )
+        given = own or given
+    pipeline = find_method(resolved.strategy, lambda method: method.axis == "pipeline")
+    ranks = dict(resolved.axes).get("pipeline", 1)
+    if pipeline is None:
+        return _simulated(given or 1)
+    return _simulated(given or pipeline.fewest_micro_batches(ranks))
+
+
+def _simulated(count: int) -> int:
+    if count > _MOST_MICRO_BATCHES:
+        raise StrategyError(
+            "A step has too many micro-batches",
+            expected=f"at most {_MOST_MICRO_BATCHES:,}; each is simulated",
+            got=f"{count:,}",
+            fix="correct num_micro_batches",
+        )
+    return count
+
+
 def _without_unusable(strategy: Strategy, device: torch.device | Device | None, notices: list[str]) -> Strategy:
     for method in strategy.methods if device is not None else ():
         reason = method.left_out_on(device) if isinstance(method, Method) and device is not None else None
@@ -382,5 +457,5 @@ def replacement_of(
     strategy: Strategy, model: nn.Module, axes: Iterable[tuple[str, int]], device: torch.device
 ) -> Replacement:
     """Find the reversible changes that ``module_replace``, if it is in the strategy, makes to a plain model."""
-    method = cast("ModuleReplace | None", strategy.get("module_replace"))
+    method: ModuleReplace | None = find_method(strategy, lambda each: each.replaces_modules)
     return Replacement() if method is None else method.replacement(model, strategy, dict(axes), device)

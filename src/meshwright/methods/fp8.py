@@ -12,7 +12,7 @@ import torch
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
 from torch import nn
 
-from meshwright.cost import Buffer, Device, Parameter, Step, Traffic
+from meshwright.cost import FP8, Buffer, Device, Parameter, ProductDtype, Step, Traffic
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.methods.fp8_torchao import Fp8Trace, require_torchao, scales_ahead, to_torchao
@@ -196,6 +196,7 @@ class Fp8(Method):
     method_name: ClassVar[str] = "fp8"
     short_forms: ClassVar[Mapping[type, str]] = {str: "recipe"}
     phase: ClassVar[Phase] = Phase.FP8
+    product_dtype: ClassVar[ProductDtype | None] = FP8
     summary: ClassVar[str] = "linear layers multiply in 8 bits: about twice the arithmetic of bf16 on sm 8.9 and above"
     effect: ClassVar[str] = (
         "time: products of 8 bits. Memory: weights once more in 8 bits. Communication: one all-reduce of scales"
@@ -297,8 +298,8 @@ class Fp8(Method):
         )
         return Fp8Options(recipe, emulate, keep_weight=not sharded and tensor_ranks == 1)
 
-    def trace(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Fp8Trace:
-        """Return the trace of a plain model as ``apply`` will change it."""
+    def traced_narrow(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Fp8Trace:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         choice = self.choice(model, tensor_ranks)
         # Fake tensors are never multiplied: any device can pretend.
         options = self.options(sharded=sharded, tensor_ranks=tensor_ranks, emulate=True)

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Self
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
 
-from meshwright.cost import Placement, Step
+from meshwright.cost import HALF, Placement, ProductDtype, Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Conflict, HalfDType, Job, Method, Phase, half_dtype, itemsize, torch_dtype
 from meshwright.methods.job import Precision
+from meshwright.methods.planner_hooks import ComputeDtypes, Role, SearchScope
 from meshwright.nn import widen, wrap_method
 from meshwright.nn.batches import map_tree
 from meshwright.strategy import Strategy
@@ -44,10 +45,18 @@ class HalfPrecisionMethod(Method):
 
     phase: ClassVar[Phase] = Phase.PRECISION
     short_forms: ClassVar[Mapping[type, str]] = {str: "dtype", torch.dtype: "dtype"}
+    role: ClassVar[Role | None] = Role.PRECISION
+    product_dtype: ClassVar[ProductDtype | None] = HALF
 
     dtype: HalfDType = "fp16"
     loss_scale: LossScaleConfig | None = None
     """Policy of the fp16 loss scale; None: the defaults of torch's GradScaler."""
+
+    def on_half(self, half_dtype: str) -> Self:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        if "dtype" in self.model_fields_set:
+            return self
+        return self.parse({key: getattr(self, key) for key in self.model_fields_set} | {"dtype": half_dtype})
 
     def scale_loss(self, job: Job) -> None:
         """Ask for loss scaling where gradients would underflow without: in fp16."""
@@ -108,6 +117,15 @@ class AmpNative(HalfPrecisionMethod):
     skip_if_nonfinite: bool = False
 
     @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try it in the devices' half precision: its gradients add up in fp32."""
+        return (cls.parse(scope.half_dtype),) if scope.half_dtype is not None else ()
+
+    def compute_dtypes(self, *, sharded: bool) -> ComputeDtypes:
+        """Compute under autocast; parameters are gathered in the same precision."""
+        return ComputeDtypes(self.dtype if sharded else None, self.dtype)
+
+    @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Accept ATorch's ``enabled``, which can only be true: a disabled method is left out of the strategy."""
         if keys.pop("enabled", True) is not True:
@@ -145,6 +163,11 @@ class AmpNative(HalfPrecisionMethod):
         return step.replace(compute_itemsize=itemsize(self.dtype), reduce_itemsize=itemsize("fp32"))
 
 
+def mixed_precision(dtype: str) -> AmpNative:
+    """Return the method that computes in half precision beside fp32 parameters."""
+    return AmpNative.parse(dtype)
+
+
 # --- ``half``: the whole model in half precision, with fp32 master weights for the optimizer
 
 
@@ -166,6 +189,15 @@ class Half(HalfPrecisionMethod):
     seed_name: ClassVar[str | None] = "ATorch: half"
 
     master_weights: bool = True
+
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try it only where a user includes it: it is faster than ``amp_native``, and less exact."""
+        return ()
+
+    def compute_dtypes(self, *, sharded: bool) -> ComputeDtypes:
+        """Compute with parameters in half precision."""
+        return ComputeDtypes(self.dtype)
 
     def apply(self, job: Job) -> None:
         """Cast the model where it is replicated, or ask the sharding method to gather in half."""

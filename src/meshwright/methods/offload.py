@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import Field, PositiveInt
@@ -17,6 +17,7 @@ from meshwright.errors import StrategyError
 from meshwright.methods.base import Conflict, Method, Phase
 from meshwright.methods.job import AVERAGED, Job
 from meshwright.methods.offload_activations import ActivationOffload
+from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.zero_config import ZeroMethod, unit_of, units_of
 from meshwright.nn import find_blocks, require_blocks
 from meshwright.optim import Disk, HostWeights, copies_for
@@ -140,6 +141,10 @@ _NAMES: dict[str, dict[str, float]] = {
 }
 
 
+_SEARCHED_PARTS = (0.25, 0.5, 0.75)
+_MOST_IN_PART = 1024  # devices
+
+
 class Offload(Method):
     """Keeps a part of the training state in host memory, or optimizer states on disk, and moves it in time.
 
@@ -151,6 +156,7 @@ class Offload(Method):
 
     method_name: ClassVar[str] = "offload"
     phase: ClassVar[Phase] = Phase.OFFLOAD
+    role: ClassVar[Role | None] = Role.OFFLOADING
     summary: ClassVar[str] = "states, gradients, parameters, activations in host memory; states on disk"
     effect: ClassVar[str] = (
         "memory: what is chosen leaves the device. Time: copies, beside the computation where they can hide, and the "
@@ -217,6 +223,22 @@ class Offload(Method):
             low, high = getattr(self, smaller), getattr(self, larger)
             if low is not None and high is not None and low > high:
                 raise ValueError(f"{smaller} at most {larger}: what is updated on the host has its states there")
+
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try states, also in part, the least first: their update waits for the host. Then activations, then all.
+
+        On very many devices, where sharded states are small beside all else, states leave whole or not at all.
+        """
+        parts = [cls.parse({"optimizer": each}) for each in _SEARCHED_PARTS if scope.world <= _MOST_IN_PART]
+        # Of gradients what can leave before the update: on some meshes backward does not complete them.
+        every = cls.parse({"optimizer": 1.0, "parameters": 1.0, "activations": 1.0})
+        return *parts, cls.parse("optimizer"), cls.parse("activation"), every
+
+    @property
+    def moves_parameters(self) -> bool:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        return self.parameters > 0
 
     @property
     def of_state(self) -> bool:

@@ -48,6 +48,11 @@ class GradientAccumulation(Method):
 
     num_micro_batches: PositiveInt
 
+    @property
+    def asked_micro_batches(self) -> int | None:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        return self.num_micro_batches
+
     def notices(self) -> list[str]:
         """Return a notice when it changes nothing."""
         one = self.num_micro_batches == 1

@@ -32,6 +32,7 @@ from meshwright.cost import (
 )
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import ClassReferences, Conflict, DType, Job, Method, Phase, itemsize
+from meshwright.methods.planner_hooks import Role
 from meshwright.nn import class_name, find_blocks, modules_of, outermost
 from meshwright.runtime.torch_internals.modules import AnyBatchOrInstanceNorm
 from meshwright.strategy import Strategy
@@ -109,6 +110,7 @@ class ZeroMethod(Method):
 
     phase: ClassVar[Phase] = Phase.SHARD
     shards: ClassVar[bool] = True
+    role: ClassVar[Role | None] = Role.SHARDING
 
     atorch_wrap_cls: ClassReferences | None = None
     """Classes whose modules are gathered one at a time; None: the model's repeated blocks."""

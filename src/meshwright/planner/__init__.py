@@ -7,21 +7,17 @@ from meshwright.runtime.lazy import lazy_exports
 if TYPE_CHECKING:
     from meshwright.planner.config_models import transformers_model as transformers_model
     from meshwright.planner.family_ops import Implementation as Implementation
-    from meshwright.planner.family_workload import FamilyWorkload as FamilyWorkload
+    from meshwright.planner.family_workload import FamilyModel as FamilyModel, FamilyWorkload as FamilyWorkload
     from meshwright.planner.model_shapes import (
         Shape as Shape,
         known_models as known_models,
         parse_family as parse_family,
     )
     from meshwright.planner.plan_request import PlanRequest as PlanRequest, plan as plan
-    from meshwright.planner.planned_models import (
-        FamilyModel as FamilyModel,
-        ModuleModel as ModuleModel,
-        PlannedModel as PlannedModel,
-    )
     from meshwright.planner.plans import (
         Forecast as Forecast,
         Plan as Plan,
+        PlannedModel as PlannedModel,
         Subject as Subject,
         forecast as forecast,
         plan_table as plan_table,
@@ -40,6 +36,7 @@ if TYPE_CHECKING:
         measured_state as measured_state,
     )
     from meshwright.planner.workload import (
+        ModuleModel as ModuleModel,
         Workload as Workload,
         cluster_at_hand as cluster_at_hand,
         described_cluster as described_cluster,

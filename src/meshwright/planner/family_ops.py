@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.cost import Op, Scaling
+from meshwright.cost import FP8, HALF, Op, ProductDtype, Scaling
 from meshwright.planner.model_shapes import BLOCK, Shape
 
 # Scores, softmax and their product with the values: the part that Megatron-LM's ``selective`` recomputes.
@@ -18,7 +18,7 @@ PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy saves attention's 
 # means (4), multiplies (4 + 4), casts back (4 + 2) and multiplies by the weight (2 + 2); rotary positions cast,
 # multiply complex numbers and cast back.
 _PLAIN_NORM, _PLAIN_ROTARY = 18, 10
-_NARROW = ("fp8", "fp4")
+_NARROW = (FP8, "fp4")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FamilyRun:
 
     micro_batch: int
     num_micro_batches: int = 1
-    dtype: Literal["fp32", "half", "fp8", "fp4"] = "half"
+    dtype: ProductDtype = HALF
     tensor: int = 1
     sequence: int = 1
     seq: int = 0
@@ -164,7 +164,7 @@ def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
 def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:
     heads, width = shape.heads // run.tensor, shape.hidden // shape.heads
     queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
-    dtype = "half" if run.dtype in _NARROW else run.dtype
+    dtype = HALF if run.dtype in _NARROW else run.dtype
     if run.impl.attention != "scores":
         variant: Literal["", "flash1", "vendor"] = "" if run.impl.attention == "flash2" else run.impl.attention
         fused = _matmul(run, queries, keys, width)
@@ -266,7 +266,7 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
     h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, shape.vocab // run.tensor
     first = 0 if pipeline > 1 else None
     last = pipeline - 1 if pipeline > 1 else None
-    dtype = "half" if run.dtype in _NARROW else run.dtype
+    dtype = HALF if run.dtype in _NARROW else run.dtype
     # torch's cross-entropy casts to fp32 (4), log-softmax reads and writes (8); backward writes zeros with ones at the
     # labels (4), log-softmax reads two and writes (12), and casts (4). A fused loss reads once, and writes in place.
     usual = (size, 2 * size) if run.impl.fused_loss else (size + 12, size + 20)

@@ -7,33 +7,40 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.cost import Calibration, Cluster, Device, Peak, Step, memory, peak
+from meshwright.cost import FP8, HALF, Calibration, Cluster, Device, Peak, Step, memory, peak
 from meshwright.errors import ConfigError, ModelError, StrategyError
 from meshwright.methods import (
     SAMPLED,
-    Checkpoint,
-    ContextParallel,
-    Fp8,
-    PipelineParallel,
     Resolved,
-    TensorParallel,
+    Role,
     cost_of,
+    find_method,
+    in_phase_order,
+    mixed_precision,
+    num_micro_batches,
     resolve,
 )
 from meshwright.methods.pipeline.schedules import live_peaks
 from meshwright.planner.family_ops import PYTORCH, FamilyRun, Implementation
 from meshwright.planner.family_steps import family_step, with_experts
-from meshwright.planner.memory_budget import fit_budget, taken_bytes, usable_bytes, usable_host_bytes
+from meshwright.planner.memory_budget import fit_budget
 from meshwright.planner.model_shapes import BLOCK, Shape
-from meshwright.planner.pipeline_cuts import num_micro_batches
-from meshwright.planner.plans import Plan, forecast, host_bytes, most_host_bytes
+from meshwright.planner.plans import (
+    Plan,
+    Subject,
+    forecast,
+    host_bytes,
+    most_host_bytes,
+    taken_bytes,
+    usable_bytes,
+    usable_host_bytes,
+)
 from meshwright.strategy import Strategy
 
-_NOT_SIMULATED = {
-    "module_replace": "module_replace: the kernels that it replaces are not simulated for a family",
-}
+if TYPE_CHECKING:
+    from meshwright.methods import Checkpoint, Fp8, PipelineParallel
 
 
 def check_family(shape: Shape, device: Device, resolved: Resolved, run: FamilyRun) -> None:
@@ -47,34 +54,38 @@ def check_family(shape: Shape, device: Device, resolved: Resolved, run: FamilyRu
     _check_heads(shape, sizes)
     _check_tokens(shape, resolved, sizes)
     _check_experts(shape, sizes)
-    method, ranks = resolved.strategy.get("pipeline_parallel"), sizes.get("pipeline", 1)
-    if isinstance(method, PipelineParallel) and ranks > 1:
+    method, ranks = _pipeline_in(resolved.strategy), sizes.get("pipeline", 1)
+    if method is not None and ranks > 1:
         method.check_numbers(shape.layers, ranks, run.num_micro_batches)
     _check_recomputed(resolved)
 
 
 def gaps_of(resolved: Resolved) -> tuple[str, ...]:
     """Return one line for each method whose effect is not predicted."""
-    return tuple(reason for name, reason in _NOT_SIMULATED.items() if name in resolved.strategy)
+    methods = in_phase_order(resolved.strategy)
+    return tuple(f"{method.method_name}: {method.not_simulated}" for method in methods if method.not_simulated)
+
+
+def _pipeline_in(strategy: Strategy) -> PipelineParallel | None:
+    return find_method(strategy, lambda each: each.axis == "pipeline")
 
 
 def _check_device(device: Device, resolved: Resolved) -> None:
-    strategy = resolved.strategy
-    if isinstance(strategy.get("fp8"), Fp8) and device.fp8_flops_per_s is None:
+    narrow = find_method(resolved.strategy, lambda each: each.product_dtype == FP8)
+    if narrow is not None and device.fp8_flops_per_s is None:
         raise StrategyError(
-            f"fp8: a {device.name} has no 8-bit products",
+            f"{narrow.method_name}: a {device.name} has no 8-bit products",
             expected="a device with fp8_flops_per_s, such as H100, H200, B200, MI300X or L4",
             got=device.name,
-            fix="leave fp8 out, or take another device",
+            fix=f"leave {narrow.method_name} out, or take another device",
         )
-    for name in ("amp_native", "half"):
-        method = strategy.get(name)
-        if method is not None and getattr(method, "dtype", "") == "bf16" and not device.bf16:
+    for method in in_phase_order(resolved.strategy):
+        if "bf16" in method.compute_dtypes(sharded=True) and not device.bf16:
             raise StrategyError(
-                f"{name}: a {device.name} cannot compute in bf16",
+                f"{method.method_name}: a {device.name} cannot compute in bf16",
                 expected="fp16, or a device with bf16",
                 got=device.name,
-                fix=f"use ('{name}', 'fp16')",
+                fix=f"use ('{method.method_name}', 'fp16')",
             )
 
 
@@ -99,9 +110,8 @@ def _check_heads(shape: Shape, sizes: Mapping[str, int]) -> None:
 
 def _check_tokens(shape: Shape, resolved: Resolved, sizes: Mapping[str, int]) -> None:
     context, sequence = sizes.get("context", 1), sizes.get("sequence", 1)
-    method = resolved.strategy.get("context_parallel")
-    balanced = isinstance(method, ContextParallel) and method.balance and context > 1
-    chunks = sequence * context * (2 if balanced else 1)
+    dividing = (method for method in in_phase_order(resolved.strategy) if method.is_active(sizes))
+    chunks = sequence * context * math.prod(method.chunks_per_rank for method in dividing)
     if shape.seq % chunks:
         raise ModelError(
             "The mesh cannot divide the tokens of a sample",
@@ -123,8 +133,8 @@ def _check_experts(shape: Shape, sizes: Mapping[str, int]) -> None:
 
 
 def _check_recomputed(resolved: Resolved) -> None:
-    method = resolved.strategy.get("checkpoint")
-    wanted = method.wrap_class if isinstance(method, Checkpoint) else None
+    method: Checkpoint | None = find_method(resolved.strategy, lambda each: each.role is Role.RECOMPUTATION)
+    wanted = method.wrap_class if method is not None else None
     if wanted is not None and not any(name.rsplit(".", 1)[-1] == BLOCK for name in wanted):
         raise ModelError(
             "checkpoint names classes that a family does not have",
@@ -267,36 +277,35 @@ class FamilyWorkload:
         )
 
     def _resolved(self, strategy: Strategy) -> Resolved:
-        if self.dtype is not None and not {"amp_native", "half"} & set(strategy.names):
-            strategy = strategy.with_method(("amp_native", self.dtype))
+        if self.dtype is not None and not _is_lowered(strategy):
+            strategy = strategy.with_method(mixed_precision(self.dtype))
         return _resolve(strategy, self.world, self.zero_level)
 
     def _run(self, resolved: Resolved, wanted: int | None) -> FamilyRun:
         strategy, sizes = resolved.strategy, dict(resolved.axes)
         micro_batches = num_micro_batches(resolved, wanted)
         replicas = math.prod(sizes.get(axis, 1) for axis in SAMPLED)
-        in_half = bool({"amp_native", "half"} & set(strategy.names))
-        fp8, tensor = strategy.get("fp8"), strategy.get("tensor_parallel")
+        narrow: Fp8 | None = find_method(strategy, lambda each: each.product_dtype == FP8)
         impl = dataclasses.replace(
             self.implementation,
-            split_tokens=isinstance(tensor, TensorParallel) and tensor.sequence,
-            compiled=self.implementation.compiled or "compile" in strategy,
+            split_tokens=any(method.divides_between_layers for method in in_phase_order(strategy)),
+            compiled=self.implementation.compiled or any(method.fuses_kernels for method in in_phase_order(strategy)),
             fused_loss=self.implementation.fused_loss or self.fused_loss,
-            scaling=fp8.recipe if isinstance(fp8, Fp8) else self.implementation.scaling,
-            casts_weights=not getattr(fp8, "all_gather", False),
+            scaling=narrow.recipe if narrow is not None else self.implementation.scaling,
+            casts_weights=narrow is None or not narrow.all_gather,
         )
         return FamilyRun(
             micro_batch=math.ceil(self.batch_size / (replicas * micro_batches)),
             num_micro_batches=micro_batches,
-            dtype="fp8" if fp8 is not None else "half" if in_half else "fp32",
+            dtype=FP8 if narrow is not None else HALF if _is_lowered(strategy) else "fp32",
             seq=self.shape.seq,
             impl=impl,
         )
 
     def _before(self, resolved: Resolved, run: FamilyRun) -> list[Step]:
         """Return the step of every pipeline rank before any method."""
-        ranks, method = dict(resolved.axes).get("pipeline", 1), resolved.strategy.get("pipeline_parallel")
-        stages = method.ranks_of_stages(ranks) if isinstance(method, PipelineParallel) and ranks > 1 else (0,)
+        ranks, method = dict(resolved.axes).get("pipeline", 1), _pipeline_in(resolved.strategy)
+        stages = method.ranks_of_stages(ranks) if method is not None and ranks > 1 else (0,)
         steps = family_step(self.shape, run, resolved.axes, shard_axis=resolved.shard_axis, stage_ranks=stages)
         if dict(resolved.axes).get("expert", 1) > 1:
             steps = [with_experts(step, self.shape, run) for step in steps]
@@ -307,6 +316,27 @@ class FamilyWorkload:
         return taken_bytes(most.reserved_bytes, self.cluster.device) + on_host
 
 
+@dataclass(frozen=True)
+class FamilyModel:
+    """A model of a well-known family by its dimensions, and which implementation of it is simulated."""
+
+    name: str
+    shape: Shape
+    implementation: Implementation = PYTORCH
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`PlannedModel`."""
+        return {"name": self.name, "num_parameters": self.shape.num_parameters, "seq": self.shape.seq}
+
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+        """See :class:`PlannedModel`."""
+        return FamilyWorkload(self.shape, cluster, samples, limit_bytes=limit_bytes, implementation=self.implementation)
+
+
+def _is_lowered(strategy: Strategy) -> bool:
+    return find_method(strategy, lambda each: each.role is Role.PRECISION) is not None
+
+
 @functools.lru_cache(maxsize=4096)
 def _resolve(strategy: Strategy, world: int, zero_level: int) -> Resolved:
     # No device is passed, so that no method is dropped for what this process runs on.
@@ -314,9 +344,9 @@ def _resolve(strategy: Strategy, world: int, zero_level: int) -> Resolved:
 
 
 def _costed(strategy: Strategy, before: Sequence[Step], *, alike: bool) -> list[Step]:
-    method = strategy.get("pipeline_parallel")
+    method = _pipeline_in(strategy)
     shown: Sequence[int] = range(len(before))
-    if alike and isinstance(method, PipelineParallel):
+    if alike and method is not None:
         shown = _shown_by(before, method.schedule)
     made = {rank: cost_of(strategy, before[rank]) for rank in dict.fromkeys(shown)}
     return [made[rank] for rank in shown]

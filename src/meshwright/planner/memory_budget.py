@@ -1,76 +1,49 @@
-"""Fit a plan into usable device memory by choosing which modules are recomputed."""
+"""Fit a plan into a memory budget by choosing which modules `checkpoint` recomputes, and how."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshwright.cost import Activations, Memory, Step, memory
 from meshwright.errors import StrategyError, readable_bytes
-from meshwright.methods import Phase, cost_of
+from meshwright.methods import Phase, cost_of, find_method
 from meshwright.planner.plans import needed_bytes
 from meshwright.strategy import Strategy
 
 if TYPE_CHECKING:
-    from meshwright.cost import Cluster, Device
     from meshwright.methods import Checkpoint
 
 
-# What no tensor of a job can use: the driver's context, collectives' buffers, kernels' workspaces.
-CONTEXT_BYTES = round(1.5 * 2**30)
-# What an allocator that cannot join its segments leaves unused between tensors of mixed sizes; more where whole layers
-# come and go between activations. Both are set on the runs of BMTrain's table that did and did not fit.
-FRAGMENTED, FRAGMENTED_BY_LAYERS = 0.05, 0.12
-_HOST_USABLE = 0.9  # of host memory: the rest is the system's, the processes' own, and of those that load data
-
-
-def usable_bytes(device: Device) -> int:
-    """Return what a caching allocator can take of a device; all of a host's memory."""
-    return device.memory_bytes - (0 if device.is_host else CONTEXT_BYTES)
-
-
-def usable_host_bytes(cluster: Cluster) -> int | None:
-    """Return what of host memory a device's offloaded tensors can have; None: unknown."""
-    share = cluster.host_memory_bytes
-    return None if share is None else round(share * _HOST_USABLE)
-
-
-def taken_bytes(reserved_bytes: int, device: Device) -> int:
-    """Return what must be usable for tensors that need so many reserved bytes, gaps between them included."""
-    return reserved_bytes if device.is_host else round(reserved_bytes * (1 + FRAGMENTED))
-
-
-# --- Fitting a memory budget: which modules ``checkpoint`` recomputes, and how much of each, decided by the cost twins.
-
 Granularity = Literal["none", "selective", "full"]
 Choice = tuple[Granularity, ...]
-_MOST_STATES = 500  # of partial choices that are looked at side by side
+_MOST_STATES = 500  # partial choices that are kept side by side
 
 
 class Fitted(NamedTuple):
-    """A strategy without a memory budget, and what the user is told of that."""
+    """A strategy without a memory budget, and notices on how the budget was met."""
 
     strategy: Strategy
     notices: tuple[str, ...] = ()
 
 
 def fit_budget(strategy: Strategy, steps: Sequence[Step]) -> Fitted:
-    """Decide what ``checkpoint`` with a memory budget recomputes; other strategies are returned as they are.
+    """Decide what ``checkpoint`` with a memory budget recomputes; return other strategies as they are.
 
     Args:
         strategy: Resolved.
-        steps: Before any method: one, or that of every pipeline rank.
+        steps: Step before any method: one, or that of every pipeline rank.
 
     Returns:
-        The strategy with a ``checkpoint`` that says what every module does, and what the user is told.
+        The strategy with a ``checkpoint`` that says what every module does, and notices.
 
     Raises:
-        StrategyError: When no choice fits; it names the least there is, and what takes it.
+        StrategyError: When no choice fits; it names the least memory there is, and its largest classes.
     """
-    method = cast("Checkpoint | None", strategy.get("checkpoint"))
-    if method is None or method.memory_budget is None:
+    method: Checkpoint | None = find_method(strategy, lambda each: each.has_memory_budget)
+    if method is None:
         return Fitted(strategy)
     known = steps[0].activations
     if known is None:
@@ -85,7 +58,7 @@ def fit_budget(strategy: Strategy, steps: Sequence[Step]) -> Fitted:
         found = RankBudget(strategy, method, step, rank if len(steps) > 1 else None).fewest()
         chosen = [ours if theirs == "none" else theirs for ours, theirs in zip(chosen, found, strict=True)]
     decided = _decided(method, tuple(chosen))
-    return Fitted(strategy.without("checkpoint").with_method(decided), (_summary(method, chosen),))
+    return Fitted(strategy.without(method.method_name).with_method(decided), (_summary(method, chosen),))
 
 
 def _decided(method: Checkpoint, choice: Choice) -> Checkpoint:
@@ -93,7 +66,7 @@ def _decided(method: Checkpoint, choice: Choice) -> Checkpoint:
 
 
 def _summary(method: Checkpoint, chosen: Sequence[Granularity]) -> str:
-    parts = [f"{chosen.count(what)} {said}" for what, said in (("full", "in full"), ("selective", "selectively"))]
+    parts = [f"{chosen.count(what)} {how}" for what, how in (("full", "in full"), ("selective", "selectively"))]
     return (
         f"checkpoint: recomputes {' and '.join(parts)} of {len(chosen)} modules, "
         f"to hold at most {readable_bytes(method.memory_budget or 0)} per rank"
@@ -102,7 +75,7 @@ def _summary(method: Checkpoint, chosen: Sequence[Granularity]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
-    """What one module alone changes when it is recomputed so."""
+    """The effect of recomputing one module alone."""
 
     what: Granularity
     freed: int
@@ -112,7 +85,7 @@ class _Option:
 
 @dataclasses.dataclass(frozen=True)
 class _Outcome:
-    """What a choice comes to."""
+    """The predicted effect of a choice."""
 
     memory: Memory
     needed: int  # of it, where it is limited
@@ -122,20 +95,20 @@ class _Outcome:
 
 
 class RankBudget:
-    """The search for one rank.
+    """Search the choice for one rank.
 
-    Modules are first taken to add up, which leaves a knapsack with one option per module; a choice that fits by its
-    real prediction is then relaxed as long as it does.
+    Modules are first taken to add up, which leaves a knapsack with one option per module. A choice that fits by its
+    full prediction is then relaxed for as long as it still fits.
 
     Args:
         strategy: Resolved.
-        method: Its ``checkpoint``.
-        step: Of this rank, before any method.
-        rank: Of a pipeline; None where there is none.
+        method: The ``checkpoint`` of the strategy.
+        step: Step of this rank, before any method.
+        rank: Pipeline rank; None without a pipeline.
     """
 
     def __init__(self, strategy: Strategy, method: Checkpoint, step: Step, rank: int | None) -> None:
-        self._strategy, self._method, self._rank = strategy.without("checkpoint"), method, rank
+        self._strategy, self._method, self._rank = strategy.without(method.method_name), method, rank
         self._step = cost_of(self._strategy, step, before=Phase.RECOMPUTE)  # the same whatever is recomputed
         assert self._step.activations is not None
         assert method.memory_budget is not None
@@ -151,7 +124,7 @@ class RankBudget:
         self._known: dict[Choice, _Outcome] = {}
 
     def fewest(self) -> Choice:
-        """Return the choice with the fewest operations that fits; of equals, that which gives up least."""
+        """Return the fitting choice with the fewest FLOPs; of equals, the one that frees the least."""
         if self._fits(self._nothing):
             return self._nothing
         starts = [choice for working in self._workings for choice in self._knapsack(working)]
@@ -204,11 +177,14 @@ class RankBudget:
 
     @property
     def _workings(self) -> list[int]:
-        """Every limit there can be to what one module needs while it is recomputed."""
+        """Return every possible limit for what one module needs while it is recomputed."""
         return sorted({option.working for options in self._options for option in options})
 
     def _knapsack(self, working: int) -> list[Choice]:
-        """Return the cheapest choice that frees enough, of modules that need no more than this; none if none does."""
+        """Return the cheapest choice that frees enough without modules that need more than ``working`` bytes.
+
+        The list is empty when none frees enough.
+        """
         needed = self._outcome(self._nothing).needed + working - self._budget
         states = [_Partial(0, 0)]
         for options in self._options:
@@ -241,7 +217,7 @@ class RankBudget:
 
 
 class _Partial(NamedTuple):
-    """A choice for the first modules: what it frees and runs again, and how it came about."""
+    """A choice for the first modules, as a linked list."""
 
     freed: int
     flops: int
@@ -249,7 +225,7 @@ class _Partial(NamedTuple):
     what: Granularity = "none"
 
     def choice(self) -> Choice:
-        """In the model's order."""
+        """Return the choice in the order of the model."""
         whats: list[Granularity] = []
         state = self
         while state.before is not None:
@@ -264,7 +240,7 @@ def _saving(known: Activations) -> set[int]:
 
 
 def _undominated(states: list[_Partial], needed: int) -> list[_Partial]:
-    """Return those that no other beats in both; not more than there is time for."""
+    """Return the states that no other beats in both figures, thinned out to ``_MOST_STATES``."""
     states.sort(key=lambda state: (-state.freed, state.flops))
     kept: list[_Partial] = []
     for state in states:

@@ -1,4 +1,8 @@
-"""Decide where a pipeline axis cuts a model, and simulate the step of each pipeline rank."""
+"""Decide where a pipeline axis cuts a model, and simulate the step of each pipeline rank.
+
+Candidate cuts are simulated block by block with the cost twins of the strategy;
+:class:`~meshwright.methods.pipeline.stage_cut.Balancer` chooses among them.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,17 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from meshwright.cost import Activations, Block, Boundary, Parameter, SavedTensor, Stages, Step, memory
 from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
-from meshwright.methods import cost_of
+from meshwright.methods import Role, cost_of, find_method, in_phase_order, methods_for
 from meshwright.planner.trace.model_state import describe_buffers
 
 if TYPE_CHECKING:
-    from meshwright.methods import Checkpoint, Cut, GradientAccumulation, PipelineParallel, Resolved
+    from meshwright.methods import Cut, PipelineParallel, Resolved
     from meshwright.methods.pipeline.outer_parameters import Dataflow
     from meshwright.methods.pipeline.stage_cut import Balancer
     from meshwright.strategy import Strategy
@@ -27,15 +31,15 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class CandidateStages:
-    """Simulates ranks of a pipeline that is not cut yet.
+    """Simulate stages of a pipeline that is not cut yet.
 
     Args:
-        finest: The step of a model cut into its single blocks: of these its blocks, parameters and buffers tell where
-            they are (``on_ranks``, ``trained_on``, ``lent_to``, ``on_rank``).
-        num_blocks: How many there are.
-        ranks: The pipeline rank of every stage to be.
-        cost: What the strategy makes of a step.
-        uniform: Whether it does so with equal blocks alike, wherever they are.
+        finest: The step of a model that is cut into its single blocks. Blocks, parameters and buffers say where they
+            are (``on_ranks``, ``trained_on``, ``lent_to``, ``on_rank``).
+        num_blocks: Number of blocks.
+        ranks: Pipeline rank of every stage.
+        cost: Applies the cost twins of the strategy.
+        uniform: Whether the strategy treats equal blocks alike.
     """
 
     def __init__(
@@ -46,12 +50,15 @@ class CandidateStages:
         self._needs: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}  # of ranks with blocks of these kinds
 
     def flops(self, index: int) -> int:
-        """Time of a block: operations of a micro-batch with recomputation; the first and last have what is around."""
+        """Return the FLOPs of a block for a micro-batch, with recomputation.
+
+        The first and the last block have what is around the blocks, too.
+        """
         step = self._step(self._ranks[0], ((index, index + 1),))
         return (step.flops or 0) + step.recompute_flops
 
     def need(self, rank: int, ranges: Ranges) -> int:
-        """Return the bytes that a rank holds whose first stages compute these blocks.
+        """Return the bytes that a rank holds whose first stages compute these ranges of blocks.
 
         Unknown activations count as nothing.
         """
@@ -91,12 +98,12 @@ def _placed(parameter: Parameter, rank: int, own: set[int]) -> Parameter:
     if parameter.trained_on is None:
         return parameter
     trains = bool(own.intersection(parameter.trained_on))
-    lent = bool(parameter.lent_to) and not trains
-    return dataclasses.replace(parameter, trained_on=(rank,) if trains else (), lent_to=(rank,) if lent else ())
+    borrows = bool(parameter.lent_to) and not trains
+    return dataclasses.replace(parameter, trained_on=(rank,) if trains else (), lent_to=(rank,) if borrows else ())
 
 
 def _alike(finest: Step, num_blocks: int) -> tuple[int, ...]:
-    """A number for every block; rows of blocks with equal numbers hold and keep the same."""
+    """Return a number for every block, equal for blocks that hold and save the same."""
     kinds: list[list[object]] = [[] for _ in range(num_blocks)]
     known = finest.activations
     for stage in known.stages if known is not None else ():
@@ -120,7 +127,7 @@ def _alike(finest: Step, num_blocks: int) -> tuple[int, ...]:
 
 
 def _by_class(known: Activations | None, tensor: SavedTensor) -> object:
-    """Who saves, takes and makes a tensor, by classes: modules of one class are recomputed alike."""
+    """Describe who saves, takes and makes a tensor, by classes: modules of one class are recomputed alike."""
     assert known is not None
 
     def classes(running: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
@@ -130,16 +137,14 @@ def _by_class(known: Activations | None, tensor: SavedTensor) -> object:
     return [classes(running) for running in tensor.savers], classes(tensor.inputs_of), makers
 
 
-# --- Deciding where a pipeline axis cuts a model, and the simulated step of each of its ranks.
+# --- The decision.
 
-_SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm
-
-_MOST_MICRO_BATCHES = 2**16
+_SAMPLES = 2  # in the traced batch: BatchNorm needs more than one
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a strategy asks for: a pipeline of several ranks, over the blocks of a model."""
+    """A pipeline of several ranks over the blocks of a model, as a strategy asks for it."""
 
     method: PipelineParallel
     ranks: int
@@ -148,7 +153,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Decision:
-    """A cut, what could not be found out, and what the user is told."""
+    """A cut, gaps in what is known of it, and notices for the user."""
 
     cut: Cut | None = None
     gaps: tuple[str, ...] = ()
@@ -170,13 +175,15 @@ def pipeline_of(resolved: Resolved, model: nn.Module, micro_batches: int) -> Pip
 
 
 def _pipeline_in(resolved: Resolved) -> PipelineParallel | None:
-    return cast("PipelineParallel | None", resolved.strategy.get("pipeline_parallel"))
+    return find_method(resolved.strategy, lambda each: each.axis == "pipeline")
 
 
 def trace_flow(
     pipeline: Pipeline, model: nn.Module, inputs_of: Callable[[int], Any], forward: Callable[[nn.Module, Any], Any]
 ) -> tuple[Dataflow | None, str]:
-    """A pass without data that tells which stage needs what outside the blocks; or None, and why not.
+    """Find the parameters outside the blocks that each block depends on, in a pass without data.
+
+    Return them, or None with the reason why they could not be found.
 
     Raises:
         ModelError: When the model cannot be cut.
@@ -205,16 +212,16 @@ def decide_cut(
     describe: Callable[[Cut], tuple[Block, ...]],
     device_limit: int | None,
 ) -> Decision:
-    """Cut a model: by hand, or so that the dearest stage takes the least time, among the cuts that fit into memory.
+    """Cut a model by hand, or so that the slowest stage takes the least time among the cuts that fit into memory.
 
     Args:
-        pipeline: What is asked for.
+        pipeline: The pipeline that the strategy asks for.
         model: The whole model.
-        flow: Of :func:`trace_flow`.
-        step: Of the whole model, before any method, without blocks and buffers.
-        strategy: Resolved; its cost twins tell what a rank holds.
-        describe: The model's blocks as plain data, for a cut.
-        device_limit: What a rank may hold where the method does not say; None: no limit.
+        flow: Result of :func:`trace_flow`.
+        step: Step of the whole model before any method, without blocks and buffers.
+        strategy: Resolved; its ``cost`` twins predict what a rank holds.
+        describe: Returns the model's blocks as plain data, for a cut.
+        device_limit: Bytes that a rank may hold where the method names no limit; None: no limit.
 
     Raises:
         StrategyError: When no cut fits; it names the smallest need.
@@ -240,8 +247,8 @@ def decide_cut(
         if found is None:
             raise _does_not_fit(balancer, by_hand, limit, method, step, strategy)
         bounds = found
-        looked = "" if balancer.is_exhaustive else ", of the cuts that were looked at"
-        notices += (f"pipeline_parallel: stages of {_sizes(bounds)} blocks, as memory allows{looked}",)
+        tried = "" if balancer.is_exhaustive else ", of the cuts that were looked at"
+        notices += (f"pipeline_parallel: stages of {_sizes(bounds)} blocks, as memory allows{tried}",)
     return Decision(by_hand or method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
 
 
@@ -266,8 +273,7 @@ def _candidates(
     finest = place_stages(model, path, tuple(range(count + 1)), tuple(range(count)), flow)
     step = step.replace(blocks=describe(finest), buffers=describe_buffers(model, finest), boundaries=())
     ranks = pipeline.method.ranks_of_stages(pipeline.ranks)
-    recompute = cast("Checkpoint | None", strategy.get("checkpoint"))
-    uniform = recompute is None or recompute.is_uniform
+    uniform = all(method.is_uniform for method in in_phase_order(strategy))
     return CandidateStages(step, count, ranks, functools.partial(cost_of, strategy), uniform=uniform)
 
 
@@ -283,7 +289,8 @@ def _does_not_fit(
     rank, size = max(balancer.needs(bounds), key=lambda each: each[1])
     own = [stage for stage, owner in enumerate(balancer.ranks) if owner == rank]
     helps = ["more pipeline ranks", "smaller micro-batches"]
-    helps += ["checkpoint"] if "checkpoint" not in strategy else []
+    recomputing = find_method(strategy, lambda each: each.role is Role.RECOMPUTATION)
+    helps += [each.method_name for each in methods_for(Role.RECOMPUTATION) if recomputing is None]
     helps += ["fsdp over an axis zero"] if step.shard_axis is None else []
     helps += ["the schedule 1f1b"] if method.schedule == "gpipe" else []
     helps += ["no split"] if by_hand else []
@@ -304,13 +311,13 @@ def _sizes(bounds: tuple[int, ...]) -> str:
 
 
 def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool) -> list[Step]:
-    """Return the step of every rank of the pipeline axis, before any method; the step itself where there is none.
+    """Return the step of every rank of the pipeline axis before any method.
 
     Args:
-        step: Of the whole model.
-        cut: Where it is cut.
-        samples: In a micro-batch.
-        in_half: Whether the model computes with parameters in half precision: its hidden states follow.
+        step: Step of the whole model.
+        cut: Where the model is cut; None: nowhere, and there is one step.
+        samples: Samples of a micro-batch.
+        in_half: Whether the model computes with parameters in half precision, and so are its hidden states.
     """
     if cut is None:
         return [step]
@@ -328,37 +335,3 @@ def _ranks_sending(boundary: Boundary, cut: Cut) -> tuple[int, ...]:
     if boundary.axis == "tensor" and not boundary.path:  # in no layer: sums of the loss over parts of the vocabulary
         return (cut.ranks[-1],)
     return cut.ranks_running(boundary.path)
-
-
-def num_micro_batches(resolved: Resolved, given: int | None) -> int:
-    """Return the strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
-
-    Raises:
-        StrategyError: When the strategy has another number than was given.
-    """
-    for name in ("gradient_accumulation", "pipeline_parallel"):
-        method = cast("GradientAccumulation | PipelineParallel | None", resolved.strategy.get(name))
-        own = method.num_micro_batches if method is not None else None
-        if own is not None and given not in (None, own):
-            raise StrategyError(
-                f"{name} and num_micro_batches name different numbers",
-                expected="one of the two, or the same number",
-                got=f"{method} and num_micro_batches={given}",
-                fix="leave num_micro_batches out: the strategy says it",
-            )
-        given = own or given
-    pipeline, ranks = _pipeline_in(resolved), dict(resolved.axes).get("pipeline", 1)
-    if pipeline is None:
-        return _simulated(given or 1)
-    return _simulated(given or pipeline.fewest_micro_batches(ranks))
-
-
-def _simulated(count: int) -> int:
-    if count > _MOST_MICRO_BATCHES:
-        raise StrategyError(
-            "A step has too many micro-batches",
-            expected=f"at most {_MOST_MICRO_BATCHES:,}; each is simulated",
-            got=f"{count:,}",
-            fix="correct num_micro_batches",
-        )
-    return count

@@ -19,17 +19,17 @@ from meshwright.errors import ConfigError, ModelError, StrategyError, readable_b
 from meshwright.methods import SAMPLED
 from meshwright.planner.config_models import config_path, transformers_model
 from meshwright.planner.explain import WhatIf, found_document, what_if
+from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.model_shapes import parse_family
-from meshwright.planner.planned_models import FamilyModel, ModuleModel, PlannedModel, token_batch
-from meshwright.planner.plans import Plan, Subject
+from meshwright.planner.plans import Plan, PlannedModel, Subject
 from meshwright.planner.search import Found, default_space, read_constraints, search, search_in_stages
-from meshwright.planner.workload import Workload
+from meshwright.planner.workload import ModuleModel, Workload, token_batch
 from meshwright.strategy import Strategy, read_size
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model on a cluster, and what is wanted of its plans; see :func:`~meshwright.planner.plan`."""
+    """A model on a cluster, and what is asked of its plans; see :func:`~meshwright.planner.plan`."""
 
     model: PlannedModel
     cluster: Cluster
@@ -55,7 +55,7 @@ class PlanRequest:
             raise _contradiction("a strategy beside excluded or included methods", "nothing is searched then")
 
     def subject_of(self, cluster: Cluster, samples: int) -> Subject:
-        """Return what plans are made for, on some cluster and for so many samples per step."""
+        """Return the subject on a cluster with so many samples per step."""
         limit = read_size(self.memory_limit, "memory_limit")
         if limit is not None:  # of a device that has more memory, as much more
             limit = round(limit * (cluster.device.memory_bytes / self.cluster.device.memory_bytes))
@@ -63,22 +63,22 @@ class PlanRequest:
 
     @functools.cached_property
     def subject(self) -> Subject:
-        """Return what these plans are made for."""
+        """Return the subject on the request's own cluster."""
         return self.subject_of(self.cluster, self.global_batch)
 
     def found(self, progress: Callable[[int, int], None] | None = None) -> Found:
-        """Return the plans: of the strategy given, else of a search.
+        """Return the plan of the strategy given, or the plans of a search.
 
         Args:
-            progress: Called while a search goes on, with what it counts: simulated plans, and candidates.
+            progress: Called during a search with the numbers of simulated plans and of candidates.
 
         Raises:
             StrategyError: When no strategy fits, or the one given cannot be or does not divide the batch.
             ModelError: When the model cannot be traced.
         """
         if self.strategy is None:
-            looked = search_in_stages if isinstance(self.subject, Workload) else search
-            found = looked(
+            find = search_in_stages if isinstance(self.subject, Workload) else search
+            found = find(
                 self.subject,
                 space=default_space(self.subject),
                 objective=self.objective,  # type: ignore[arg-type]
@@ -96,17 +96,18 @@ class PlanRequest:
             found = self.planned([Strategy(self.strategy)])
         for plan in found.plans[:1]:
             _check_traced(plan)
-            _check_included(plan, read_constraints(self.excluded, self.included))
+            if self.included:
+                _check_included(plan, read_constraints(self.excluded, self.included))
         return found
 
     def _in_full(self, plan: Plan) -> Plan:
-        """A search lets one rank of a long pipeline stand for others; here each holds what it holds."""
+        """Return a plan with a step for every rank; in a search, one rank of a long pipeline stands for several."""
         if len({id(step) for step in plan.steps}) == len(plan.steps):
             return plan
         return self.subject.plan(plan.strategy, plan.step.num_micro_batches)
 
     def planned(self, strategies: Sequence[Strategy]) -> Found:
-        """Plans of given strategies, in their order, whether they fit or not.
+        """Plan given strategies in their order, whether they fit or not.
 
         Raises:
             StrategyError: When one cannot be, or does not divide the batch.
@@ -123,7 +124,7 @@ class PlanRequest:
         return what_if(self.subject_of, found, self.objective if self.strategy is None else "tokens_per_s")  # type: ignore[arg-type]
 
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
-        """All of it as plain values: what ``--json`` prints."""
+        """Return the result as plain values, which ``--json`` prints."""
         described = self.model.describe() | {"global_batch": self.global_batch}
         return found_document(found, model=described, objective=self.objective, what_ifs=what_ifs, subject=self.subject)
 
@@ -144,7 +145,7 @@ def _check_count(name: str, value: int) -> None:
 
 
 def _check_divides(plan: Plan, samples: int) -> None:
-    """A rank computes whole samples: a plan of another batch than asked for would have that one's seconds."""
+    """Refuse a batch that ranks cannot share in whole samples: the plan would be for another batch."""
     replicas = math.prod(size for axis, size in plan.step.axes if axis in SAMPLED)
     parts = replicas * plan.step.num_micro_batches
     if samples % parts == 0:
@@ -161,9 +162,9 @@ def _check_divides(plan: Plan, samples: int) -> None:
     )
 
 
-def _check_included(plan: Plan, wished: Iterable[str]) -> None:
-    """What training leaves out of a strategy on such devices is no plan with it."""
-    for name in wished:
+def _check_included(plan: Plan, included: Iterable[str]) -> None:
+    """Refuse a plan whose devices leave out a method that was included."""
+    for name in included:
         reason = next((each for each in plan.notices if each.startswith(f"{name} is ignored")), None)
         if reason is not None and name not in plan.strategy:
             raise StrategyError(
@@ -181,7 +182,7 @@ def _contradiction(what: str, why: str) -> ConfigError:
 
 
 def _check_traced(plan: Plan) -> None:
-    """Without activations a plan's memory says nothing."""
+    """Refuse a plan without activations, whose memory says nothing."""
     if plan.step.activations is not None:
         return
     gap = next((gap for gap in plan.gaps if "activations" in gap), "; ".join(plan.gaps))
@@ -194,7 +195,7 @@ def _check_traced(plan: Plan) -> None:
     )
 
 
-# --- ``plan``: ranked strategies for a model on a cluster, in one call.
+# --- ``plan``: the request in one call.
 
 
 def plan(
@@ -271,7 +272,7 @@ def plan(
 
 
 def named_model(name: str, seq: int | None, cluster: Cluster) -> PlannedModel:
-    """A model by its text: ``hf:PATH``, a known model, or a family with its dimensions.
+    """Return a model by its text: ``hf:PATH``, a known model, or a family with its dimensions.
 
     Raises:
         ConfigError, ModelError: When there is no such model, or ``seq`` is no length.

@@ -1,4 +1,8 @@
-"""Plan: a strategy with its predicted memory and step time for one model on one cluster, also as a table."""
+"""Hold a plan: a strategy with its predicted memory and step time for one model on one cluster.
+
+What plans are made for (:class:`Subject`, :class:`PlannedModel`), how much memory devices and hosts offer, and plans
+in words and as a table are here, too.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,19 @@ import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from meshwright.cost import Calibration, Cluster, Peak, Step, StepTime, copies, memory, peak, simulate
+from meshwright.cost import MEMORY_LABELS, Calibration, Cluster, Peak, Step, StepTime, copies, memory, peak, simulate
 from meshwright.errors import readable_bytes
+from meshwright.methods import besides_mesh, with_micro_batches
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from meshwright.cost import Memory
+    from meshwright.cost import Device, Memory
     from meshwright.methods import Cut
     from meshwright.strategy import MethodConfig, Strategy
 
-
-# --- Strategies and figures in few words.
 
 _TIME_PARTS = {
     "compute_s": "computing",
@@ -31,16 +34,20 @@ _TIME_PARTS = {
     "update_s": "update",
     "overhead_s": "launch, batch and loss",
 }
-# The methods of axes go without saying where nothing else is said of them.
-_SAID_BY_AXES = {"tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel"}
 
 
 def short_strategy(strategy: Strategy, axes: Sequence[tuple[str, int]]) -> str:
-    """A strategy in one line: ``"tensor 8 x zero 4: fsdp, amp_native bf16"``."""
+    """Describe a strategy in one line: ``"tensor 8 x zero 4: fsdp, amp_native bf16"``."""
     mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1)
-    named = [_method(method) for method in strategy.methods if method.method_name != "parallel_mode"]
-    own = [text for text in named if text not in _SAID_BY_AXES]
+    named = [_method(method) for method in besides_mesh(strategy)]
+    # A method with default keys that is named after its axis adds nothing.
+    own = [text for text in named if text not in {f"{name}_parallel" for name, _ in axes}]
     return ": ".join(part for part in (mesh or "one rank", ", ".join(own)) if part)
+
+
+def method_names(strategy: Strategy) -> str:
+    """Name the methods of a strategy but for the mesh: ``"fsdp+checkpoint"``."""
+    return "+".join(method.method_name for method in besides_mesh(strategy)) or "data"
 
 
 def _method(method: MethodConfig) -> str:
@@ -49,7 +56,7 @@ def _method(method: MethodConfig) -> str:
 
 
 def _value(key: str, value: object) -> str:
-    """Return the words speak for themselves, numbers need the name of their key."""
+    """Write a config's value; numbers need the name of their key."""
     if isinstance(value, str):
         return value.rsplit(".", 1)[-1]
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
@@ -58,23 +65,23 @@ def _value(key: str, value: object) -> str:
 
 
 def time_parts(time: StepTime) -> dict[str, float]:
-    """Return the seconds by part; they add up to the step."""
+    """Return the seconds of each part of a step; they add up to the step time."""
     names = (field.name for field in dataclasses.fields(time) if field.name != "step_time_s")
     return {name: getattr(time, name) for name in names}
 
 
 def part_name(part: str) -> str:
-    """Return a part of the step in words."""
+    """Return the label of a part of the step."""
     return _TIME_PARTS.get(part, part.removesuffix("_s").replace("_", " "))
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Return a share as people read it."""
+    """Format a share as a percentage."""
     return f"{100 * share:.{digits}f} %"
 
 
 def seconds(value: float) -> str:
-    """Return a duration as people read it."""
+    """Format a duration in a fitting unit."""
     if abs(value) >= 100:
         return f"{value:.0f} s"
     if abs(value) >= 1:
@@ -83,33 +90,30 @@ def seconds(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a rate as people read it: ``1.23 M``."""
+    """Format a rate with a metric prefix: ``1.23 M``."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= limit:
             return f"{value / limit:.2f} {unit}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
-# --- A plan: a strategy with its predictions for one model on one world.
-
-
 @dataclass(frozen=True)
 class Plan:
-    """What a strategy will hold and send on the rank that holds most."""
+    """The prediction for one strategy: what the rank that holds most holds and sends, and the time of a step."""
 
     strategy: Strategy  # resolved
-    step: Step
+    step: Step  # of the rank that holds most
     memory: Memory
-    limit_bytes: int | None  # what one rank may hold; None: unknown
+    limit_bytes: int | None  # bytes that one rank may hold; None: unknown
     notices: tuple[str, ...]
-    gaps: tuple[str, ...] = ()  # what could not be predicted, and why: matters to whoever reads the predictions
-    cut: Cut | None = None  # where the mesh has a pipeline axis: which rank holds what
-    steps: tuple[Step, ...] = ()  # then: the step of each of its ranks; ``step`` is that of the one that holds most
+    gaps: tuple[str, ...] = ()  # what could not be predicted, and why
+    cut: Cut | None = None  # with a pipeline axis: which rank holds what
+    steps: tuple[Step, ...] = ()  # with a pipeline axis: the step of each of its ranks
     micro_batch: int = 1  # samples of one micro-batch on one replica
     forecast: Forecast | None = None  # seconds, where the cluster is known
-    taken_bytes: int | None = None  # of the limit, where an allocator's peak is simulated; None: the sum of all classes
+    taken_bytes: int | None = None  # of the limit, by the simulated allocator; None: the sum of all classes counts
     host_bytes: int = 0  # of host memory beside the device's, on the rank that holds most of it
-    host_limit_bytes: int | None = None  # what of it one rank may hold; None: unknown
+    host_limit_bytes: int | None = None  # bytes of host memory that one rank may hold; None: unknown
 
     @property
     def fits(self) -> bool:
@@ -118,52 +122,44 @@ class Plan:
 
     @property
     def fits_device(self) -> bool:
-        """Return whether the device has what is needed of it."""
+        """Return whether the predicted memory is within the device's limit."""
         return self.limit_bytes is None or self.needed_bytes <= self.limit_bytes
 
     @property
     def fits_host(self) -> bool:
-        """Return whether what is offloaded has room in host memory."""
+        """Return whether host memory is enough for what is offloaded."""
         return self.host_limit_bytes is None or self.host_bytes <= self.host_limit_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """Return the bytes of the memory that is limited: the device's, with the host's where they are one."""
+        """Return the predicted bytes of limited memory: of the device, with the host's where they are one."""
         return self.taken_bytes if self.taken_bytes is not None else needed_bytes(self.step, self.memory)
 
     @property
     def complete_strategy(self) -> Strategy:
-        """Return the strategy with the number of micro-batches that this plan is for.
-
-        What trains as it is predicted.
-        """
-        parts, pipeline = self.step.num_micro_batches, self.strategy.get("pipeline_parallel")
-        if pipeline is not None and getattr(pipeline, "num_micro_batches", None) is None:
-            return self.strategy.with_method(pipeline.model_copy(update={"num_micro_batches": parts}))
-        if pipeline is not None or parts == 1 or "gradient_accumulation" in self.strategy:
-            return self.strategy
-        return self.strategy.with_method(("gradient_accumulation", parts))
+        """Return the strategy with its number of micro-batches, which trains as this plan predicts."""
+        return with_micro_batches(self.strategy, self.step.num_micro_batches)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :attr:`complete_strategy` to a file, as :meth:`Strategy.save` does: ``accelerate(strategy=path)``."""
         self.complete_strategy.save(path)
 
     def summary(self) -> str:
-        """One line: the strategy, how a batch is cut, how fast it is and what it holds."""
-        known, said = self.forecast, [short_strategy(self.strategy, self.step.axes)]
-        said.append(f"{self.step.num_micro_batches} x {self.micro_batch} samples")
+        """Describe the plan in one line: the strategy, how a batch is cut, its speed and its memory."""
+        known, parts = self.forecast, [short_strategy(self.strategy, self.step.axes)]
+        parts.append(f"{self.step.num_micro_batches} x {self.micro_batch} samples")
         if known is not None:
-            said.append(f"{seconds(known.time.step_time_s)} a step")
+            parts.append(f"{seconds(known.time.step_time_s)} a step")
             tokens = known.tokens_per_s
-            said.append(f"{number(known.samples_per_s)} samples/s" if tokens is None else f"{number(tokens)} tokens/s")
+            parts.append(f"{number(known.samples_per_s)} samples/s" if tokens is None else f"{number(tokens)} tokens/s")
         limit = "" if self.limit_bytes is None else f" of {readable_bytes(self.limit_bytes)}"
-        said.append(f"{readable_bytes(self.needed_bytes)}{limit}{'' if self.fits_device else ', too much'}")
+        parts.append(f"{readable_bytes(self.needed_bytes)}{limit}{'' if self.fits_device else ', too much'}")
         if not self.fits_host:
-            said.append(f"{self.host_text()}, too much")
-        return "; ".join(said)
+            parts.append(f"{self.host_text()}, too much")
+        return "; ".join(parts)
 
     def host_text(self) -> str:
-        """Return what is offloaded to host memory, and the room there: ``"host 90 GiB of 230 GiB"``."""
+        """Describe the use of host memory: ``"host 90 GiB of 230 GiB"``."""
         limit = "" if self.host_limit_bytes is None else f" of {readable_bytes(self.host_limit_bytes)}"
         return f"host {readable_bytes(self.host_bytes)}{limit}"
 
@@ -172,7 +168,7 @@ class Plan:
 
 
 class Subject(Protocol):
-    """What plans are made for: a model and how it is trained, on a world of a given size."""
+    """A model and how it is trained on a world of a given size: what plans are made for."""
 
     @property
     def world(self) -> int:
@@ -184,53 +180,102 @@ class Subject(Protocol):
 
     @property
     def half_dtype(self) -> str:
-        """Return what half precision is on its devices: ``bf16`` wherever they have it."""
+        """Return the half precision of its devices: ``bf16`` wherever they have it."""
 
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
         """Predict one strategy.
 
         Args:
-            strategy: What is asked for; it is resolved for the world.
-            num_micro_batches: Micro-batches per step; None: as many as the subject was asked for.
+            strategy: As a user wrote it; it is resolved for the world.
+            num_micro_batches: Micro-batches per step; None: as many as the subject has.
 
         Raises:
             MeshwrightError: When the strategy cannot train this model on this world, saying why.
         """
 
 
+class PlannedModel(Protocol):
+    """A model that can be planned for on any cluster and with any number of samples."""
+
+    @property
+    def name(self) -> str:
+        """Return its name for reports."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values that describe it, as reports and ``--json`` show them."""
+
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+        """Return the subject of its plans.
+
+        Args:
+            cluster: Cluster that it runs on.
+            samples: Samples per step over all ranks.
+            limit_bytes: Bytes that tensors may take of a device; None: all usable ones.
+        """
+
+
+# --- How much memory there is, and how much of it a step needs.
+
+CONTEXT_BYTES = round(1.5 * 2**30)
+"""What no tensor of a job can use: the driver's context, collectives' buffers, kernels' workspaces."""
+
+FRAGMENTED, FRAGMENTED_BY_LAYERS = 0.05, 0.12
+"""What an allocator that cannot join its segments leaves unused between tensors of mixed sizes, as a share of them.
+
+More where whole layers come and go between activations. Both are set on the runs of BMTrain's table that did and did
+not fit.
+"""
+
+_HOST_USABLE = 0.9  # of host memory: the rest is for the system, the processes themselves, and data loaders
+
+
+def usable_bytes(device: Device) -> int:
+    """Return the bytes that a caching allocator can take of a device, or all memory of a host."""
+    return device.memory_bytes - (0 if device.is_host else CONTEXT_BYTES)
+
+
+def usable_host_bytes(cluster: Cluster) -> int | None:
+    """Return the bytes of host memory for the offloaded tensors of one device; None: unknown."""
+    share = cluster.host_memory_bytes
+    return None if share is None else round(share * _HOST_USABLE)
+
+
+def taken_bytes(reserved_bytes: int, device: Device) -> int:
+    """Return the bytes that must be usable for so many reserved bytes, gaps between tensors included."""
+    return reserved_bytes if device.is_host else round(reserved_bytes * (1 + FRAGMENTED))
+
+
 def host_bytes(step: Step) -> int:
-    """Return the bytes of host memory beside a device; where both are one, they are of the device's limit."""
+    """Return the bytes of host memory beside a device; 0 where both are one, which counts as the device's."""
     known = step.activations
     offloads = step.offloaded is not None or (known is not None and known.offloaded_bytes > 0)
     return memory(step).host_total if offloads and not step.on_cpu else 0
 
 
 def most_host_bytes(steps: Iterable[Step]) -> int:
-    """Of the rank that holds most; many may have one step."""
+    """Return the host bytes of the rank that holds most of them."""
     return max(map(host_bytes, {id(step): step for step in steps}.values()))
 
 
 def needed_bytes(step: Step, held: Memory) -> int:
-    """Return the bytes of the memory that is limited: the device's, with the host's where they are one."""
+    """Return the bytes of limited memory: of the device, with the host's where they are one."""
     return held.total + (held.host_total if step.on_cpu else 0)
 
-
-# --- What a cluster makes of a plan: seconds of a step, the moment of its peak, samples and money.
 
 _SECONDS_PER_HOUR = 3600
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A step on a cluster, before it has run.
+    """The prediction of a step's time and peak memory on a cluster.
 
     Args:
-        cluster: What it runs on.
-        time: Seconds of a step, and where they go.
-        peaks: The most that each distinct rank holds, and when; one without a pipeline, else one for every rank of it.
-        samples: Of a step, over all ranks.
+        cluster: Cluster that it runs on.
+        time: Seconds of a step, by part.
+        peaks: Most bytes held, and when: of every pipeline rank, or of the only kind of rank.
+        samples: Samples per step over all ranks.
         tokens_per_sample: None where a sample has no number of tokens.
-        calibration: What kernels and links were taken to reach; None: those of the cluster.
+        calibration: What kernels and links were taken to reach; None: the cluster's own.
     """
 
     cluster: Cluster
@@ -242,22 +287,22 @@ class Forecast:
 
     @functools.cached_property
     def peak(self) -> Peak:
-        """Of the rank that holds most."""
+        """Return the peak of the rank that holds most."""
         return max(self.peaks, key=lambda each: each.allocated_bytes)
 
     @property
     def samples_per_s(self) -> float:
-        """Over all ranks."""
+        """Return the samples per second over all ranks."""
         return self.samples / self.time.step_time_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over all ranks."""
+        """Return the tokens per second over all ranks; None where a sample has no number of tokens."""
         return None if self.tokens_per_sample is None else self.samples_per_s * self.tokens_per_sample
 
     @property
     def price_per_step(self) -> float | None:
-        """In US dollars, for all devices; None where the device has no price."""
+        """Return the price of a step on all devices, in US dollars; None where the device has no price."""
         per_hour = self.cluster.device.price_per_hour
         if per_hour is None:
             return None
@@ -272,49 +317,26 @@ def forecast(
     tokens_per_sample: int | None = None,
     calibration: Calibration | None = None,
 ) -> Forecast:
-    """Play the steps of a pipeline's ranks, or the one step of all, on a cluster.
+    """Simulate the steps of a pipeline's ranks, or the one step of all ranks, on a cluster.
 
     Args:
         steps: After all ``cost`` twins.
-        cluster: What they run on.
-        samples: Of a step, over all ranks.
+        cluster: Cluster that they run on.
+        samples: Samples per step over all ranks.
         tokens_per_sample: None where a sample has no number of tokens.
-        calibration: What kernels and links reach; None: those of the cluster.
+        calibration: What kernels and links reach; None: the cluster's own.
     """
     peaks = {number: peak(step) for number, step in {id(step): step for step in steps}.items()}
     every = tuple(peaks[id(step)] for step in steps)
     return Forecast(cluster, simulate(steps, cluster, calibration), every, samples, tokens_per_sample, calibration)
 
 
-# --- The plan as a table: memory per rank by class, predicted, and beside it what was measured.
-
-MEMORY_CLASSES = (  # fields of Memory, and what people call them
-    ("parameters", "parameters"),
-    ("master", "fp32 master weights"),
-    ("gradients", "gradients"),
-    ("optimizer", "optimizer state"),
-    ("outer", "global weights and outer state"),
-    ("average", "averaged weights"),
-    ("buffers", "buffers"),
-    ("activations", "activations"),
-    ("recomputation", "activations recomputed"),
-    ("returned", "activations brought back"),
-    ("gathered", "gathered while computing"),
-    ("updating", "held while updating"),
-    ("host_parameters", "on the host: parameters"),
-    ("host_master", "on the host: copies to update"),
-    ("host_gradients", "on the host: gradients"),
-    ("host_optimizer", "on the host: optimizer state"),
-    ("host_activations", "on the host: activations"),
-    ("host_average", "on the host: averaged weights"),
-    ("disk_master", "on disk: copies to update"),
-    ("disk_optimizer", "on disk: optimizer state"),
-)
+MEMORY_CLASSES = tuple(MEMORY_LABELS.items())
 _ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
 
 
 def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
-    """Build the table of a plan.
+    """Build the table of a plan: memory per rank by class, seconds, copies and collectives.
 
     Args:
         plan: The plan.
@@ -324,7 +346,7 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     from rich.table import Table
 
     axes = " x ".join(f"{name} {size}" for name, size in plan.step.axes)
-    methods = [str(method) for method in plan.strategy.methods if method.method_name != "parallel_mode"]
+    methods = [str(method) for method in besides_mesh(plan.strategy)]
     title = f"Plan: {' + '.join(methods) or 'data parallel'} on {axes}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("memory per rank")
@@ -354,7 +376,6 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
 
 
 def _add_time(table: Table, forecast: Forecast, beside: tuple[str, ...]) -> None:
-    """Where a step's seconds go, and what it reaches."""
     table.add_section()
     for part, spent in time_parts(forecast.time).items():
         if spent:

@@ -1,6 +1,7 @@
-"""Choosing a strategy without being told: by a search where the cluster is known.
+"""Choose a strategy for a job whose user names none.
 
-Where it is not, seconds cannot be told: the first of a short list that fits, least communication first, is chosen.
+Where the cluster is known, a search finds the fastest. Where it is not, seconds cannot be predicted, and the first that
+fits of a short list is chosen, least communication first.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
 from meshwright.methods.base import SHARDING
-from meshwright.methods.composition import without_mixed
-from meshwright.planner.plans import Plan, Subject
+from meshwright.methods.composition import LEAST_COMMUNICATION_FIRST, without_mixed
+from meshwright.methods.parallel_mode import ParallelMode
+from meshwright.planner.plans import Plan, Subject, method_names
 from meshwright.planner.search.constraints import as_devices_have, left_to_search, read_constraints
 from meshwright.strategy import Strategy
 from meshwright.strategy.method_config import METHOD_CONFIGS
@@ -21,26 +23,20 @@ if TYPE_CHECKING:
 
 
 _SHOWN, _RUN, _MAX_PREDICTIONS = 3, 6, 60
-_CANDIDATES = (
-    ("parallel_mode",),
-    ("parallel_mode", "zero2"),
-    ("parallel_mode", "fsdp"),
-    ("parallel_mode", "fsdp", "checkpoint"),
-)
 
 
 def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> tuple[Plan, str]:
     """Choose the fastest strategy that fits into a rank's memory.
 
-    Without a cluster: the first of data, zero2, fsdp and fsdp with checkpoint that fits.
+    Without a cluster, the first that fits of data, zero2, fsdp and fsdp with checkpoint.
 
     Args:
         workload: The model and how it is trained.
         excluded: Methods that must not be used.
-        included: Methods that every candidate gets: names, or with keys of their configs that stay as they are.
+        included: Methods that every candidate has: names, or ``(name, config)`` with keys that stay as they are.
 
     Returns:
-        The plan, and one line that says what was chosen and why.
+        The plan, and one line on what was chosen and why.
 
     Raises:
         StrategyError: When no candidate is left, or none fits.
@@ -60,13 +56,13 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     raise StrategyError(
         "No strategy fits into the memory of a rank",
         expected=f"at most {readable_bytes(smallest.limit_bytes or 0)} per rank",
-        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_names(smallest)}",
+        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {method_names(smallest.strategy)}",
         fix="use more ranks, a smaller batch or more micro-batches; or name a strategy yourself to try it all the same",
     )
 
 
 def _found(workload: Subject, excluded: Sequence[str], included: Sequence[Any], top: int) -> Found:
-    """Return the caller's precision and number of micro-batches stay: both change what is computed."""
+    """Search with the caller's precision and number of micro-batches: both change what is computed."""
     from meshwright.planner.search import default_space, search_in_stages
 
     space = default_space(workload, lower_precision=False).replace(micro_batches=(None,))
@@ -77,7 +73,7 @@ def _found(workload: Subject, excluded: Sequence[str], included: Sequence[Any], 
 
 def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> tuple[Plan, str]:
     best, *others = _found(workload, excluded, included, _SHOWN).plans
-    passed = "".join(f"; {_names(each)} would take {_step_time(each)}" for each in others)
+    passed = "".join(f"; {method_names(each.strategy)} would take {_step_time(each)}" for each in others)
     needs = f"{readable_bytes(best.needed_bytes)} of {readable_bytes(best.limit_bytes or 0)} per rank"
     return best, f"chose {best.strategy}: the fastest that fits, {_step_time(best)}, {needs}{passed}"
 
@@ -88,9 +84,9 @@ def _step_time(plan: Plan) -> str:
 
 
 def only_configs(workload: Subject, strategy: Strategy) -> dict[str, Sequence[Any]]:
-    """Wishes that keep a strategy's methods, and leave to the choice what a search decides of their configs.
+    """Return constraints that keep a strategy's methods, and leave open what a search decides of their configs.
 
-    All else that its configs say (a norm to clip by, layers to spare, the sizes of mesh axes) is no matter of speed.
+    The other keys (a norm to clip by, layers to leave out, the sizes of mesh axes) do not matter for speed.
     """
     from meshwright.planner.search import default_space
 
@@ -99,12 +95,12 @@ def only_configs(workload: Subject, strategy: Strategy) -> dict[str, Sequence[An
     if getattr(workload, "cluster", None) is not None:
         space = default_space(workload, lower_precision=False)
         kept = tuple(left_to_search(method, space) for method in kept)
-    dropped = [name for name in METHOD_CONFIGS if name not in (*strategy.names, "parallel_mode")]
+    dropped = [name for name in METHOD_CONFIGS if name not in (*strategy.names, ParallelMode.method_name)]
     return {"excluded": dropped, "included": kept}
 
 
 def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> list[Plan]:
-    """All that :func:`choose` would choose from and that fit, best first; at least one.
+    """Return all fitting plans that :func:`choose` would choose from, best first; at least one.
 
     Raises:
         StrategyError: As :func:`choose` does.
@@ -116,7 +112,7 @@ def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequen
 
 
 def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[MeshwrightError]) -> Iterator[Plan]:
-    """Plan one by one; what a candidate cannot do to this model or batch is noted, and the next one tried."""
+    """Plan candidates one by one, and collect the errors of those that cannot train this model or batch."""
     for candidate in candidates:
         try:
             yield workload.plan(candidate)
@@ -125,32 +121,33 @@ def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[Me
 
 
 def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Strategy]:
-    wished = read_constraints(excluded, included)
+    required = read_constraints(excluded, included)
     # An included sharding method takes the place of a candidate's own.
-    replaced = SHARDING if any(getattr(method, "shards", False) for method in wished.values()) else ()
+    replaced = SHARDING if any(getattr(method, "shards", False) for method in required.values()) else ()
     kept: list[list[str]] = []
-    for candidate in _CANDIDATES:
-        own = [name for name in candidate if name not in replaced]
-        names = [*own, *(name for name in wished if name not in own)]
+    for candidate in LEAST_COMMUNICATION_FIRST:
+        own = [ParallelMode.method_name, *(name for name in candidate if name not in replaced)]
+        names = [*own, *(name for name in required if name not in own)]
         if not set(excluded).intersection(names) and names not in kept:
             kept.append(names)
     if not kept:
         raise StrategyError(
             "No strategy is left to choose from",
-            got=f"excluded={list(excluded)}, included={[*map(str, wished.values())]}",
+            got=f"excluded={list(excluded)}, included={[*map(str, required.values())]}",
             fix="exclude fewer methods, or name a strategy yourself",
-            expected="at least one candidate: data, zero2, fsdp, or fsdp with checkpoint",
+            expected=f"at least one candidate: {_listed()}",
         )
-    configs = {name: as_devices_have(method, workload.half_dtype) for name, method in wished.items()}
+    configs = {name: as_devices_have(method, workload.half_dtype) for name, method in required.items()}
     return (Strategy([configs.get(name, name) for name in names]) for names in kept)
 
 
 def _reason(plan: Plan, tried: list[Plan]) -> str:
     needs = readable_bytes(plan.needed_bytes)
     limit = f" of {readable_bytes(plan.limit_bytes)}" if plan.limit_bytes is not None else ""
-    passed = "".join(f"; {_names(each)} needs {readable_bytes(each.needed_bytes)}" for each in tried)
+    passed = "".join(f"; {method_names(each.strategy)} needs {readable_bytes(each.needed_bytes)}" for each in tried)
     return f"chose {plan.strategy}: the first that fits, {needs}{limit} per rank{passed}"
 
 
-def _names(plan: Plan) -> str:
-    return "+".join(name for name in plan.strategy.names if name != "parallel_mode") or "data"
+def _listed() -> str:
+    *first, last = [" with ".join(names) or "data" for names in LEAST_COMMUNICATION_FIRST]
+    return f"{', '.join(first)}, or {last}"

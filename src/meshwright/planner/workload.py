@@ -1,4 +1,8 @@
-"""Workload: a model, how it is trained and the cluster at hand, for which strategies are predicted."""
+"""Predict strategies for a real module: the workload, the cluster that it runs on, and modules to be planned for.
+
+:class:`Workload` is what every plan for a module starts from. It takes a strategy through resolving, tracing, the
+pipeline cut, the memory budget and the methods' ``cost`` twins, and keeps whatever other strategies can use again.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,55 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Block, Calibration, Cluster, Step, find_cluster, find_device, make_cluster, memory
-from meshwright.errors import ConfigError
-from meshwright.methods import SAMPLED, Resolved, SampleRun, check_units, cost_of, replacement_of, resolve
+from meshwright.cost import FP8, Block, Calibration, Cluster, Step, find_cluster, find_device, make_cluster, memory
+from meshwright.errors import ConfigError, ModelError
+from meshwright.loss import next_token_loss
+from meshwright.methods import (
+    SAMPLED,
+    Method,
+    Resolved,
+    Role,
+    SampleRun,
+    check_units,
+    cost_of,
+    find_method,
+    in_phase_order,
+    num_micro_batches,
+    replacement_of,
+    resolve,
+)
 from meshwright.methods.base import half_dtype
-from meshwright.nn.batches import leaves_of
-from meshwright.planner.memory_budget import fit_budget, taken_bytes, usable_host_bytes
+from meshwright.methods.planner_hooks import ComputeDtypes
+from meshwright.nn import check_initialized
+from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
+from meshwright.optim import check_steps_alone
+from meshwright.planner.memory_budget import Fitted, fit_budget
 from meshwright.planner.pipeline_cuts import (
     Decision,
     Pipeline,
     by_pipeline_rank,
     decide_cut,
-    num_micro_batches,
     pipeline_of,
     trace_flow,
 )
-from meshwright.planner.plans import Plan, most_host_bytes, needed_bytes
+from meshwright.planner.plans import (
+    Plan,
+    Subject,
+    forecast,
+    most_host_bytes,
+    needed_bytes,
+    taken_bytes,
+    usable_bytes,
+    usable_host_bytes,
+)
 from meshwright.planner.trace.fake_pass import Trace, trace_key, trace_of
 from meshwright.planner.trace.model_state import (
     Described,
@@ -39,26 +68,26 @@ from meshwright.planner.trace.model_state import (
     describe_each,
     group_blocks,
 )
-from meshwright.planner.trace.tracer import Conditions, Tracer
-from meshwright.runtime import host_share_bytes, machine_name
+from meshwright.planner.trace.tracer import Conditions, Traced, Tracer
+from meshwright.runtime import host_share_bytes, machine_name, preserved_rng
 
 if TYPE_CHECKING:
-    from meshwright.methods import Cut, Fp8
+    from meshwright.methods import Cut
     from meshwright.methods.fp8_torchao import Fp8Trace
-    from meshwright.methods.half_precision import HalfPrecisionMethod
     from meshwright.methods.pipeline.outer_parameters import Dataflow
     from meshwright.planner.plans import Forecast
     from meshwright.strategy import MethodConfig, Strategy
 
 
+_FSDP = 3  # the ZeRO level that a mesh axis ``zero`` means
 _IDS = ("input_ids", "decoder_input_ids")
-_SAMPLES = 2  # one alone could be a dim of another meaning
+_SAMPLES = 2  # a dim of one element could have another meaning
 
 
 def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
     """Return the tokens of one sample: the second dim of ``input_ids``, or of the first integers ``[samples, tokens]``.
 
-    None where there is no sample to be had, or none of tokens, as of images.
+    None when there is no sample, or a sample has no tokens, as an image.
 
     Args:
         inputs_of: ``inputs_of(samples)`` returns the model input.
@@ -74,18 +103,18 @@ def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
     return None
 
 
-# --- The cluster that a job runs on, as far as its processes can tell, or as it was described.
+# --- The cluster that a job runs on, as its processes see it or as it was described.
 
 
 def cluster_at_hand(device: torch.device, world: int, local_world: int) -> Cluster | None:
-    """Return what a job runs on, with the links that are usual for its devices, and the host memory that is free.
+    """Return the cluster of a job, with the usual links of its devices and the free host memory.
 
-    None for a CPU, and for unknown devices.
+    None for CPUs and unknown devices.
 
     Args:
-        device: Of this rank; all ranks are taken to have one like it.
+        device: Device of this rank; all ranks are taken to have one like it.
         world: Number of ranks.
-        local_world: Of them on this node.
+        local_world: Number of ranks on this node.
     """
     if device.type != "cuda":
         return None
@@ -99,13 +128,13 @@ def cluster_at_hand(device: torch.device, world: int, local_world: int) -> Clust
 def described_cluster(
     given: str | os.PathLike[str] | Cluster, device: torch.device, world: int, local_world: int
 ) -> tuple[Cluster, tuple[str, ...]]:
-    """Return what a job runs on as it was described, with the job's ranks; and what of it may not hold here.
+    """Return a described cluster with the job's ranks, and sentences on what of it may not hold here.
 
     Args:
         given: A cluster, a preset's name, or a file such as ``meshwright calibrate`` writes.
-        device: Of this rank.
+        device: Device of this rank.
         world: Number of ranks.
-        local_world: Of them on this node.
+        local_world: Number of ranks on this node.
 
     Raises:
         ConfigError: For a file that cannot be used, and one of other devices.
@@ -121,18 +150,18 @@ def described_cluster(
             got=known.device.name,
             fix="name a file that meshwright calibrate has written here, or leave cluster out",
         )
-    told, measured = [], known.calibration
+    doubts, measured = [], known.calibration
     if measured is not None and measured.machine not in (None, here):
-        told.append(f"cluster was measured on {measured.machine}, and this is {here}: seconds are that one's")
+        doubts.append(f"cluster was measured on {measured.machine}, and this is {here}: seconds are that one's")
     if measured is not None and on_host and known.num_devices != world:
-        told.append(
+        doubts.append(
             f"cluster was measured with {known.num_devices} ranks, and these are {world}: ranks share the cores of a "
             f"CPU, so measure it with meshwright calibrate --processes {world}"
         )
     known = dataclasses.replace(known, num_devices=world, devices_per_node=max(local_world, 1))
     if device.type == "cuda":
         known = dataclasses.replace(known, host_memory_bytes=host_share_bytes(local_world))
-    return known, tuple(told)
+    return known, tuple(doubts)
 
 
 def _preset(name: str) -> str | None:
@@ -142,12 +171,9 @@ def _preset(name: str) -> str | None:
         return None
 
 
-# --- A model and how it is trained, for which strategies are predicted.
-
-
 @dataclass
 class Workload:
-    """A model and how it is trained, before any strategy: what every plan for it starts from.
+    """A model and how it is trained, before any strategy.
 
     Args:
         model: Plain module.
@@ -155,16 +181,16 @@ class Workload:
         optim_func: Builds the optimizer from a list of parameters.
         optim_param_func: Chooses these parameters, or groups of them, from the model; None takes all.
         inputs_of: ``inputs_of(samples)`` returns the model input of a micro-batch of that many samples, or None when
-            there is no sample to be had.
+            there is no sample.
         forward: ``forward(model, inputs)`` computes the loss.
         batch_size: Samples per step over all ranks; None when unknown.
         num_micro_batches: Micro-batches per step; None: 1, or as many as a pipeline takes.
         world: Number of ranks.
         zero_level: See ``init_distributed``.
-        limit_bytes: What one rank may hold.
-        cluster: What it runs on; None: seconds are not predicted.
-        calibration: What kernels and links of the cluster reach; None: those of the cluster.
-        one_host: Whether all ranks are on one, where no cluster says so.
+        limit_bytes: Bytes that one rank may hold.
+        cluster: Cluster that it runs on; None: seconds are not predicted.
+        calibration: What kernels and links reach; None: the cluster's own.
+        one_host: Whether all ranks share one host, where no cluster says so.
     """
 
     model: nn.Module
@@ -184,14 +210,14 @@ class Workload:
 
     @property
     def half_dtype(self) -> str:
-        """Return what half precision is on its devices; CPUs that have no bf16 multiply it in fp32."""
+        """Return the half precision of its devices; CPUs without bf16 multiply it in fp32."""
         return half_dtype(self.device) if self.cluster is None else self.cluster.device.half_dtype
 
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
         """Predict one strategy.
 
         Args:
-            strategy: What is asked for.
+            strategy: As a user wrote it.
             num_micro_batches: Micro-batches per step; None: as many as the workload has.
 
         Raises:
@@ -201,20 +227,20 @@ class Workload:
         resolved = resolve(strategy, self.world, self.zero_level, where)
         replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
         with replacement.tried(self.model):
-            known = self._with(resolved.strategy.get("module_replace"))
+            known = self._with(find_method(resolved.strategy, lambda each: each.replaces_modules))
             return known._plan(resolved, num_micro_batches or self.num_micro_batches)
 
     def on(self, num_devices: int) -> Workload:
-        """Return the same on more of the same devices, or fewer; of a known cluster."""
+        """Return the workload on another number of the same devices; the cluster must be known."""
         assert self.cluster is not None
         return self.elsewhere(self.cluster.resized(num_devices), self.batch_size, self.limit_bytes)
 
     def of_batch(self, samples: int) -> Workload:
-        """Return the same with so many samples per step."""
+        """Return the workload with another number of samples per step."""
         return self.elsewhere(self.cluster, samples, self.limit_bytes)
 
     def elsewhere(self, cluster: Cluster | None, batch_size: int | None, limit_bytes: int | None) -> Workload:
-        """Return the same model on another cluster of the same kind of device; what was traced of it is taken over."""
+        """Return the workload on another cluster of the same kind of device, with all that was traced of the model."""
         world = self.world if cluster is None else cluster.num_devices
         other = replace(self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes)
         own = {field.name for field in fields(self)} | {"_replaced"}
@@ -222,7 +248,7 @@ class Workload:
         return other
 
     def _with(self, method: MethodConfig | None) -> Workload:
-        """Return the workload of the model with its modules replaced, whose predictions are its own."""
+        """Return the workload of the model with its modules replaced, which is traced apart."""
         if method is not None and method not in self._replaced:
             self._replaced[method] = replace(self)
         return self if method is None else self._replaced[method]
@@ -234,14 +260,56 @@ class Workload:
     def _plan(self, resolved: Resolved, wanted_micro_batches: int | None) -> Plan:
         micro_batches = num_micro_batches(resolved, wanted_micro_batches)
         self._check_units(resolved)
+        pipeline = self._pipeline(resolved, micro_batches)
+        # What a rank computes and saves is traced. It depends on the strategy through its conditions alone.
+        conditions = self._conditions(resolved, micro_batches, pipeline)
+        traced = self._tracer.of(conditions)
+        step = self._traced_step(resolved, micro_batches, traced)
+        # Parameters and states are described for the ranks of a pipeline, which share the trace.
+        decided = Decision() if pipeline is None else self._decide_cut(pipeline, step, resolved, conditions)
+        cut, described = decided.cut, self._described(conditions, decided.cut)
+        step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
+        in_half = conditions.param_dtype is not None
+        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, in_half=in_half)
+        # The methods' twins do the rest, once nothing is left open in their configs.
+        has_budget = any(method.has_memory_budget for method in in_phase_order(resolved.strategy))
+        fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)
+        every = [cost_of(fitted.strategy, each) for each in ranks]
+        most = max(every, key=lambda each: needed_bytes(each, memory(each)))
+        forecasted = self._forecast(every, conditions.samples * _replicas(resolved) * micro_batches)
+        return Plan(
+            strategy=fitted.strategy,
+            step=most,
+            memory=memory(most),
+            limit_bytes=self.limit_bytes,
+            notices=(*resolved.notices, *traced.notices, *decided.notices, *fitted.notices),
+            gaps=(*traced.gaps, *decided.gaps),
+            cut=cut,
+            steps=tuple(every) if cut is not None else (),
+            micro_batch=conditions.samples,
+            forecast=forecasted,
+            taken_bytes=_taken_bytes(forecasted, every),
+            host_bytes=most_host_bytes(every),
+            host_limit_bytes=None if self.cluster is None else usable_host_bytes(self.cluster),
+        )
+
+    def _pipeline(self, resolved: Resolved, micro_batches: int) -> Pipeline | None:
+        if dict(resolved.axes).get("pipeline", 1) == 1:
+            return None
         pipeline = pipeline_of(resolved, self.model, micro_batches)
-        flow = self._flow(pipeline) if pipeline is not None else None
+        if pipeline is not None:
+            self._flow(pipeline)  # refuses a model that cannot be cut before much time is spent on it
+        return pipeline
+
+    def _conditions(self, resolved: Resolved, micro_batches: int, pipeline: Pipeline | None) -> Conditions:
         split, fp8 = self._split(resolved), self._fp8(resolved)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
-        precision, on_cpu = _precision_of(resolved), self.device.type == "cpu"
         blocks = pipeline.blocks if pipeline is not None else ()
-        traced = self._tracer.of(Conditions(*precision, samples, split, blocks, fp8, _widens(resolved)))
-        step = Step(
+        return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, _widens(resolved))
+
+    def _traced_step(self, resolved: Resolved, micro_batches: int, traced: Traced) -> Step:
+        on_cpu = self.device.type == "cpu"
+        return Step(
             blocks=(),
             axes=resolved.axes,
             shard_axis=resolved.shard_axis,
@@ -253,52 +321,23 @@ class Workload:
             fp8_flops=traced.fp8_flops,
             boundaries=traced.boundaries,
         )
-        decided = Decision()
-        if pipeline is not None and flow is not None:
-            describe = functools.partial(self._blocks, split, fp8)
-            limit = self.limit_bytes if self.device.type == "cuda" else None
-            decided = decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit)
-        cut = decided.cut
-        described = self._described(split, fp8, cut)
-        step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
-        ranks = by_pipeline_rank(step, cut, samples, in_half=precision[0] is not None)
-        fitted = fit_budget(resolved.strategy, ranks)
-        every = [cost_of(fitted.strategy, each) for each in ranks]
-        most = max(every, key=lambda each: needed_bytes(each, memory(each)))
-        forecasted = self._forecast(every, samples * _replicas(resolved) * micro_batches)
-        return Plan(
-            strategy=fitted.strategy,
-            step=most,
-            memory=memory(most),
-            limit_bytes=self.limit_bytes,
-            notices=(*resolved.notices, *traced.notices, *decided.notices, *fitted.notices),
-            gaps=(*traced.gaps, *decided.gaps),
-            cut=cut,
-            steps=tuple(every) if cut is not None else (),
-            micro_batch=samples,
-            forecast=forecasted,
-            taken_bytes=_taken_bytes(forecasted, every),
-            host_bytes=most_host_bytes(every),
-            host_limit_bytes=None if self.cluster is None else usable_host_bytes(self.cluster),
-        )
+
+    def _decide_cut(self, pipeline: Pipeline, step: Step, resolved: Resolved, conditions: Conditions) -> Decision:
+        def describe(cut: Cut) -> tuple[Block, ...]:
+            return group_blocks(self._described(conditions, cut), cut)
+
+        limit = self.limit_bytes if self.device.type == "cuda" else None
+        return decide_cut(pipeline, self.model, self._flow(pipeline), step, resolved.strategy, describe, limit)
 
     def _check_units(self, resolved: Resolved) -> None:
-        """Refuse what the sharding method would; what it has allowed once is not asked about again."""
+        """Refuse what the sharding method would refuse."""
         sharding = tuple(method for method in resolved.strategy.methods if getattr(method, "shards", False))
         key = sharding, resolved.strategy.names, tuple(axis for axis, size in resolved.axes if size > 1)
-        if key not in self._shardable:
-            check_units(resolved, self.model)
-            self._shardable.add(key)
-
-    @functools.cached_property
-    def _shardable(self) -> set[tuple[object, ...]]:
-        return set()
+        self._once("units", key, lambda: check_units(resolved, self.model))
 
     def _forecast(self, steps: list[Step], samples: int) -> Forecast | None:
         if self.cluster is None:
             return None
-        from meshwright.planner.plans import forecast
-
         tokens = self._tokens_per_sample
         return forecast(steps, self.cluster, samples=samples, tokens_per_sample=tokens, calibration=self.calibration)
 
@@ -307,47 +346,44 @@ class Workload:
         return tokens_per_sample(self.inputs_of)
 
     def _flow(self, pipeline: Pipeline) -> tuple[Dataflow | None, str]:
-        """Return what the blocks depend on; each list of blocks is traced once."""
-        if pipeline.blocks not in self._flows:
-            self._flows[pipeline.blocks] = trace_flow(pipeline, self.model, self.inputs_of, self.forward)
-        return self._flows[pipeline.blocks]
-
-    @functools.cached_property
-    def _flows(self) -> dict[tuple[nn.Module, ...], tuple[Dataflow | None, str]]:
-        return {}
+        """Return the parameters that each block depends on."""
+        run = functools.partial(trace_flow, pipeline, self.model, self.inputs_of, self.forward)
+        return self._once("flow", pipeline.blocks, run)
 
     def _split(self, resolved: Resolved) -> Trace | None:
-        """Return how axes divide layers, tokens and experts; each plan and size is worked out once."""
-        key = trace_key(resolved)
-        if key not in self._splits:
-            self._splits[key] = trace_of(resolved, self.model, SampleRun(self.inputs_of, self.forward))
-        return self._splits[key]
+        """Return how axes divide layers, tokens and experts."""
+        sample = SampleRun(self.inputs_of, self.forward)
+        return self._once("split", trace_key(resolved), lambda: trace_of(resolved, self.model, sample))
 
     def _fp8(self, resolved: Resolved) -> Fp8Trace | None:
-        """Return which layers multiply in 8 bits; each choice is made once."""
-        method = cast("Fp8 | None", resolved.strategy.get("fp8"))
+        """Return which layers multiply in 8 bits."""
+        method = find_method(resolved.strategy, lambda each: each.product_dtype == FP8)
         if method is None:
             return None
-        key = (method, resolved.shard_axis is not None, dict(resolved.axes).get("tensor", 1))
-        if key not in self._fp8s:
-            self._fp8s[key] = method.trace(self.model, sharded=key[1], tensor_ranks=key[2])
-        return self._fp8s[key]
+        sharded, ranks = resolved.shard_axis is not None, dict(resolved.axes).get("tensor", 1)
+        choose = functools.partial(method.traced_narrow, self.model, sharded=sharded, tensor_ranks=ranks)
+        return self._once("fp8 layers", (method, sharded, ranks), choose)
 
-    def _blocks(self, split: Trace | None, fp8: Fp8Trace | None, cut: Cut | None) -> tuple[Block, ...]:
-        return group_blocks(self._described(split, fp8, cut), cut)
+    def _described(self, conditions: Conditions, cut: Cut | None) -> Described:
+        """Return the parameters of every block."""
+        split, fp8 = conditions.split, conditions.fp8
+        marks = Marks(
+            tensor_dims=split.dims if split else {},
+            experts=getattr(split, "experts", {}),
+            num_fp8=fp8.num_weights if fp8 else {},
+            updating=self._probe.updating,
+        )
+        return self._once("blocks", (split, fp8, cut), lambda: describe_each(self.model, self._probe, marks, cut))
 
-    def _described(self, split: Trace | None, fp8: Fp8Trace | None, cut: Cut | None) -> Described:
-        """Return the parameters of every block; each division is described once."""
-        key = (split, fp8, cut)
-        if key not in self._descriptions:
-            marks = Marks(
-                tensor_dims=split.dims if split else {},
-                experts=getattr(split, "experts", {}),
-                num_fp8=fp8.num_weights if fp8 else {},
-                updating=self._probe.updating,
-            )
-            self._descriptions[key] = describe_each(self.model, self._probe, marks, cut)
-        return self._descriptions[key]
+    def _once(self, what: str, key: Hashable, find: Callable[[], Any]) -> Any:
+        """Return what is found out once for all plans with equal keys."""
+        if (what, key) not in self._findings:
+            self._findings[what, key] = find()
+        return self._findings[what, key]
+
+    @functools.cached_property
+    def _findings(self) -> dict[tuple[str, Hashable], Any]:
+        return {}
 
     @functools.cached_property
     def _probe(self) -> OptimizerProbe:
@@ -355,47 +391,126 @@ class Workload:
         return OptimizerProbe(self.optim_func, self.device, params)
 
     @functools.cached_property
-    def _splits(self) -> dict[tuple[object, ...], Trace | None]:
-        return {}
-
-    @functools.cached_property
-    def _fp8s(self) -> dict[tuple[Fp8, bool, int], Fp8Trace]:
-        return {}
-
-    @functools.cached_property
-    def _descriptions(self) -> dict[tuple[Trace | None, Fp8Trace | None, Cut | None], Described]:
-        return {}
-
-    @functools.cached_property
     def _tracer(self) -> Tracer:
         return Tracer(self.model, self.inputs_of, self.forward, self.device)
 
 
 def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
-    """Of a device's memory, by its allocator; None where that is not known, or memory is the host's."""
+    """Return the peak bytes reserved by the caching allocator; None when unknown, or on CPUs."""
     if known is None or known.cluster.device.is_host or any(step.activations is None for step in steps):
         return None
     return max(taken_bytes(peak.reserved_bytes, known.cluster.device) for peak in known.peaks)
 
 
-def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
-    """Precision of the computing parameters and of autocast."""
-    amp, half = resolved.strategy.get("amp_native"), resolved.strategy.get("half")
-    if half is not None:
-        return half.dtype, None  # type: ignore[attr-defined]
-    if amp is not None:
-        dtype = amp.dtype  # type: ignore[attr-defined]
-        return (dtype if resolved.shard_axis is not None else None), dtype
-    return None, None
+def _compute_dtypes(resolved: Resolved) -> ComputeDtypes:
+    method: Method | None = find_method(resolved.strategy, lambda each: each.role is Role.PRECISION)
+    return method.compute_dtypes(sharded=resolved.shard_axis is not None) if method is not None else ComputeDtypes()
 
 
 def _widens(resolved: Resolved) -> bool:
-    """Return whether bf16 products may be made in fp32: of plain tensors, as they are not where layers are divided."""
+    """Return whether bf16 products may be made in fp32, which is done for plain tensors and not for divided layers."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
-    half = (resolved.strategy.get(name) for name in ("amp_native", "half"))
-    return not divided and any(cast("HalfPrecisionMethod", each).widens(resolved.strategy) for each in half if each)
+    return not divided and any(method.widens(resolved.strategy) for method in in_phase_order(resolved.strategy))
 
 
 def _replicas(resolved: Resolved) -> int:
     sizes = dict(resolved.axes)
     return math.prod(sizes.get(axis, 1) for axis in SAMPLED)
+
+
+# --- A module that is planned for on any cluster, before there is a job.
+
+
+@dataclass(frozen=True)
+class ModuleModel:
+    """A real module, best on ``meta``, and how it is trained.
+
+    Args:
+        name: Name for reports.
+        module: Plain module; parameters on ``meta`` need no values.
+        sample_batch: A batch of any number of samples, as the model takes it.
+        loss_func: ``loss_func(model_input, model_output)``; None: the loss in the output, or the next token's.
+        model_input_format: As for ``accelerate``.
+        optim_func: Builds the optimizer from parameters.
+        seq: Tokens of a sample, where it has any.
+    """
+
+    name: str
+    module: nn.Module
+    sample_batch: Any
+    loss_func: Callable[[Any, Any], Any] | None = None
+    model_input_format: str | None = None
+    optim_func: Callable[[Any], Optimizer] | None = torch.optim.AdamW
+    seq: int | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`PlannedModel`."""
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        found = {"name": self.name, "class": type(self.module).__name__, "num_parameters": count}
+        return found | ({"seq": self.seq} if self.seq is not None else {})
+
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+        """See :class:`PlannedModel`; the module is traced once for all clusters of one kind."""
+        limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
+        if cluster.device.is_host not in self._traced:
+            self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
+        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes)
+
+    @functools.cached_property
+    def _traced(self) -> dict[bool, Workload]:
+        """Return the workloads, by whether they train on CPUs."""
+        return {}
+
+    def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
+        check_initialized(self.module)
+        self._check_trains()
+        return Workload(
+            model=self.module,
+            device=torch.device("cpu" if cluster.device.is_host else "cuda"),
+            optim_func=None if self.optim_func is None else self._optimizer,
+            inputs_of=functools.partial(_inputs, self.sample_batch),
+            forward=self._forward,
+            batch_size=samples,
+            num_micro_batches=None,
+            world=cluster.num_devices,
+            zero_level=_FSDP,
+            limit_bytes=limit_bytes,
+            cluster=cluster,
+        )
+
+    def _check_trains(self) -> None:
+        count = sum(1 for _ in self.module.parameters())
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ModelError(
+                f"Nothing of the model {self.name} trains",
+                expected="at least one parameter that requires a gradient",
+                got=f"{count} parameters, all of them frozen" if count else "a model without parameters",
+                fix="call requires_grad_(True) on what shall train" if count else "give it parameters",
+            )
+
+    def _optimizer(self, params: Any) -> Optimizer:
+        assert self.optim_func is not None
+        return check_steps_alone(self.optim_func(params))
+
+    def _forward(self, module: nn.Module, inputs: Any) -> torch.Tensor:
+        output = call_model(module, inputs, self.model_input_format)
+        loss = self.loss_func or _usual_loss
+        return first_loss(loss(inputs, output), trains=torch.is_grad_enabled())
+
+
+def _inputs(sample_batch: Any, samples: int) -> Any:
+    with preserved_rng():
+        return resized(sample_batch, samples)
+
+
+def _usual_loss(inputs: Any, output: Any) -> Any:
+    """Return the loss in the output, or the next-token loss of its logits."""
+    try:
+        return loss_of_output(inputs, output)
+    except ConfigError:
+        return next_token_loss(inputs, output)
+
+
+def token_batch(seq: int) -> torch.Tensor:
+    """Return two samples of token ids, ``[2, seq]``; a model that runs without data does not mind which."""
+    return torch.zeros(2, seq, dtype=torch.long)

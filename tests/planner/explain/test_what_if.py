@@ -7,7 +7,7 @@ import pytest
 from meshwright.cost import make_cluster
 from meshwright.planner import FamilyWorkload, PlanRequest, parse_family
 from meshwright.planner.explain import what_if
-from meshwright.planner.planned_models import FamilyModel
+from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.search import Found
 from meshwright.strategy import Strategy
 from tests.planner.explain.found import found, subject_of

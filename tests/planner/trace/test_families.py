@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.cost import pass_flops
 from meshwright.planner.trace.aten_kernels import FlopCount
 from meshwright.planner.trace.fake_pass import Pass
-from meshwright.planner.trace.op_recording import find_repeated
-from meshwright.planner.trace.repeated_blocks import NotRepeatedError
+from meshwright.planner.trace.repeated_blocks import NotRepeatedError, find_repeated
 from tests.counted_flops import UNKNOWN
 from tests.planner.trace.models import BLOCKS, FAMILIES
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from unittest import mock
 
@@ -21,6 +21,7 @@ from meshwright.methods.expert.dispatch import Call, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
 from meshwright.methods.replace.model_changes import without_grouped_kernels
+from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog
 from meshwright.runtime import check_equal
 from meshwright.runtime.torch_internals.pytree import tree_leaves
@@ -202,9 +203,10 @@ class ExpertParallel(Method):
 
     experts: tuple[str, ...] = ()
 
-    def trace(self, model: nn.Module, ranks: int) -> ExpertTrace:
-        """Return the trace that runs the model as one of ``ranks`` ranks."""
-        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks)
+    def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> ExpertTrace | None:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        ranks = sizes.get(AXIS, 1)
+        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks) if ranks > 1 else None
 
     def check(self, job: Job) -> None:
         """Refuse models whose experts cannot be divided."""

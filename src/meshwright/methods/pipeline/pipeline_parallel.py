@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, PositiveInt
 from torch import nn
@@ -45,6 +45,7 @@ from meshwright.methods.pipeline.stage_cut import (
     parameter_costs,
     place_stages,
 )
+from meshwright.methods.planner_hooks import SearchScope
 from meshwright.nn import keep_part_of_whole, without_fast_path, wrap_method, wrap_methods
 from meshwright.optim import Stages as NormStages
 from meshwright.strategy import Bytes
@@ -198,6 +199,10 @@ _INERT = {
 }
 
 
+_SEARCHED_STAGES = (2, 4)  # on every rank
+_MOST_RANKS = 64
+
+
 class PipelineParallel(Method):
     """Divides a model's blocks into stages, through which micro-batches travel (Huang et al. 2019). Seed: ATorch.
 
@@ -275,6 +280,28 @@ class PipelineParallel(Method):
         """Return a notice for each accepted key that changes nothing."""
         given = [key for key in _INERT if getattr(self, key) is not None]
         return [f"pipeline_parallel: {key} changes nothing; {_INERT[key]}" for key in given]
+
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try every schedule; where a prediction takes long, the two that none of the others was ever better than.
+
+        That is so on all of the models that were searched whole.
+        """
+        zbv = cls.parse({"schedule": "zbv"})
+        if scope.is_slow:
+            return cls.parse(None), zbv
+        interleaved = (cls.parse({"schedule": "interleaved", "num_stages_per_rank": each}) for each in _SEARCHED_STAGES)
+        return cls.parse(None), *interleaved, zbv, cls.parse({"schedule": "gpipe"})
+
+    @classmethod
+    def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
+        """Go beyond a node: ranks send each other single activations."""
+        return tuple(size for size in divisors if size <= _MOST_RANKS)
+
+    @property
+    def asked_micro_batches(self) -> int | None:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        return self.num_micro_batches
 
     @property
     def splits_backward(self) -> bool:

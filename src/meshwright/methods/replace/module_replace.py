@@ -30,6 +30,8 @@ class ModuleReplace(Method):
 
     method_name: ClassVar[str] = "module_replace"
     phase: ClassVar[Phase] = Phase.REPLACE
+    replaces_modules: ClassVar[bool] = True
+    not_simulated: ClassVar[str] = "the kernels that it replaces are not simulated for a family"
     summary: ClassVar[str] = "exchanges modules for optimised ones: attention, norms, loss, and pairs of your own"
     effect: ClassVar[str] = "memory: no attention scores, with loss no logits. Time: fewer kernels. Communication: none"
     seed_name: ClassVar[str | None] = "ATorch: module_replace"

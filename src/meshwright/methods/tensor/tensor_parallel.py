@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Self
 
 import torch
 from pydantic import BeforeValidator
@@ -21,6 +21,7 @@ from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, 
 from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.planner_hooks import SearchScope, within_node
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import SampleRun, adjusted
 from meshwright.methods.tensor.model_split import (
@@ -275,6 +276,26 @@ class TensorParallel(Method):
             keys.pop(key, None)
         return keys
 
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try it without and with dividing the tokens between the layers."""
+        return cls.parse(None), cls.parse({"sequence": True})
+
+    @classmethod
+    def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
+        """Stay within a node: layers wait for every collective."""
+        return within_node(divisors, node)
+
+    @property
+    def divides_between_layers(self) -> bool:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        return self.sequence
+
+    def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> SplitTrace | None:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        ranks = sizes.get(AXIS, 1)
+        return SplitTrace(model, self.split(model, ranks, sample), ranks) if ranks > 1 else None
+
     def text_arguments(self) -> dict[str, Any]:
         """Print the plan as a dictionary."""
         plan = {"plan": dict(self.plan)} if self.plan else {}
@@ -297,10 +318,6 @@ class TensorParallel(Method):
     def layers(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> list[PlannedLayer]:
         """Return the layers of :meth:`split`."""
         return list(self.split(model, ranks, sample).layers)
-
-    def trace(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> SplitTrace | None:
-        """Return the trace that runs the model as one of ``ranks`` ranks; None if nothing is split."""
-        return SplitTrace(model, self.split(model, ranks, sample), ranks) if ranks > 1 else None
 
     def check(self, job: Job) -> None:
         """Refuse models that cannot be split, and plans that the model or the axis cannot follow."""

@@ -5,6 +5,8 @@ The attention itself is in ``ring_attention.py``; how blocks get a part of the t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -25,7 +27,7 @@ from meshwright.methods.tokens.ring_attention import (
     mask_table,
     with_four_dims,
 )
-from meshwright.methods.tokens.sequence_parallel import Ledger, traced_gather
+from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, traced_gather
 from meshwright.methods.tokens.token_split import check_parts, whole_input_gradients, without_cache, work_on_parts
 
 METHOD = "context_parallel"
@@ -180,6 +182,7 @@ class TracedContext(ContextRanks):
 # --- The method
 
 AXIS: Final = "context"
+_MOST_TOKEN_RANKS = 16
 
 
 class ContextParallel(Method):
@@ -208,6 +211,21 @@ class ContextParallel(Method):
 
     False gives it one contiguous part: there are half as many chunks, and the last rank works the most.
     """
+
+    @classmethod
+    def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
+        """Go beyond a node, as far as a rank's part of a sample is worth dividing."""
+        return tuple(size for size in divisors if size <= _MOST_TOKEN_RANKS)
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """See :attr:`balance`."""
+        return 2 if self.balance else 1
+
+    def traced_tokens(self, sizes: Mapping[str, int]) -> Ranks | None:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        ranks, within = sizes.get(AXIS, 1), sizes.get("sequence", 1)
+        return functools.partial(TracedContext, ranks, self.balance, within) if ranks > 1 else None
 
     def _order(self, size: int) -> TokenOrder:
         return TokenOrder(self.method_name, size, 0, self.balance)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment, Step, send_boundaries
 from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Job, Method, Phase
+from meshwright.methods.planner_hooks import within_node
 from meshwright.methods.replace.model_changes import one_sequence_per_sample
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
@@ -345,6 +346,16 @@ class SequenceParallel(Method):
                 fix="leave them out, and give the size of the axis sequence: ('parallel_mode', [('sequence', 2)])",
             )
         return keys
+
+    @classmethod
+    def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
+        """Stay within a node: attention waits for every exchange."""
+        return within_node(divisors, node)
+
+    def traced_tokens(self, sizes: Mapping[str, int]) -> Ranks | None:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        ranks = sizes.get(AXIS, 1)
+        return functools.partial(TracedSequence, ranks, sizes.get("context", 1)) if ranks > 1 else None
 
     def check(self, job: Job) -> None:
         """Refuse models whose blocks cannot work on a part of the tokens, as tried on a sample if there is one."""

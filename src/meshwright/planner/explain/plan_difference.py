@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.methods import Method
+from meshwright.methods import Method, Phase, besides_mesh
 from meshwright.planner.explain.plan_figures import on_device, plan_entry
 from meshwright.planner.plans import Plan, Subject
 from meshwright.strategy import Strategy
@@ -98,7 +98,7 @@ def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, 
         for name in dict.fromkeys((*ours, *theirs))
         if ours.get(name, 1) != theirs.get(name, 1)
     ]
-    without = [Strategy(json.dumps(entry["strategy"])).without("parallel_mode") for entry in (first, second)]
+    without = [Strategy(besides_mesh(Strategy(json.dumps(entry["strategy"])))) for entry in (first, second)]
     lines += without[0].diff(without[1]).splitlines()
     if _cut(first) != _cut(second):
         lines.append(f"~ {_cut(first)} -> {_cut(second)}")
@@ -164,6 +164,6 @@ def _shards(name: str) -> bool:
 
 def _group(name: str) -> object:
     method = METHOD_CONFIGS[name]
-    if name == "parallel_mode" or getattr(method, "axis", None) is not None:
-        return _MESH
-    return method.phase if issubclass(method, Method) else name
+    if not issubclass(method, Method):
+        return name
+    return _MESH if method.phase == Phase.MESH or method.axis is not None else method.phase

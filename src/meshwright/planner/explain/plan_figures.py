@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.cost import Calibration, Cluster, Link, Step, Traffic, fitted, moments, seconds_of
+from meshwright.cost import HALF, Calibration, Cluster, Link, Step, Traffic, fitted, moments, seconds_of
 from meshwright.cost.device_time import group_of
+from meshwright.methods import Role, find_method
 from meshwright.planner.plans import Plan, short_strategy, time_parts
 
 MOMENTS = {
@@ -67,8 +68,8 @@ def _precision(plan: Plan) -> str:
     ops = [op.dtype for step in every_step(plan) for block in step.blocks for op in block.ops if op.kind == "matmul"]
     if ops:
         return max(sorted(set(ops)), key=ops.count)
-    halves = {"amp_native", "half"} & set(plan.strategy.names)
-    return "half" if halves or plan.step.compute_itemsize == 2 else "fp32"
+    lowered = find_method(plan.strategy, lambda each: each.role is Role.PRECISION) is not None
+    return HALF if lowered or plan.step.compute_itemsize == 2 else "fp32"
 
 
 def price_per_billion_tokens(plan: Plan) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshwright.cost import Cluster
 from meshwright.errors import MeshwrightError, readable_bytes
-from meshwright.methods import SAMPLED
+from meshwright.methods import SAMPLED, find_method, mesh_method
 from meshwright.planner.explain.plan_figures import (
     MOMENTS,
     memory_classes,
@@ -291,7 +291,7 @@ def _spread(plan: Plan, now: int, more: int, samples: int) -> Iterator[tuple[Str
         parts = {plan.step.num_micro_batches, max(1, round(plan.step.num_micro_batches * now / more))}
         for number_of_parts in sorted(parts):
             if samples % (replicas * number_of_parts) == 0:
-                yield plan.strategy.with_method(("parallel_mode", {"axes": axes})), number_of_parts
+                yield plan.strategy.with_method(mesh_method(tuple(axes))), number_of_parts
 
 
 def _replanned(subject: Subject, found: Found, samples: int) -> Iterator[Plan | None]:
@@ -311,8 +311,8 @@ def _every(found: Found) -> tuple[Plan, ...]:
 
 
 def _planned(subject: Subject, strategy: Strategy, num_micro_batches: int) -> Plan | None:
-    pipeline = strategy.get("pipeline_parallel")
-    if pipeline is not None and getattr(pipeline, "num_micro_batches", None) is not None:
+    pipeline = find_method(strategy, lambda each: each.axis == "pipeline")
+    if pipeline is not None and pipeline.asked_micro_batches is not None:
         strategy = strategy.with_method(pipeline.model_copy(update={"num_micro_batches": num_micro_batches}))
     try:
         return subject.plan(strategy, num_micro_batches)

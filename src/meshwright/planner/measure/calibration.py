@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshwright.cost import Calibration, Cluster, Constants, Device, find_device, fitted
+from meshwright.cost import HALF, Calibration, Cluster, Constants, Device, find_device, fitted
 from meshwright.cost.device_time import Machine
 from meshwright.errors import ConfigError
 from meshwright.planner.measure.calibration_fit import Links, fit_kernels, fit_links, kernel_residuals, link_residuals
@@ -101,7 +101,7 @@ class Calibrated:
             "shards": f"{constants.sharded:.2f} times and {constants.shard_s * 1e3:.3g} ms a collective",
             "waiting": f"{constants.wait_s * 1e3:.3g} ms for the last rank at a collective",
         }
-        for dtype, peak in (("fp32", device.fp32_flops_per_s), ("half", device.half_flops_per_s)):
+        for dtype, peak in (("fp32", device.fp32_flops_per_s), (HALF, device.half_flops_per_s)):
             found[f"{dtype} products"] = f"{peak * efficiency.matmul / 1e12:.3g} TFLOP/s"
             found[f"{dtype} attention"] = f"{peak * efficiency.of_attention(dtype)[0] / 1e12:.3g} TFLOP/s"
         for tier, link in (("intra", self.cluster.intra), ("inter", self.cluster.inter)):

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from meshwright.cost import Cluster, Constants, Device, Efficiency, Link
+from meshwright.cost import HALF, Cluster, Constants, Device, Efficiency, Link
 from meshwright.cost.device_time import Group, Machine, Network, collective_s
 from meshwright.planner.measure.timing import Clock, LinkSample, Residual, Sample, fitted_factor, residual
 
@@ -121,7 +121,7 @@ def _with_memory(machine: Machine, rate: float) -> Machine:
 def _fit_attention(fitting: _Fitting, machine: Machine) -> Machine:
     """Fit attention's rates in either precision, forward and backward, and how they fall with narrower heads."""
     machine = _with_constants(machine, narrow=_narrow(fitting, machine))
-    for dtype, suffix in (("half", ""), ("fp32", "_fp32")):
+    for dtype, suffix in ((HALF, ""), ("fp32", "_fp32")):
         for name, backward in ((f"attention{suffix}", False), (f"attention_backward{suffix}", True)):
             machine = fitting.rate(
                 f"{dtype} attention",

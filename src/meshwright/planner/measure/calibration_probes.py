@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.comm.bandwidth import BENCHMARK_OPS, benchmark_operation
 from meshwright.comm.transport import Members, members_of
-from meshwright.cost import Link, Op
+from meshwright.cost import HALF, Link, Op
 from meshwright.methods.base import half_dtype, torch_dtype
 from meshwright.planner.measure.timing import LinkSample, Sample, Timing, slowest, time_of, time_together, together
 from meshwright.planner.trace.aten_kernels import kernels_of
@@ -84,7 +84,7 @@ def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return "fp32" if dtype == torch.float32 else "half"
+    return "fp32" if dtype == torch.float32 else HALF
 
 
 def _gaps(device: torch.device) -> Sample:

@@ -13,7 +13,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.cost import Cluster, Constants, Step, simulate
-from meshwright.methods import Job, SampleRun, apply_strategy, check_strategy
+from meshwright.methods import (
+    Job,
+    Role,
+    SampleRun,
+    SearchScope,
+    apply_strategy,
+    check_strategy,
+    mesh_method,
+    method_of_axes,
+    methods_for,
+    mixed_precision,
+)
 from meshwright.methods.base import half_dtype, torch_dtype
 from meshwright.methods.job import MeshAxes
 from meshwright.nn import widen
@@ -77,7 +88,7 @@ def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: 
         batch_size=size.samples * world, num_micro_batches=1, world=world, zero_level=0, limit_bytes=None,
     )  # fmt: skip
     dtype = half_dtype(now.device) if in_half else None
-    plan = workload.plan(strategy or Strategy([("amp_native", dtype)] if dtype else ()))
+    plan = workload.plan(strategy or Strategy([mixed_precision(dtype)] if dtype else ()))
     model.to(now.device)
     if strategy is None:
         return Reference(_alone(model, ids, dtype), plan.step, _optimizer_like(model))
@@ -210,11 +221,14 @@ def constants_in_step(now: Settings, cluster: Cluster, clock: Clock, scale: floa
     world, (wide, narrow) = world_size(), sizes_on(now.device)
     kinds: list[tuple[Strategy | None, Size]] = [(None, wide), (None, narrow)]
     if world > 1:
-        sharded = Strategy([("parallel_mode", {"zero": world}), "fsdp"])
+        sharded = Strategy(
+            [mesh_method((("zero", world),)), *methods_for(Role.SHARDING)[-1].search_options(SearchScope())]
+        )
         kinds += [(sharded, wide), (sharded, narrow)]
     group = math.gcd(now.local_world_size, world, _LARGEST_TENSOR_GROUP)
     if group > 1:
-        split = Strategy([("parallel_mode", {"data": world // group, "tensor": group}), "tensor_parallel"])
+        axes = (("data", world // group), ("tensor", group))
+        split = Strategy([mesh_method(axes), method_of_axes()["tensor"]])
         kinds.append((split, wide))
     steps = [reference(strategy, size, now) for strategy, size in kinds]
     steps += [reference(None, size, now, in_half=True) for size in (wide, narrow)]

@@ -12,16 +12,16 @@ from meshwright.cost.device_time import Machine, Network
 from meshwright.cost.scheduling import StageTimes, pipeline_s, settled_after
 from meshwright.cost.step_time import rank_of
 from meshwright.errors import MeshwrightError
-from meshwright.methods import cost_of
+from meshwright.methods import cost_of, mesh_method
 from meshwright.methods.base import SHARD_AXES
 from meshwright.planner.plans import Subject
 from meshwright.planner.search.probing import Kept, Probe, State, bare_blocks, kept_of, probe_of, probing, scaled
-from meshwright.planner.search.search_space import Branch, Choice, Mesh, Space, mesh_of, shards_alone
+from meshwright.planner.search.search_space import Branch, Choice, Mesh, Space, shards_alone
 from meshwright.strategy import Strategy
 
 
 def bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
-    """Waiting, in units of what a rank computes for a micro-batch."""
+    """Return how long a rank of a pipeline waits, in units of its computation for one micro-batch."""
     # More than these only go on as the last ones did.
     return _played_bubble(schedule, ranks, stages_per_rank, settled_after(schedule, ranks, micro_batches))
 
@@ -35,19 +35,18 @@ def _played_bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batche
         return math.inf
 
 
-# --- What no candidate can be better than: seconds and bytes that a few probes and the state alone already say.
-#
-# A probe is one plan of the subject, without pipeline and sharding, with micro-batches of one sample: it tells what a
-# rank computes and keeps for a sample. Everything else follows from the methods' ``cost`` twins on bare parameters. So
-# bounds know no method, and hold as far as a stage is as large as the mean one and a link is used to its full
-# bandwidth.
-
-_MANY = 64  # samples of a micro-batch beyond which kernels get no better
+_MANY = 64  # samples per micro-batch beyond which kernels get no more efficient
 _OF_EACH_CALL = ("gap_s", "product_s", "call_s", "hop", "reduce_scatter_s", "shard_s", "wait_s")  # bounds go without
 
 
 class Bounds:
-    """Bounds for the candidates of one subject on one cluster."""
+    """Lower bounds for the candidates of one subject on one cluster.
+
+    A probe is one plan of the subject without pipeline and sharding, with micro-batches of one sample: it says what a
+    rank computes and saves for a sample. Everything else follows from the methods' ``cost`` twins on bare parameters,
+    so bounds know no method. They hold as far as no stage is larger than the mean one, and a link is used at its full
+    bandwidth.
+    """
 
     def __init__(self, subject: Subject, cluster: Cluster) -> None:
         self.subject, self.cluster = subject, cluster
@@ -73,7 +72,7 @@ class Bounds:
         self._blocks: dict[tuple[int, bool], tuple[Block, ...]] = {}
 
     def probe(self, mesh: Mesh, methods: Choice) -> Probe:
-        """Of the inner axes of a mesh, with methods for precision, recomputation and others.
+        """Return the probe of a mesh's inner axes with methods for precision, recomputation and others.
 
         Raises:
             MeshwrightError: When the subject refuses these axes.
@@ -94,7 +93,7 @@ class Bounds:
         ranks = self.subject.world // math.prod(size for _, size in mesh.inner)
         replicas = ranks * dict(mesh.inner).get("expert", 1)
         axis = "zero" if any(getattr(method, "shards", False) for method in methods) and ranks > 1 else "data"
-        strategy = Strategy([mesh_of((*mesh.inner, (axis, ranks))), *mesh.inner_methods, *methods])
+        strategy = Strategy([mesh_method((*mesh.inner, (axis, ranks))), *mesh.inner_methods, *methods])
         self.num_probes += 1
         plan = self.subject.plan(strategy, math.ceil((self.subject.batch_size or 1) / replicas))
         self.limit_bytes = plan.limit_bytes
@@ -127,13 +126,14 @@ class Bounds:
         return self._divided[branch]
 
     def mesh_s(self, mesh: Mesh, samples: int, space: Space, *, probed: bool) -> float:
-        """Return the seconds of computing on one rank of a mesh, with what computes fastest in a space.
+        """Return the seconds of computing on one rank of a mesh with the fastest methods of a space.
 
         Args:
-            mesh: With or without inner axes.
-            samples: Of one replica in a step.
-            space: What can be done on the mesh.
-            probed: Whether the inner axes are probed; else they divide all work equally, and send nothing.
+            mesh: A mesh with or without inner axes.
+            samples: Samples of one replica in a step.
+            space: The choices.
+            probed: Whether the inner axes are probed; otherwise they are taken to divide all work equally and to send
+                nothing.
 
         Raises:
             MeshwrightError: When the subject refuses these axes.
@@ -155,7 +155,10 @@ class Bounds:
         return self._ideal_s(self.probe(self._whole, methods), samples) / _shares(mesh) / mesh.pipeline
 
     def roughly_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
-        """Return the same for a branch, with what its schedule waits at least and its link is busy at least."""
+        """Return the seconds of a branch's step from what is known already.
+
+        Only the least waiting and the least traffic are counted.
+        """
         (ranks, per_rank), parts = branch.shape, self._parts(branch)
         probed, state = self.known_probe(branch), self.state(branch)
         probe = self.divided(branch) if probed else self.undivided(branch)
@@ -170,7 +173,7 @@ class Bounds:
         return whole * (1 + inside * even * waits / micro_batches) + update
 
     def _copies_s(self, probe: Probe, samples: int) -> float:
-        """Activations go to the host beside forward, and come back beside backward."""
+        """Return the seconds of offloading activations beside forward, and of their return beside backward."""
         return (
             2 * probe.offloaded_bytes * samples / self._full_links.host_share.bytes_per_s
             if not probe.step.on_cpu
@@ -186,7 +189,7 @@ class Bounds:
         return inside / max(inside + outside, 1e-30)
 
     def step_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
-        """Return the seconds of a step, from the probe of the branch's inner axes.
+        """Return the seconds of a branch's step from the probe of its inner axes.
 
         Raises:
             MeshwrightError: When the subject refuses these axes.
@@ -205,7 +208,7 @@ class Bounds:
         return max((inside + outside) / ranks, mine) * micro_batches + waits + update
 
     def _seconds(self, probe: Probe, samples: int, *, ideal: bool) -> tuple[float, float, float]:
-        """Of a micro-batch: all blocks, what is outside of them, and the quickest block."""
+        """Return the seconds of a micro-batch: of all blocks, of what is outside of them, and of the quickest block."""
         key = id(probe), samples, ideal
         if key not in self._computed:
             cluster, known = (self._full_links, self._ideal) if ideal else (self.cluster, self.known)
@@ -216,16 +219,14 @@ class Bounds:
         return self._computed[key]
 
     def held_bytes(self, branch: Branch, micro_batch: int, micro_batches: int, *, roughly: bool = False) -> float:
-        """Return the bytes taken of a rank's limit, from the probe of its inner axes where known.
-
-        Of no samples the state's.
+        """Return the bytes that a branch takes of a rank's limit, from the probe of its inner axes where known.
 
         Args:
-            branch: What is bounded.
-            micro_batch: Samples of a micro-batch.
-            micro_batches: Of a step.
-            roughly: Whether each sample counts for as much as one alone, which can be too much; else what several
-                share counts once, which takes a probe of two.
+            branch: The branch.
+            micro_batch: Samples of a micro-batch; 0 counts the state alone.
+            micro_batches: Micro-batches of a step.
+            roughly: Whether each sample counts for as much as one alone, which can be too much; otherwise what several
+                samples share counts once, which takes a probe of two.
         """
         state, parts = self.state(branch), self._parts(branch)
         alone = state.held_bytes(micro_batches) / parts
@@ -242,12 +243,12 @@ class Bounds:
         return max(alone, state.at_loss_bytes(micro_batches) / parts + at_loss) * probe.slack
 
     def _parts(self, branch: Branch) -> int:
-        """Into how many parts the parameters are divided before they are sharded."""
+        """Return into how many parts the parameters are divided before they are sharded."""
         inner = dict(branch.mesh.inner)
         return inner.get("tensor", 1) * inner.get("expert", 1) * branch.mesh.pipeline
 
     def state(self, branch: Branch) -> State:
-        """Of a branch's sharding, as if no inner axis divided the parameters."""
+        """Return the state of a branch's sharding as if no inner axis divided the parameters."""
         if branch not in self._state_of:
             axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica"))
             axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
@@ -264,7 +265,7 @@ class Bounds:
         return State(bare, self._full_links, self._machine, self._network, self.undivided(branch).taken)
 
     def twin(self, branch: Branch) -> int:
-        """Equal numbers cost the very same."""
+        """Return a number that branches share whose states cost the very same."""
         state = self.state(branch)
         if id(state) not in self._twins:  # to hash a step takes long
             self._twins[id(state)] = self._twins.setdefault((state.once, state.twice), len(self._twins))
@@ -296,6 +297,6 @@ def _probing(branch: Branch) -> Choice:
 
 
 def _shares(mesh: Mesh) -> int:
-    """Into how many parts the inner axes divide a replica's work; ranks of experts have samples of their own."""
+    """Return into how many parts the inner axes divide a replica's work; expert ranks have samples of their own."""
     inner = dict(mesh.inner)
     return math.prod(inner.values()) // inner.get("expert", 1)

@@ -1,6 +1,7 @@
-"""Branch and bound: what may be best is looked at first, until nothing that is left can be better than what was found.
+"""Branch and bound: try the most promising candidates first, until nothing left can beat what was found.
 
-Meshes, what can be done on each, and numbers of micro-batches are unfolded only where their bound is the least of all.
+A heap holds items of four kinds, by their lower bounds: meshes, probed meshes, branches and leaves. An item is unfolded
+only when its bound is the least of all, so most of the space is never looked at.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.plans import Subject
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.search_space import Branch, Candidates, Mesh, axes_text, replicas_of
-from meshwright.planner.search.search_state import Looked, Objective, Room, rank_of_plan, rounded
+from meshwright.planner.search.search_state import Headroom, Objective, SearchState, rank_of_plan, rounded
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A candidate with its number of micro-batches; bounded closely once its probe is there."""
+    """A branch with a number of micro-batches; bounded closely once its probe is there."""
 
     branch: Branch
     micro_batches: int | None
@@ -38,7 +39,7 @@ Item = Mesh | Probed | Branch | Leaf
 
 
 class Engine:
-    """One search through one space."""
+    """One pass through one space."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Engine:
         self.subject, self.candidates, self.bounds, self.objective = subject, candidates, bounds, objective
         self.top, self.max_predictions, self.progress, self.limited = top, max_predictions, progress, limited
         self.any_will_do = any_will_do
-        self.looked = Looked(top)
+        self.state = SearchState(top)
         self._probes_before = bounds.num_probes if bounds is not None else 0
         self._heap: list[tuple[float, int, int, Item]] = []
         self._order = itertools.count()
@@ -66,30 +67,30 @@ class Engine:
         self._outline = getattr(subject, "outline", subject.plan)
         self._exceeds = getattr(subject, "is_too_large", None)
 
-    def run(self, before: Looked | None = None) -> Looked:
-        """Look at candidates, the most promising first.
+    def run(self, before: SearchState | None = None) -> SearchState:
+        """Try candidates, the most promising first, and return the state after the pass.
 
-        Layers and samples that stay whole come first: what they reach rules out most ways to divide them, which take a
-        probe each.
+        Meshes that keep layers and samples whole come first: what they reach rules out most ways to divide them, which
+        take a probe each.
 
         Args:
-            before: What passes before have found, which goes on here.
+            before: The state to go on from.
         """
-        self.looked = before or self.looked
+        self.state = before or self.state
         meshes = sorted(self.candidates.meshes(), key=lambda mesh: len(mesh.inner))
         for _, alike in itertools.groupby(meshes, key=lambda mesh: len(mesh.inner)):
             for mesh in alike:
                 self._bound_mesh(mesh, probed=False)
             self._look()
-        return self.looked
+        return self.state
 
     def _look(self) -> None:
-        while self._heap and not self.looked.stopped:
+        while self._heap and not self.state.stopped:
             bound, _, _, item = heapq.heappop(self._heap)
             if self._is_settled(bound):
                 self._heap.clear()
-            elif self.looked.num_predicted + self._num_probes >= self.max_predictions:
-                self.looked.stopped = True
+            elif self.state.num_predicted + self._num_probes >= self.max_predictions:
+                self.state.stopped = True
             elif isinstance(item, Mesh):
                 self._bound_mesh(item, probed=True)
             elif isinstance(item, Probed):
@@ -106,7 +107,7 @@ class Engine:
         return self.bounds.num_probes - self._probes_before if self.bounds is not None else 0
 
     def _is_settled(self, bound: float) -> bool:
-        last = self.looked.to_beat
+        last = self.state.to_beat
         return last < math.inf and (self.any_will_do or rounded(bound) > last)
 
     def _push(self, bound: float, depth: int, item: Item) -> None:
@@ -114,7 +115,7 @@ class Engine:
         heapq.heappush(self._heap, (bound, -depth, next(self._order), item))
 
     def _of_mesh(self, mesh: Mesh, *, probed: bool) -> tuple[float, int, Item]:
-        """Return a bound for all that can be done on a mesh."""
+        """Return a bound for everything on a mesh, with its depth and the item to unfold."""
         item: Item = Probed(mesh) if probed else mesh
         if self.bounds is None or self.objective == "memory":
             return 0.0, int(probed), item
@@ -130,15 +131,15 @@ class Engine:
 
     def _unfold_mesh(self, mesh: Mesh) -> None:
         for branch in self.candidates.branches(mesh, self._may_gain):
-            self.looked.num_considered += 1
+            self.state.num_considered += 1
             if self.bounds is None:
                 self._push(0.0, 2, branch)
                 continue
             try:
-                room = self._room(branch)
+                headroom = self._headroom(branch)
                 if not self._has_blocks(branch) or self._is_settled(bound := self._roughly(branch)):
                     continue
-                room.bound = bound
+                headroom.bound = bound
                 if self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
                     continue
             except MeshwrightError as error:
@@ -159,20 +160,20 @@ class Engine:
         others = (branch.mesh, branch.axes, branch.but_for_sharding)
         return self._first.setdefault((others, self.bounds.twin(branch)), branch) is not branch
 
-    def _room(self, branch: Branch) -> Room:
-        return self.looked.rooms.setdefault(branch.but_for_offload, Room())
+    def _headroom(self, branch: Branch) -> Headroom:
+        return self.state.headrooms.setdefault(branch.but_for_offload, Headroom())
 
     def _may_gain(self, branch: Branch, micro_batch: int | None = None) -> bool:
-        """Return whether offloading can do anything but slow it: memory was not enough without."""
-        if self.objective == "memory" or not self.looked.rooms_before:
+        """Return whether offloading can do anything but slow a branch: memory was not enough without."""
+        if self.objective == "memory" or not self.state.headrooms_before:
             return True
-        room = self.looked.rooms_before.get(branch.but_for_offload)
-        if room is None:
+        headroom = self.state.headrooms_before.get(branch.but_for_offload)
+        if headroom is None:
             return True
-        return micro_batch not in room.fitting and room.squeezed and not self._is_settled(room.bound)
+        return micro_batch not in headroom.fitting and headroom.ran_out and not self._is_settled(headroom.bound)
 
     def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
-        """A bound for a branch, with its most micro-batches where none are given: they wait least for each other."""
+        """Return a bound for a branch, by default with its most micro-batches, which wait least for each other."""
         assert self.bounds is not None
         samples = self._samples(branch.mesh)
         if self.objective == "memory":
@@ -193,7 +194,7 @@ class Engine:
     def _unfold_branch(self, branch: Branch) -> None:
         for micro_batches in self.candidates.micro_batches(branch.mesh):
             leaf = Leaf(branch, micro_batches, close=self.bounds is None)
-            self.looked.num_considered += 1
+            self.state.num_considered += 1
             try:
                 bound = 0.0 if leaf.close else self._bound_of_leaf(branch, self._number(branch, micro_batches))
             except MeshwrightError as error:
@@ -203,14 +204,14 @@ class Engine:
                 self._push(bound, 3, leaf)
 
     def _number(self, branch: Branch, micro_batches: int | None) -> int:
-        """Return how many micro-batches a leaf has where it leaves that to the subject."""
+        """Return the number of micro-batches of a leaf that leaves it to the subject."""
         if micro_batches is not None:
             return micro_batches
         given = getattr(self.subject, "num_micro_batches", None)
         return given or (1 if branch.schedule is None else branch.schedule.fewest_micro_batches(branch.mesh.pipeline))
 
     def _bound_of_leaf(self, branch: Branch, micro_batches: int) -> float | None:
-        """Return None: it cannot fit."""
+        """Return a rough bound; None where the leaf cannot fit."""
         micro_batch = self._samples(branch.mesh) // micro_batches
         if self._is_known_too_large(branch, micro_batch) or self._cannot_fit(branch, micro_batch, micro_batches):
             return None
@@ -247,7 +248,7 @@ class Engine:
         held, limit = self.bounds.held_bytes(branch, micro_batch, micro_batches, roughly=True), self.bounds.limit_bytes
         if limit is None or held <= limit or self.bounds.held_bytes(branch, micro_batch, micro_batches) <= limit:
             return False
-        self._room(branch).squeezed = True
+        self._headroom(branch).ran_out = True
         return True
 
     def _predict(self, leaf: Leaf) -> None:
@@ -258,37 +259,37 @@ class Engine:
         try:
             if self._is_too_large(branch, leaf.micro_batches, micro_batch):
                 return
-            self.looked.num_predicted += 1
+            self.state.num_predicted += 1
             plan = self._outline(branch.strategy(), leaf.micro_batches)
         except MeshwrightError as error:
             self.candidates.refuse(error.what, branch.strategy())
             return
         if self.limited and not plan.fits:
             self._note_too_large(branch, micro_batch)
-            self.looked.add_too_large(plan)
+            self.state.add_too_large(plan)
         else:
-            self.looked.add(rank_of_plan(plan, self.objective), plan)
-            self._room(branch).fitting.add(micro_batch)
+            self.state.add(rank_of_plan(plan, self.objective), plan)
+            self._headroom(branch).fitting.add(micro_batch)
         if self.progress is not None:
-            self.progress(self.looked.num_predicted, self.looked.num_considered)
+            self.progress(self.state.num_predicted, self.state.num_considered)
 
     def _is_too_large(self, branch: Branch, micro_batches: int | None, micro_batch: int) -> bool:
-        """Return whether one rank alone shows that it cannot fit."""
+        """Return whether one rank alone shows that a leaf cannot fit."""
         if self._exceeds is None or not self.limited or not self._exceeds(branch.strategy(), micro_batches):
             return False
         self._note_too_large(branch, micro_batch)
         return True
 
     def _is_known_too_large(self, branch: Branch, micro_batch: int) -> bool:
-        """Return whether the same was too large with micro-batches as small, sharded over as many ranks."""
+        """Return whether the branch was too large before, with micro-batches as small and groups as large."""
         known = self._too_large.get(branch.but_for_groups, ())
         if not any(group >= _group(branch) and size <= micro_batch for group, size in known):
             return False
-        self._room(branch).squeezed = True
+        self._headroom(branch).ran_out = True
         return True
 
     def _note_too_large(self, branch: Branch, micro_batch: int) -> None:
-        self._room(branch).squeezed = True
+        self._headroom(branch).ran_out = True
         self._too_large.setdefault(branch.but_for_groups, []).append((_group(branch), micro_batch))
 
 

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import StrategyError, did_you_mean, join_names
-from meshwright.methods import Method
+from meshwright.methods import Method, Phase, Role
 from meshwright.methods.composition import sentence, without_mixed
-from meshwright.planner.search.search_space import Choice, Space, choices, divisors_of, offloads
+from meshwright.planner.search.search_space import Choice, Space, choices, divisors_of, offloads, role_of
 from meshwright.strategy import MethodConfig, Strategy, parse_method
 from meshwright.strategy.method_config import METHOD_CONFIGS
 
-HALF = ("amp_native", "half")
-"""Methods that lower the precision: by themselves to fp16, as the seed; included by name, to what the devices have."""
+Included = Mapping[str, MethodConfig]
+"""The methods that every candidate must have, by name; the keys that their configs set are the caller's."""
 
 
-Wishes = Mapping[str, MethodConfig]
-"""The methods that every candidate has, by name; the keys that their configs set are the caller's."""
-
-
-def read_constraints(excluded: Sequence[str], included: Sequence[Any]) -> Wishes:
-    """Read what is included as a strategy is read; refuse unknown names, and wishes that contradict each other.
+def read_constraints(excluded: Sequence[str], included: Sequence[Any]) -> Included:
+    """Read the methods to include, and refuse unknown names and constraints that contradict each other.
 
     Raises:
         StrategyError: Naming the methods.
@@ -37,8 +33,8 @@ def read_constraints(excluded: Sequence[str], included: Sequence[Any]) -> Wishes
                     got=repr(name),
                     fix="correct the name; meshwright methods lists them",
                 )
-    wished = without_mixed(Strategy(list(dict.fromkeys(map(_wish, included)))))
-    both = sorted(set(excluded) & set(wished.names))
+    required = without_mixed(Strategy(list(dict.fromkeys(map(_read_included, included)))))
+    both = sorted(set(excluded) & set(required.names))
     if both:
         raise StrategyError(
             "Methods are included and excluded at once",
@@ -46,39 +42,18 @@ def read_constraints(excluded: Sequence[str], included: Sequence[Any]) -> Wishes
             got=join_names(both),
             fix="take them out of one of the two",
         )
-    _check_together(wished)
-    return dict(wished)
+    _check_compatible(required)
+    return dict(required)
 
 
-def _wish(item: Any) -> MethodConfig:
-    """Return what one item asks for. A name alone sets no keys, not those either that stand for it in a strategy."""
+def _read_included(item: Any) -> MethodConfig:
+    """Read one method. A name alone sets no keys, not even those that it stands for in a strategy."""
     config = parse_method(item)
     return type(config).model_construct(_fields_set=set(), **dict(config)) if isinstance(item, str) else config
 
 
-def as_devices_have(config: MethodConfig, half_dtype: str) -> MethodConfig:
-    """Return the config, in the half precision of the devices where it lowers the precision and names none."""
-    if config.method_name not in HALF or "dtype" in config.model_fields_set:
-        return config
-    return with_keys(config, {"dtype": half_dtype})
-
-
-def own_keys(config: MethodConfig) -> dict[str, Any]:
-    """Return the keys that whoever wrote the config has set."""
-    return {key: getattr(config, key) for key in config.model_fields_set}
-
-
-def with_keys(config: MethodConfig, keys: Mapping[str, Any]) -> MethodConfig:
-    """Return the config with some keys set.
-
-    Raises:
-        StrategyError: Where keys do not go together.
-    """
-    return type(config).parse(own_keys(config) | dict(keys))
-
-
-def _check_together(wished: Strategy) -> None:
-    methods = [method for method in wished.methods if isinstance(method, Method)]
+def _check_compatible(required: Strategy) -> None:
+    methods = [method for method in required.methods if isinstance(method, Method)]
     for own, other in itertools.permutations(methods, 2):
         for conflict in own.conflicts:
             if conflict.other == other.method_name and not conflict.own_keys and not conflict.other_keys:
@@ -90,28 +65,50 @@ def _check_together(wished: Strategy) -> None:
                 )
 
 
-# --- What a caller of a search asks for: methods that every candidate must have, and methods that none may have.
+def as_devices_have(config: MethodConfig, half_dtype: str) -> MethodConfig:
+    """Return a config in the half precision of the devices, where it lowers the precision and names none.
 
-_MESH, _DATA = "parallel_mode", ("data", "zero")
+    A method named in a strategy means fp16, as in ATorch; included in a search, it means what the devices have.
+    """
+    return config.on_half(half_dtype) if isinstance(config, Method) else config
 
 
-def constrained(space: Space, excluded: Sequence[str], included: Wishes, world: int, node: int) -> Space:
-    """Return the part of a space that a caller's wishes leave.
+def names_role(role: Role, names: Collection[str]) -> bool:
+    """Return whether one of the methods named answers a decision of the search."""
+    return any(getattr(METHOD_CONFIGS[name], "role", None) is role for name in names)
+
+
+def left_to_search(method: MethodConfig, space: Space) -> MethodConfig:
+    """Return a method without the keys that a search of this space decides."""
+    every = itertools.chain(space.recompute, offloads(), *space.axis_methods.values())
+    own = (each for each in itertools.chain.from_iterable(every) if each.method_name == method.method_name)
+    decided = {key for each in own for key in each.model_fields_set}
+    return type(method).parse({key: value for key, value in _own_keys(method).items() if key not in decided})
+
+
+def constrained(space: Space, excluded: Sequence[str], included: Included, world: int, node: int) -> Space:
+    """Return the part of a space that satisfies a caller's constraints.
 
     Raises:
         StrategyError: When nothing is left.
     """
-    wishes = {name: as_devices_have(wished, space.half_dtype) for name, wished in included.items()}
-    halves = tuple(wishes[name] for name in HALF if name in wishes)
-    space = space.replace(precision=(halves,)) if halves else space  # of both one changes nothing, or the law refuses
-    for wished in wishes.values():
-        space = _including(space, wished, world, node)
+    required = {name: as_devices_have(method, space.half_dtype) for name, method in included.items()}
+    lowering = tuple(required[name] for name in sorted(required) if role_of(required[name]) is Role.PRECISION)
+    # Where both methods of half precision are included, one changes nothing, or the law refuses them.
+    space = space.replace(precision=(lowering,)) if lowering else space
+    for method in required.values():
+        space = _including(space, method, world, node)
     for name in excluded:
         space = _excluding(space, name)
-    kinds = {"sharding": space.sharding, "precision": space.precision, "recompute": space.recompute}
-    empty = [kind for kind, options in (kinds | {"offload": space.offload}).items() if not options]
-    empty += [axis for axis, sizes in space.sizes.items() if not sizes]
-    if empty or _MESH in excluded:
+    kinds = {
+        "sharding": space.sharding,
+        "precision": space.precision,
+        "recomputation": space.recompute,
+        "offloading": space.offload,
+        **space.sizes,
+    }
+    empty = [kind for kind, options in kinds.items() if not options]
+    if empty or any(_names_mesh(METHOD_CONFIGS[name]) for name in excluded):
         raise StrategyError(
             "No strategy is left to choose from",
             expected="at least one candidate",
@@ -122,69 +119,68 @@ def constrained(space: Space, excluded: Sequence[str], included: Wishes, world: 
     return space
 
 
-def left_to_search(method: MethodConfig, space: Space) -> MethodConfig:
-    """Return a method without the keys that a search of this space decides."""
-    every = itertools.chain(space.recompute, offloads(), *space.axis_methods.values())
-    own = (each for each in itertools.chain.from_iterable(every) if each.method_name == method.method_name)
-    decided = {key for each in own for key in each.model_fields_set}
-    return type(method).parse({key: value for key, value in own_keys(method).items() if key not in decided})
-
-
-def _including(space: Space, wished: MethodConfig, world: int, node: int) -> Space:
-    name, axis = wished.method_name, getattr(wished, "axis", None)
-    if name == _MESH:
-        return _on_mesh(space, dict(wished.axes))  # type: ignore[attr-defined]
+def _including(space: Space, method: MethodConfig, world: int, node: int) -> Space:
+    axis, role = getattr(method, "axis", None), role_of(method)
+    if _names_mesh(type(method)):
+        return _on_mesh(space, dict(method.axes))  # type: ignore[attr-defined]
     if axis is not None:
-        return _on_axis(space, wished, axis, world, node)
-    if getattr(wished, "shards", False):
-        return space.replace(sharding=_wished(space.sharding, wished))
-    if name == "checkpoint":
-        return space.replace(recompute=_wished(space.recompute, wished))
-    if name == "offload":
-        return space.replace(offload=_wished(offloads() if space.offload == ((),) else space.offload, wished))
-    if name in HALF:
+        return _on_axis(space, method, axis, world, node)
+    if role is Role.SHARDING:
+        return space.replace(sharding=_with_callers_keys(space.sharding, method))
+    if role is Role.RECOMPUTATION:
+        return space.replace(recompute=_with_callers_keys(space.recompute, method))
+    if role is Role.OFFLOADING:
+        options = offloads() if space.offload == ((),) else space.offload
+        return space.replace(offload=_with_callers_keys(options, method))
+    if role is Role.PRECISION:
         return space
-    count = getattr(wished, "num_micro_batches", None)
-    space = _cut_into(space, count) if count is not None else space
-    return space.replace(extra=(*space.extra, wished))
+    space = _with_micro_batches(space, method)
+    return space.replace(extra=(*space.extra, method))
 
 
-def _cut_into(space: Space, count: int) -> Space:
-    """Return the number of micro-batches that a method says, where the search may choose it."""
-    return space if space.micro_batches is not None else space.replace(micro_batches=(count,))
+def _names_mesh(method: type[MethodConfig]) -> bool:
+    return issubclass(method, Method) and method.phase == Phase.MESH
+
+
+def _with_micro_batches(space: Space, method: MethodConfig) -> Space:
+    """Return the space with the number of micro-batches that a method names, where the search may choose it."""
+    count = method.asked_micro_batches if isinstance(method, Method) else None
+    return space if count is None or space.micro_batches is not None else space.replace(micro_batches=(count,))
 
 
 def _on_mesh(space: Space, axes: dict[str, int]) -> Space:
-    """Return the axes that are named keep their sizes, and no others divide layers or samples.
+    """Return the space with the sizes of the axes named, in which no others divide layers or samples.
 
-    Data ranks are grouped anew.
+    How data-parallel ranks are grouped stays open.
     """
     if not axes:
         return space
-    named = {axis: size for axis, size in axes.items() if axis not in _DATA}
+    named = {axis: size for axis, size in axes.items() if axis not in ("data", "zero")}
     return space.replace(sizes={axis: (named.get(axis, 1),) for axis in (*space.sizes, *named)})
 
 
-def _on_axis(space: Space, wished: MethodConfig, axis: str, world: int, node: int) -> Space:
+def _on_axis(space: Space, method: MethodConfig, axis: str, world: int, node: int) -> Space:
     # Replicas that synchronise rarely are whole nodes, where there are several.
-    usual = {"replica": divisors_of(world // node if world > node else world)}.get(axis, divisors_of(world))
-    count = getattr(wished, "num_micro_batches", None)
-    space = _cut_into(space, count) if count is not None else space
-    sizes = tuple(size for size in space.sizes.get(axis, usual) if size > 1)
+    usual = divisors_of(world // node if axis == "replica" and world > node else world)
+    space = _with_micro_batches(space, method)
     return space.replace(
-        sizes={**space.sizes, axis: sizes},
-        axis_methods={**space.axis_methods, axis: _wished(space.axis_methods.get(axis, ()), wished)},
+        sizes={**space.sizes, axis: tuple(size for size in space.sizes.get(axis, usual) if size > 1)},
+        axis_methods={**space.axis_methods, axis: _with_callers_keys(space.axis_methods.get(axis, ()), method)},
     )
 
 
-def _wished(options: tuple[Choice, ...], wished: MethodConfig) -> tuple[Choice, ...]:
-    """Return the options with the method, each with the caller's keys; what this makes equal is tried once."""
+def _with_callers_keys(options: tuple[Choice, ...], method: MethodConfig) -> tuple[Choice, ...]:
+    """Return the options that are a method, each with the caller's keys; options that become equal are tried once."""
     found: dict[MethodConfig, None] = {}
-    for method in itertools.chain.from_iterable(options):
-        if method.method_name == wished.method_name:
+    for option in itertools.chain.from_iterable(options):
+        if option.method_name == method.method_name:
             with contextlib.suppress(StrategyError):  # keys that exclude each other, such as every and memory_budget
-                found[with_keys(method, own_keys(wished))] = None
-    return choices(*(found or [wished]))
+                found[type(option).parse(_own_keys(option) | _own_keys(method))] = None
+    return choices(*(found or [method]))
+
+
+def _own_keys(config: MethodConfig) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in config.model_fields_set}
 
 
 def _excluding(space: Space, name: str) -> Space:
@@ -207,5 +203,5 @@ def _excluding(space: Space, name: str) -> Space:
 
 
 def _or_nothing(left: tuple[Choice, ...], before: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """Without recomputation or offloading one can train, unless one of them had been asked for."""
+    """Return the options left, or the option to do nothing, unless the only one had been asked for."""
     return left or (((),) if len(before) > 1 or before == ((),) else ())

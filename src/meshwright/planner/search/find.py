@@ -1,4 +1,9 @@
-"""Find the best strategies of a subject, and explain why none fits where that is so."""
+"""Find the best strategies of a subject, and explain why none fits where that is so.
+
+:func:`search` is the whole of it: it reads the constraints, passes through the space, through follow-up spaces, and
+through all of these with offloading where memory ran out. :func:`search_in_stages` orders the space of a real module,
+for which every prediction takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +15,19 @@ from typing import Any
 
 from meshwright.cost import Cluster, Memory, Step, moments, peak
 from meshwright.errors import StrategyError, join_names, readable_bytes
-from meshwright.planner.plans import Plan, Subject
+from meshwright.methods import Phase, Role, SearchScope, find_method, method_of_axes
+from meshwright.planner.plans import Plan, Subject, method_names
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.branch_and_bound import Engine
-from meshwright.planner.search.constraints import HALF, constrained, read_constraints
-from meshwright.planner.search.search_space import Candidates, Choice, Space, choices, default_space, offloads
-from meshwright.planner.search.search_state import Found, Further, Looked, Objective, check_objective
+from meshwright.planner.search.constraints import constrained, names_role, read_constraints
+from meshwright.planner.search.search_space import Candidates, Choice, Space, default_space, offloads, on_axis
+from meshwright.planner.search.search_state import FollowUp, Found, Objective, SearchState, check_objective
 from meshwright.runtime.lazy import paused_collection
+from meshwright.strategy import Strategy
 
 _MOMENTS = {
     "gather": "as weights or buffers arrive for forward",
-    "loss": "as the loss runs backward",
+    "loss": "at the start of backward (loss)",
     "recomputation": "as the last block runs backward",
     "reduction": "as the last gradients are reduced",
     "update": "at the update",
@@ -40,7 +47,7 @@ _OF_SAMPLES = ("activations", "logits")
 
 def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> StrategyError:
     """Return the error for a cluster that is too small."""
-    name, said, limits = _binding(smallest)
+    name, reason, limits = _binding(smallest)
     enough = f"take {devices} of these devices" if devices is not None else "take more devices"
     remedies = [f"{enough}, or devices with more memory", *([_REMEDIES[name]] if name in _REMEDIES else [])]
     if name in _OF_SAMPLES and (subject.batch_size or 0) > 1:
@@ -49,13 +56,13 @@ def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> Strat
     return StrategyError(
         "No strategy fits into the memory of a rank",
         expected=f"at most {limits} on each of {devices_here}",
-        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_named(smallest)}; {said}",
+        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {method_names(smallest.strategy)}; {reason}",
         fix="; or ".join(remedies) + "; or name a strategy yourself to try it all the same",
     )
 
 
 def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
-    """Return the error for a batch that is cut so that it does not fit, where others about as large are not."""
+    """Return the error for a batch that no strategy cuts so that it fits, where batches about as large do."""
     numbers = " or ".join(map(str, batches))
     return StrategyError(
         "No strategy cuts the batch so that it fits into the memory of a rank",
@@ -66,29 +73,32 @@ def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
 
 
 def _binding(smallest: Plan) -> tuple[str, str, str]:
-    """Return the class of memory that is too much, a sentence on it, and the limits."""
+    """Return the class of memory that is too large, a sentence on it, and the limits."""
     limits = readable_bytes(smallest.limit_bytes or 0)
     if smallest.fits_device:
         limits += f", and {readable_bytes(smallest.host_limit_bytes or 0)} of host memory,"
         return "host", f"offloaded, it needs {readable_bytes(smallest.host_bytes)} of host memory", limits
     most = smallest.forecast.peak if smallest.forecast is not None else peak(smallest.step)
     name, size = _largest_class(most.memory)
-    said = f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}"
+    reason = f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}"
     behind = _behind_blocks(smallest.step) if (name, most.moment) == ("activations", "loss") else 0
     if 2 * behind > size:
-        return "logits", f"{said}, {readable_bytes(behind)} of it logits and what the loss makes of them", limits
-    return name, said, limits
+        return "logits", f"{reason}, {readable_bytes(behind)} of it logits and what the loss makes of them", limits
+    return name, reason, limits
 
 
 def _behind_blocks(step: Step) -> int:
-    """Return what is free once the blocks run backward: logits, and what the loss makes of them."""
+    """Return the bytes that are free once the blocks run backward: logits, and what the loss makes of them."""
     held = moments(step)
     return (held["loss"].activations or 0) - (held["recomputation"].activations or 0)
 
 
 def nothing_works(world: int, refused: Mapping[str, str], included: Collection[str]) -> StrategyError:
-    """Return the error for wishes and models that leave nothing that could train: first why what was wished cannot."""
-    # That methods exclude each other is no news to one who gets nothing: what the model or the devices lack is.
+    """Return the error for constraints and models that leave nothing that could train.
+
+    Reasons against the included methods come first.
+    """
+    # That methods exclude each other is no news. What the model or the devices lack is.
     telling = [reason for reason in refused if "does not go together" not in reason] or list(refused)
     telling.sort(key=lambda reason: not reason.startswith(tuple(included)))
     reasons = "; ".join(telling[:3]) or "no mesh was left"
@@ -101,7 +111,7 @@ def nothing_works(world: int, refused: Mapping[str, str], included: Collection[s
 
 
 def ended_early(max_predictions: int) -> StrategyError:
-    """Return the error for a search that had too few predictions to find anything."""
+    """Return the error for a search that used up its predictions before it found anything."""
     return StrategyError(
         "The search ended before it found a strategy that fits",
         expected=f"a strategy within {max_predictions} predictions",
@@ -117,10 +127,6 @@ def _largest_class(held: Memory) -> tuple[str, int]:
     return name, sizes[name]
 
 
-def _named(plan: Plan) -> str:
-    return "+".join(name for name in plan.strategy.names if name != "parallel_mode") or "data"
-
-
 # --- Searching for the best strategies of a subject.
 
 Progress = Callable[[int, int], None]
@@ -128,7 +134,7 @@ Progress = Callable[[int, int], None]
 
 MAX_PREDICTIONS = 1500
 _MOST_GROWTH = 1024
-_Tried = tuple[Space, Looked]  # without offloading
+_Tried = tuple[Space, SearchState]  # the state after its pass without offloading
 
 
 @paused_collection()
@@ -142,13 +148,13 @@ def search(
     space: Space | None = None,
     max_predictions: int = MAX_PREDICTIONS,
     progress: Progress | None = None,
-    further: Sequence[Further] = (),
+    follow_ups: Sequence[FollowUp] = (),
     growing: Space | None = None,
 ) -> Found:
     """Find the strategies that do best among those that fit into memory.
 
-    Candidates are looked at in the order of bounds that they cannot beat, until no other can be among the best: what is
-    found is what looking at all of them would find, as long as ``max_predictions`` last. The same call finds the same.
+    Candidates are tried in the order of their lower bounds, until no other can be among the best. As long as
+    ``max_predictions`` last, the result is what simulating all of them would give. The same call finds the same.
 
     Args:
         subject: A model and how it is trained, on a world; with a cluster, for objectives that need seconds.
@@ -160,8 +166,8 @@ def search(
         space: What is tried; None: see :func:`default_space`. Offloading is tried, too, where memory is too small for
             anything: it is among the plans where it does better than what fits without.
         max_predictions: Most plans that are asked of the subject.
-        progress: Told of every prediction.
-        further: Where it goes on after ``space``, in this order.
+        progress: Called after every prediction.
+        follow_ups: Where it goes on after ``space``, in this order.
         growing: What is tried on more devices, where nothing fits on these; None: the last that was tried here.
 
     Raises:
@@ -171,41 +177,31 @@ def search(
     """
     start = time.perf_counter()
     check_objective(objective)
-    wished = read_constraints(excluded, included)
+    required = read_constraints(excluded, included)
     cluster: Cluster | None = getattr(subject, "cluster", None)
     node = cluster.devices_per_node if cluster is not None else subject.world
-    left = functools.partial(constrained, excluded=excluded, included=wished, world=subject.world, node=node)
-    given = left(space or default_space(subject))
-    offload = () if given.offload != ((),) or "offload" in (*excluded, *wished) else offloads(subject.world)
-    looking = _Search(subject, cluster, node, objective, top, max_predictions, progress)
-    given, looked = looking.first(given, may_lower=not {*HALF} & {*wished})
-    tried, looked = looking.onwards(given, looked, further, left, offload)
-    widest = tried[-1][0]
-    if looked.ever_stopped and not looked.plans:
-        raise ended_early(max_predictions)
-    if not looked.plans and (batches := looking.batches_nearby(_roomiest(widest, (*widest.offload, *offload)))):
-        raise no_such_batch(subject, batches)
-    if not looked.plans and not any(without.squeezed for _, without in tried):
-        raise nothing_works(subject.world, looking.refused, wished)
-    if not looked.plans:
-        smallest = looking.smallest(_roomiest(widest, (*widest.offload, *offload)), looked.too_large)
-        if smallest is None:
-            raise nothing_works(subject.world, looking.refused, wished)
-        larger = widest if growing is None else left(growing)
-        raise nothing_fits(subject, smallest, looking.fewest_devices(_roomiest(larger, (*larger.offload, *offload))))
+    constrain = functools.partial(constrained, excluded=excluded, included=required, world=subject.world, node=node)
+    given = constrain(space or default_space(subject))
+    decided = given.offload != ((),) or names_role(Role.OFFLOADING, (*excluded, *required))
+    offload = () if decided else offloads(subject.world)
+    passes = _Passes(subject, cluster, node, objective, top, max_predictions, progress)
+    given, state = passes.first(given, may_lower=not names_role(Role.PRECISION, required))
+    tried, state = passes.follow(given, state, follow_ups, constrain, offload)
+    if not state.plans:
+        raise passes.failure(tried, state, offload, required, None if growing is None else constrain(growing))
     return Found(
-        plans=tuple(plan for _, plan in looked.plans),
-        too_large=tuple(looked.too_large),
-        refused=tuple((text, reason) for reason, text in looking.refused.items()),
-        num_considered=looking.num_considered,
-        num_predicted=looking.num_predicted,
+        plans=tuple(plan for _, plan in state.plans),
+        too_large=tuple(state.too_large),
+        refused=tuple((text, reason) for reason, text in passes.refused.items()),
+        num_considered=passes.num_considered,
+        num_predicted=passes.num_predicted,
         seconds=time.perf_counter() - start,
-        is_complete=not looked.ever_stopped,
+        is_complete=not state.ever_stopped,
     )
 
 
-class _Search:
-    """What several passes through spaces share."""
+class _Passes:
+    """The passes of one search: what they share, and the order in which they are made."""
 
     def __init__(
         self,
@@ -223,83 +219,115 @@ class _Search:
         self.refused: dict[str, str] = {}
         self.num_considered = self.num_predicted = 0
 
-    def first(self, space: Space, *, may_lower: bool) -> tuple[Space, Looked]:
-        """Return the first pass.
+    def first(self, space: Space, *, may_lower: bool) -> tuple[Space, SearchState]:
+        """Make the first pass; return the space it settled on, and the state after it.
 
-        Another one in full precision for a model that a lower one stops, which is refused then.
+        Where lower precision stops a model from being traced, the pass is made once more in full precision.
         """
         before = self._through(space)
         if not (may_lower and _is_untraced(before) and space.precision != ((),)):
             return space, before
         full = space.replace(precision=((),))
-        looked = self._through(full)
-        if _is_untraced(looked):
+        state = self._through(full)
+        if _is_untraced(state):
             return space, before  # the model itself cannot be traced
         _, plan = before.plans[0]
         gap = next((gap for gap in plan.gaps if "activations" in gap), "activations are not predicted")
         self.refused |= {f"in lower precision {gap}": str(plan.strategy)}
-        return full, looked
+        return full, state
 
-    def onwards(
-        self, given: Space, looked: Looked, further: Sequence[Further], left: Callable[[Space], Space],
+    def follow(
+        self, given: Space, state: SearchState, follow_ups: Sequence[FollowUp], constrain: Callable[[Space], Space],
         offload: tuple[Choice, ...],
-    ) -> tuple[list[_Tried], Looked]:  # fmt: skip
-        """Return what comes after the first pass; the spaces that were tried, and all that was found.
+    ) -> tuple[list[_Tried], SearchState]:  # fmt: skip
+        """Make all passes after the first; return the spaces that were tried, and the state at the end.
 
         Args:
             given: The space of the first pass.
-            looked: What it has found.
-            further: The other spaces.
-            left: What wishes leave of one.
+            state: After the first pass.
+            follow_ups: The other spaces.
+            constrain: Returns the part of a space that satisfies the caller's constraints.
             offload: What may leave devices.
         """
-        tried: list[_Tried] = [(given, looked)]
-        for each in (each for each in further if each.where == "always"):
-            tried.append(self._beside(left(each.space).replace(precision=given.precision), looked))
-            looked = tried[-1][1]
-        looked = self._offloading(tried, looked, offload)
-        for each in further:
-            if each.is_worth(looked):
-                tried.append(self._beside(left(each.beside(looked)).replace(precision=given.precision), looked))
-                looked = self._offloading(tried[-1:], tried[-1][1], offload)
-        return tried, looked
+        tried: list[_Tried] = [(given, state)]
+        for each in (each for each in follow_ups if each.where == "always"):
+            tried.append(self._in_other(constrain(each.space).replace(precision=given.precision), state))
+            state = tried[-1][1]
+        state = self._offloading(tried, state, offload)
+        for each in follow_ups:
+            if each.is_worth(state):
+                tried.append(
+                    self._in_other(constrain(each.space_after(state)).replace(precision=given.precision), state)
+                )
+                state = self._offloading(tried[-1:], tried[-1][1], offload)
+        return tried, state
 
-    def _beside(self, space: Space, looked: Looked) -> _Tried:
-        return space, self._through(space, looked.beside())
+    def _in_other(self, space: Space, state: SearchState) -> _Tried:
+        return space, self._through(space, state.for_other_space())
 
-    def _offloading(self, tried: Sequence[_Tried], looked: Looked, offload: tuple[Choice, ...]) -> Looked:
-        """Pass with offloading, where something that was too large may be among the best once it takes less."""
+    def _offloading(self, tried: Sequence[_Tried], state: SearchState, offload: tuple[Choice, ...]) -> SearchState:
+        """Pass with offloading where something too large could be among the best once it takes less."""
         for space, without in tried:
-            if offload and (without.squeezed or self.objective == "memory"):
-                looked = self._through(space.replace(offload=offload), looked.offloading(without))
-        return looked
+            if offload and (without.ran_out or self.objective == "memory"):
+                state = self._through(space.replace(offload=offload), state.for_offloading(without))
+        return state
 
-    def _through(self, space: Space, before: Looked | None = None) -> Looked:
+    def _through(self, space: Space, before: SearchState | None = None) -> SearchState:
         return self._pass(space, self.objective, self.top, limited=True, before=before)
 
     def _pass(
-        self, space: Space, objective: Objective, top: int, *, limited: bool, before: Looked | None = None
-    ) -> Looked:
+        self, space: Space, objective: Objective, top: int, *, limited: bool, before: SearchState | None = None
+    ) -> SearchState:
         candidates = Candidates(space, self.subject.world, self.node, self.subject.batch_size)
         engine = Engine(
             self.subject, candidates, self.bounds, objective, top, self.max_predictions, self.progress, limited=limited
         )
-        looked = engine.run(before)
-        self.refused = candidates.refused | self.refused  # told by the simplest that met it
-        self.num_considered += looked.num_considered
-        self.num_predicted = looked.num_predicted + self.num_predicted
-        return looked
+        state = engine.run(before)
+        self.refused = candidates.refused | self.refused  # the reason is shown with the simplest strategy that met it
+        self.num_considered += state.num_considered
+        self.num_predicted = state.num_predicted + self.num_predicted
+        return state
+
+    def failure(
+        self,
+        tried: Sequence[_Tried],
+        state: SearchState,
+        offload: tuple[Choice, ...],
+        included: Collection[str],
+        growing: Space | None,
+    ) -> StrategyError:
+        """Return the error for a search that has found nothing, with the most telling reason.
+
+        Args:
+            tried: The spaces that were tried.
+            state: At the end.
+            offload: What may leave devices.
+            included: Methods that every candidate has.
+            growing: What is tried on more devices; None: the last space that was tried.
+        """
+        if state.ever_stopped:
+            return ended_early(self.max_predictions)
+        space = tried[-1][0]
+        roomiest = _roomiest(space, (*space.offload, *offload))
+        if batches := self.batches_nearby(roomiest):
+            return no_such_batch(self.subject, batches)
+        ran_out = any(without.ran_out for _, without in tried)
+        smallest = self.smallest(roomiest, state.too_large) if ran_out else None
+        if smallest is None:
+            return nothing_works(self.subject.world, self.refused, included)
+        larger = roomiest if growing is None else _roomiest(growing, (*growing.offload, *offload))
+        return nothing_fits(self.subject, smallest, self.fewest_devices(larger))
 
     def smallest(self, space: Space, known: Sequence[Plan]) -> Plan | None:
-        """Return the strategy that takes least, though it is too much: of those that divide all that can be divided."""
-        looked = self._pass(space, "memory", 1, limited=False)
-        plans = [*known, *(plan for _, plan in looked.plans)]
+        """Return the plan that takes least, though it is too much, of those that divide all that can be divided."""
+        state = self._pass(space, "memory", 1, limited=False)
+        plans = [*known, *(plan for _, plan in state.plans)]
         return min(plans, key=lambda plan: (plan.needed_bytes, str(plan.strategy)), default=None)
 
     def fewest_devices(self, space: Space) -> int | None:
-        """As many devices as it takes until something fits: doubled again and again, then what lies between.
+        """Return how many devices would do: doubled again and again, then with what lies between.
 
-        None: it cannot be told, or a thousand times as many are too few.
+        None where that cannot be found out, or a thousand times as many are too few.
         """
         grow: Callable[[int], Subject] | None = getattr(self.subject, "on", None)
         if grow is None or self.cluster is None:
@@ -311,7 +339,7 @@ class _Search:
         return None
 
     def _between(self, few: int, enough: int, grow: Callable[[int], Subject], space: Space) -> int:
-        """Of too few devices and twice as many, quarters of the way that are enough, in nodes as whole as these."""
+        """Return the fewest devices that do between too few and twice as many, by quarters and in whole nodes."""
         unit = self.node if few > self.node and few % self.node == 0 else 1
         for quarter in (few // 2, few // 4):
             middle = enough - quarter
@@ -327,7 +355,7 @@ class _Search:
         return self._fits(larger, cluster, wider)
 
     def batches_nearby(self, space: Space) -> list[int]:
-        """Of a batch that the devices cannot share equally, the next ones that they can and that fit."""
+        """Return fitting batches near one that the devices cannot share equally."""
         of_batch: Callable[[int], Subject] | None = getattr(self.subject, "of_batch", None)
         world, batch = self.subject.world, self.subject.batch_size
         if of_batch is None or batch is None or self.cluster is None or batch % world == 0:
@@ -342,18 +370,18 @@ class _Search:
         return bool(engine.run().plans)
 
 
-def _is_untraced(looked: Looked) -> bool:
-    """Return whether the best that was found says nothing of activations."""
-    return bool(looked.plans) and looked.plans[0][1].step.activations is None
+def _is_untraced(state: SearchState) -> bool:
+    """Return whether the activations of the best plan are unknown."""
+    return bool(state.plans) and state.plans[0][1].step.activations is None
 
 
 def _roomiest(space: Space, offload: tuple[Choice, ...]) -> Space:
-    """Return what takes least memory, of all that divides it."""
+    """Return the part of a space that takes least memory: all is divided over as many ranks as possible."""
     return space.replace(hybrid=False, recompute=space.recompute[-1:], offload=offload)
 
 
 def _wider(space: Space, larger: Space) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a larger world, as far as a caller's wishes leave its axes."""
+    """Return the sizes of axes in a larger world, as far as a caller's constraints leave them open."""
     return {
         axis: tuple(size for size in larger.sizes.get(axis, every) if size > 1 or 1 in every)
         if space.axis_methods.get(axis)
@@ -362,17 +390,15 @@ def _wider(space: Space, larger: Space) -> dict[str, tuple[int, ...]]:
     }
 
 
-# --- Searching for a model that must be run to be known: what costs most to find out about is tried last.
+# --- Searching for a real module. It must be run to be known, so what costs most to find out about is tried last.
 
 _MAX_PREDICTIONS = 300
 _DIVIDE_TOKENS = ("sequence", "context")
-_BETWEEN_LAYERS = ("tensor_parallel", {"sequence": True})
-# Of the other schedules none was better than both of these on any of the models that were searched whole.
-_PIPELINES = choices("pipeline_parallel", ("pipeline_parallel", {"schedule": "zbv"}))
+_SLOW = SearchScope(is_slow=True)
 
 
 def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
-    """A search that begins with what is soon found out about, and goes on from the best of that.
+    """Search where a prediction is quick first, and go on from the best of that.
 
     A model that is traced takes seconds for every way to divide its layers or tokens, where one of a known family takes
     milliseconds. So data and tensor parallelism come first, and pipelines next. Tokens are divided between the layers
@@ -390,33 +416,37 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
     options = {"max_predictions": _MAX_PREDICTIONS, **options}
     small = space.replace(
         sizes={axis: sizes for axis, sizes in space.sizes.items() if axis not in ("pipeline", *_DIVIDE_TOKENS)},
-        axis_methods={**space.axis_methods, "tensor": choices("tensor_parallel")},
+        axis_methods={**space.axis_methods, "tensor": on_axis("tensor", _SLOW)[:1]},
         inner_axes=1,
     )
-    further = _further(small, space, options.get("excluded", ()), options.get("included", ()))
-    return search(subject, space=small, further=[*further], growing=small, **options)
+    follow_ups = _follow_ups(small, space, options.get("excluded", ()), options.get("included", ()))
+    return search(subject, space=small, follow_ups=[*follow_ups], growing=small, **options)
 
 
-def _further(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Further]:
-    """What comes after the small space, but for what a wish names: that has been tried there, or must not be."""
-    wished = read_constraints(excluded, included)
-    mesh = dict(getattr(wished.get("parallel_mode"), "axes", ()))
+def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[FollowUp]:
+    """Yield the spaces beyond the small one, without what has been tried there or is excluded."""
+    required = Strategy([*read_constraints(excluded, included).values()])
+    mesh = dict(getattr(find_method(required, lambda each: each.phase == Phase.MESH), "axes", ()))
+    pipeline = find_method(required, lambda each: each.axis == "pipeline")
     sizes = tuple(size for size in whole.sizes.get("pipeline", ()) if size > 1)  # none on one device
-    if sizes and not mesh and "pipeline_parallel" not in wished and _may_be("pipeline_parallel", excluded, included):
-        yield Further(_on(small, "pipeline", sizes, _PIPELINES))
-    tensor = wished.get("tensor_parallel")
-    says = tensor is not None and "sequence" in tensor.model_fields_set
-    allowed = tensor is not None or _may_be("tensor_parallel", excluded, included)
+    pipelines = on_axis("pipeline", _SLOW)
+    if sizes and not mesh and pipeline is None and _is_allowed("pipeline", excluded, included):
+        yield FollowUp(_on(small, "pipeline", sizes, pipelines))
+    tensor = find_method(required, lambda each: each.axis == "tensor")
+    between = on_axis("tensor", _SLOW)[1:]
+    decided = {key for choice in between for method in choice for key in method.model_fields_set}
+    is_decided = tensor is not None and not decided.isdisjoint(tensor.model_fields_set)
     sizes = tuple(size for size in whole.sizes.get("tensor", ()) if size > 1)
-    if sizes and allowed and not says and (not mesh or mesh.get("tensor", 1) > 1):
-        yield Further(_on(small, "tensor", sizes, choices(_BETWEEN_LAYERS)), "divided")
-    yield Further(whole.replace(axis_methods={**whole.axis_methods, "pipeline": _PIPELINES}), "nothing")
+    may_divide = tensor is not None or _is_allowed("tensor", excluded, included)
+    if sizes and may_divide and not is_decided and (not mesh or mesh.get("tensor", 1) > 1):
+        yield FollowUp(_on(small, "tensor", sizes, between), "divided")
+    yield FollowUp(whole.replace(axis_methods={**whole.axis_methods, "pipeline": pipelines}), "nothing")
 
 
-def _may_be(name: str, excluded: Sequence[str], included: Sequence[Any]) -> bool:
-    """Return whether wishes allow a method that they may not name."""
+def _is_allowed(axis: str, excluded: Sequence[str], included: Sequence[Any]) -> bool:
+    """Return whether constraints allow the method of an axis."""
     try:
-        read_constraints(excluded, [*included, name])
+        read_constraints(excluded, [*included, method_of_axes()[axis]])
     except StrategyError:
         return False
     return True

@@ -11,16 +11,16 @@ from typing import Literal, NamedTuple
 from meshwright.cost import Activations, Block, Cluster, Op, Parameter, Step, Traffic, memory, peak
 from meshwright.cost.device_time import Machine, Network, offload_time
 from meshwright.cost.step_time import one_s, updated_s
-from meshwright.methods import Method
+from meshwright.methods import Method, Role
 from meshwright.planner.plans import Plan, needed_bytes
-from meshwright.planner.search.search_space import Choice, choices
+from meshwright.planner.search.search_space import Choice, searched
 from meshwright.strategy import MethodConfig
 
 
 def scaled(step: Step, samples: int) -> Step:
-    """Return the same step with a single micro-batch of so many times as many samples.
+    """Return a step as a single micro-batch of so many times as many samples.
 
-    Only what blocks wait for is kept of its traffic.
+    Only the traffic that blocks wait for is kept.
     """
     return step.replace(
         blocks=tuple(dataclasses.replace(b, ops=tuple(_op(op, samples) for op in b.ops)) for b in step.blocks),
@@ -53,9 +53,9 @@ def _one(traffic: Traffic, samples: int, micro_batches: int) -> Traffic:
 
 
 def bare_blocks(step: Step, *, merged: bool = True) -> tuple[Block, ...]:
-    """Return the blocks without what they compute; parameters that are treated alike are one where they may be merged.
+    """Return the blocks without their ops; parameters that are treated alike are one where they may be merged.
 
-    What an update holds for a moment is left out: it is not there together with activations, which come on top.
+    What an update holds for a moment is left out: it is never there together with activations, which are added on top.
     """
     blocks = (
         dataclasses.replace(
@@ -75,9 +75,9 @@ def _merged(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
 
 
 def _as_vector(parameter: Parameter) -> Parameter:
-    """Return what is left of a parameter when its size is not looked at.
+    """Return a parameter without its shape.
 
-    States of only some of its dims keep its shape.
+    A parameter with states of only some of its dims keeps its shape.
     """
     every = tuple(range(len(parameter.shape)))
     if not parameter.shape or any(state.dims not in (every, ()) for state in parameter.states):
@@ -86,21 +86,23 @@ def _as_vector(parameter: Parameter) -> Parameter:
     return dataclasses.replace(parameter, name="", shape=(1,), states=states, tensor_dim=None, trained_on=None)
 
 
-# --- What parameters alone cost a candidate, each figure found out when it is first asked for.
+# --- What parameters alone cost a candidate.
 
 _VERY_MUCH = 2**60  # bytes
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Bytes on a rank, and seconds of an update and of gathers and reductions.
+    """Bytes of a rank's parameters and their states, and seconds of updating, gathering and reducing them.
+
+    Each figure is computed when it is first asked for.
 
     Args:
-        bare: ``bare(micro_batches)`` is a step of bare parameters.
+        bare: Returns the step of bare parameters with so many micro-batches.
         wires: Links at their full bandwidth.
         machine: Kernels at their best.
         network: Collectives at their best.
-        taken: What a step takes of a rank's limit.
+        taken: Returns the bytes that a step takes of a rank's limit.
     """
 
     bare: Callable[[int], Step]
@@ -111,20 +113,20 @@ class State:
 
     @functools.cached_property
     def once(self) -> Step:
-        """With one micro-batch."""
+        """Return the step with one micro-batch."""
         return self.bare(1)
 
     @functools.cached_property
     def twice(self) -> Step:
-        """With more."""
+        """Return the step with two micro-batches."""
         return self.bare(2)
 
     def held_bytes(self, micro_batches: int) -> int:
-        """Return the parameters, gradients, the optimizer's state and what is gathered."""
+        """Return the bytes of parameters, gradients, the optimizer's state and what is gathered."""
         return self._held_once if micro_batches == 1 else self._held_twice
 
     def at_loss_bytes(self, micro_batches: int) -> int:
-        """Return the same as the loss runs backward, beside all that forward saved.
+        """Return the bytes that are there at the start of backward, beside all that forward saved.
 
         What only forward gathers is free then.
         """
@@ -153,12 +155,12 @@ class State:
 
     @functools.cached_property
     def update_s(self) -> float:
-        """Return the update."""
+        """Return the seconds of the update."""
         return updated_s(self.once, self.machine, self.full_links, offload_time(self.once, self.full_links))
 
     @functools.cached_property
     def link_s(self) -> tuple[float, float]:
-        """Gather and reductions of one micro-batch, and of every further one."""
+        """Return the seconds of gathers and reductions of one micro-batch, and of every further one."""
         first, both = self._link_s(self.once), self._link_s(self.twice)
         return first, max(both - first, 0.0)
 
@@ -167,30 +169,34 @@ class State:
         return sum(one_s(step, each, self.network) for each in hidden)
 
 
-# --- What one rank computes and keeps for a sample, found out once for all that only divides samples.
+# --- What a sample costs one rank.
 
-_SHARDING = choices("zero1")[0]
+
+@functools.cache
+def _any_sharding() -> Choice:
+    """Return a method that shards: all gather weights in the precision that they compute in."""
+    return searched(Role.SHARDING)[0]
 
 
 class Kept(NamedTuple):
-    """What a rank keeps of a micro-batch from forward to backward, in bytes."""
+    """Bytes that a rank keeps of a micro-batch from forward to backward."""
 
     inside: int  # by the blocks
     behind: int  # behind the last of them
-    loss: int  # beside these, as the loss runs backward
+    loss: int  # beside these, at the start of backward (loss)
 
     @property
     def total(self) -> int:
-        """All that is there as the loss runs backward."""
+        """Return the bytes that are there at the start of backward."""
         return self.inside + self.behind + self.loss
 
     def of_samples(self, samples: int, two: Kept | None) -> Kept:
-        """Of a micro-batch of more samples than one.
+        """Return the bytes of a micro-batch of more samples than one.
 
         Args:
-            samples: Their number.
-            two: What a micro-batch of two keeps: casts of weights, masks and tables it keeps once. None: this as often
-                as there are samples, which can be too much.
+            samples: Number of samples.
+            two: Bytes of a micro-batch of two, which keeps casts of weights, masks and tables once. None counts every
+                sample like the first, which can be too much.
         """
         if two is None or samples < 1:
             return Kept(*(samples * each for each in self))
@@ -199,14 +205,16 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rank computes and keeps for a micro-batch of one sample.
+    """The work of one rank for a micro-batch of one sample, and the bytes it saves.
+
+    It is found once for all candidates that differ only in how samples are divided.
 
     Args:
         step: After the twins of its axes, precision and recomputation.
-        kept: From forward to backward.
-        slack: By how much more is taken of the limit than tensors need.
-        taken: What a step's tensors take of the limit, but for slack, at least.
-        again: The same of a micro-batch of so many samples; None where that is not known.
+        kept: Bytes kept from forward to backward.
+        slack: Ratio of the bytes taken of the limit to the bytes of tensors.
+        taken: Returns the least bytes that a step's tensors take of the limit, without slack.
+        again: Returns the bytes kept of a micro-batch of so many samples; None where that is not known.
     """
 
     step: Step
@@ -217,33 +225,33 @@ class Probe:
 
     @functools.cached_property
     def kept_by_two(self) -> Kept | None:
-        """Of a micro-batch of two samples."""
+        """Return the bytes kept of a micro-batch of two samples."""
         return None if self.again is None else self.again(2)
 
     @property
     def offloaded_bytes(self) -> int:
-        """Return what forward sends to the host, and backward brings back."""
+        """Return the bytes that forward sends to the host and backward brings back."""
         return self.step.activations.offloaded_bytes if self.step.activations is not None else 0
 
     @functools.cached_property
     def num_blocks(self) -> int:
-        """Blocks that a pipeline can deal out."""
+        """Return the number of blocks that a pipeline can divide."""
         return sum(block.count for block in self.step.blocks if block.name != "outside")
 
 
 def probe_of(plan: Plan, again: Callable[[int], Kept] | None = None) -> Probe:
-    """Return what a plan says of its rank's work."""
+    """Return the probe that a plan makes."""
     if plan.taken_bytes is None:
         return Probe(plan.step, kept_of(plan), 1.0, lambda step: needed_bytes(step, memory(step)), again)
     slack = plan.taken_bytes / max(_at_peak(plan.step), 1)
-    # Of a real module it is known block by block when gradients are there: parameters alone do not tell.
+    # For a real module, when gradients are there is known block by block, and parameters alone do not show it.
     known = plan.step.activations
     but_for: tuple[Literal["recomputation"], ...] = ("recomputation",) if known is not None and known.transients else ()
     return Probe(plan.step, kept_of(plan), slack, functools.partial(_at_peak, but_for=but_for), again)
 
 
 def kept_of(plan: Plan) -> Kept:
-    """Return what a plan says of its micro-batch."""
+    """Return the bytes that a plan keeps of its micro-batch."""
     known, kept = plan.step.activations, plan.memory.activations or 0
     behind = min(known.outside_bytes, kept) if known is not None else 0
     # Where classes are summed, what only the loss's backward makes is none of them.
@@ -255,20 +263,23 @@ def _at_peak(step: Step, but_for: tuple[Literal["recomputation"], ...] = ()) -> 
 
 
 def probing(precision: Choice, recompute: Choice, rest: Choice, *, sharded: bool) -> Choice:
-    """Return what a probe has: all but what needs other axes, or a sharding method, or is no matter of one sample.
+    """Return the methods of a probe: those that need no other axes and no sharding, and matter for one sample.
 
-    What shards gathers weights in the precision that they compute in, where autocast casts them in every layer: that is
-    time, and bytes for backward. All that shard do it alike, so that one of them stands for all.
+    Sharding methods gather weights in the precision in which they compute, where autocast casts them in every layer:
+    that is time, and bytes for backward. All of them do it alike, so one stands for all.
     """
     alone = (each for each in rest if getattr(each, "axis", None) is None and not _lacks(each) and not _no_probes(each))
-    return (*(_SHARDING if sharded and precision else ()), *precision, *recompute, *alone)
+    return (*(_any_sharding() if sharded and precision else ()), *precision, *recompute, *alone)
 
 
 def _no_probes(method: MethodConfig) -> bool:
-    """Return whether it is of states alone, or says into how many micro-batches a step is cut, where a probe has its own."""
-    return getattr(method, "num_micro_batches", None) is not None or (isinstance(method, Method) and method.of_state)
+    """Return whether a method changes states alone, or names a number of micro-batches.
+
+    A probe has its own number.
+    """
+    return isinstance(method, Method) and (method.asked_micro_batches is not None or method.of_state)
 
 
 def _lacks(method: MethodConfig) -> bool:
-    """Return whether it needs another method beside it."""
+    """Return whether a method needs another one beside it."""
     return isinstance(method, Method) and any(need.when(method) for need in method.needs)

@@ -8,41 +8,41 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.cost import Cluster
 from meshwright.errors import StrategyError
-from meshwright.methods import Offload, PipelineParallel, in_phase_order
+from meshwright.methods import Method, Role, SearchScope, in_phase_order, mesh_method, method_of_axes, methods_for
+from meshwright.methods.base import INNER_AXES
 from meshwright.methods.composition import check_rules, shard_axis_of
 from meshwright.planner.plans import Subject
 from meshwright.strategy import MethodConfig, Strategy
+from meshwright.strategy.method_config import METHOD_CONFIGS
+
+if TYPE_CHECKING:
+    from meshwright.methods import PipelineParallel
 
 Choice = tuple[MethodConfig, ...]
-"""Methods that are taken together; none: the decision is to do nothing."""
+"""Methods that are one answer to a decision; the empty choice does nothing."""
 
-_MOST_TOKEN_RANKS = 16  # beyond, a rank's part of a sample is too short to be worth dividing
-_MOST_STAGES = 64
-_EVERY_ZERO_SIZE = 8  # of so many data-parallel ranks all divisors are tried for a group that shards
-_STAGES_PER_RANK = (2, 4)
-_FRACTIONS = (0.25, 0.5, 0.75)
-_MOST_IN_PART = 1024  # devices; sharded over more, states are small beside all else
+_EVERY_ZERO_SIZE = 8  # up to so many data-parallel ranks, all divisors are tried for a group that shards
 
 
 @dataclass(frozen=True)
 class Space:
-    """The choices of a search; it tries their combinations, as far as the law of methods allows.
+    """The choices of a search, which tries all their combinations that the composition rules allow.
 
     Args:
         sizes: Sizes to try of the axes ``tensor``, ``sequence``, ``context``, ``expert``, ``pipeline`` and ``replica``,
             1 included; an axis that is absent is not tried.
         axis_methods: The methods that may work on each of these axes.
-        sharding: What may shard parameters, over an axis ``zero``; nothing: data parallelism.
-        hybrid: Whether parameters may be sharded within groups that hold copies of each other (HSDP).
+        sharding: Methods that shard parameters over an axis ``zero``; the empty choice is data parallelism.
+        hybrid: Whether groups of ranks that shard may hold copies of each other (HSDP).
         inner_axes: Most of the axes ``tensor``, ``sequence``, ``context`` and ``expert`` that are used together.
-        precision: What may lower the precision, what computes fastest first.
-        half_dtype: What half precision is on the devices.
-        recompute: What may recompute activations, the least first.
-        offload: What may leave the device.
+        precision: Methods that lower the precision, the fastest first.
+        half_dtype: Half precision of the devices.
+        recompute: Methods that recompute activations, the least first.
+        offload: Methods that offload, the least first.
         extra: Methods that every candidate has.
         micro_batches: Numbers of micro-batches; None: all that divide a replica's samples.
     """
@@ -60,7 +60,7 @@ class Space:
     micro_batches: tuple[int | None, ...] | None = None
 
     def replace(self, **changes: Any) -> Space:
-        """Return the same space with some choices changed."""
+        """Return the space with some choices changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -70,66 +70,64 @@ def choices(*options: Any) -> tuple[Choice, ...]:
 
 
 def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
-    """Return what is tried for a subject when nothing else is asked for.
+    """Return the space that is searched where a caller names none.
 
     Args:
-        subject: What is planned; its cluster, if it has one, says how large a node is and which precisions it has.
-        lower_precision: Whether half precision is tried; without, what the subject has is kept.
+        subject: A model and how it is trained; its cluster, if known, says how large a node is and which precisions it
+            has.
+        lower_precision: Whether half precision is tried; False keeps the subject's own.
     """
     cluster: Cluster | None = getattr(subject, "cluster", None)
     world, node = subject.world, cluster.devices_per_node if cluster is not None else subject.world
-    divisors = divisors_of(world)
-    within = tuple(size for size in divisors if node % size == 0 or (size % node == 0 and size <= node))
-    tokens = tuple(size for size in divisors if size <= _MOST_TOKEN_RANKS)
+    has_half = lower_precision and cluster is not None and not cluster.device.is_host
+    scope = SearchScope(world, cluster.device.half_dtype if has_half and cluster is not None else None)
+    working = {axis: _of_axis(axis) for axis in (*INNER_AXES, "pipeline", "replica")}
+    sizes = {axis: method.axis_sizes(divisors_of(world), node) for axis, method in working.items()}
     return Space(
-        sizes={
-            "tensor": within,
-            "sequence": within,
-            "context": tokens,
-            "pipeline": tuple(size for size in divisors if size <= _MOST_STAGES),
-        },
-        axis_methods={
-            "tensor": choices("tensor_parallel", ("tensor_parallel", {"sequence": True})),
-            "sequence": choices("sequence_parallel"),
-            "context": choices("context_parallel"),
-            "expert": choices("expert_parallel"),
-            "pipeline": _pipelines(),
-            "replica": choices("outer"),
-        },
-        sharding=choices(None, "zero1", "zero2", "fsdp"),
-        precision=_precisions(cluster) if lower_precision else ((),),
+        sizes={axis: every for axis, every in sizes.items() if every},
+        axis_methods={axis: on_axis(axis, scope) for axis in working},
+        sharding=((), *searched(Role.SHARDING, scope)),
+        precision=searched(Role.PRECISION, scope) or ((),),
         half_dtype=subject.half_dtype,
-        recompute=_recomputations(),
+        recompute=((), *searched(Role.RECOMPUTATION, scope)),
     )
 
 
-def offloads(world: int = 1) -> tuple[Choice, ...]:
-    """Return what may leave the device: states also in part, the least first, as their update waits for the host.
+def searched(role: Role, scope: SearchScope | None = None) -> tuple[Choice, ...]:
+    """Return the configs that methods offer as answers to one decision."""
+    scope = scope or SearchScope()
+    return tuple((option,) for method in methods_for(role) for option in method.search_options(scope))
 
-    Args:
-        world: Devices; on very many, states leave whole or not at all.
-    """
-    parts = (("offload", {"optimizer": fraction}) for fraction in _FRACTIONS if world <= _MOST_IN_PART)
-    # Of gradients what can leave before the update: on some meshes backward does not complete them.
-    every = ("offload", {"optimizer": 1.0, "parameters": 1.0, "activations": 1.0})
-    return choices(*parts, ("offload", "optimizer"), ("offload", "activation"), every)
+
+def on_axis(axis: str, scope: SearchScope | None = None) -> tuple[Choice, ...]:
+    """Return the configs that the method of an axis offers."""
+    return tuple((option,) for option in _of_axis(axis).search_options(scope or SearchScope()))
+
+
+def _of_axis(axis: str) -> type[Method]:
+    method = METHOD_CONFIGS[method_of_axes()[axis]]
+    assert issubclass(method, Method)
+    return method
+
+
+def offloads(world: int = 1) -> tuple[Choice, ...]:
+    """Return what may leave the device, the least first, on so many devices."""
+    return searched(Role.OFFLOADING, SearchScope(world))
 
 
 @functools.cache
 def divisors_of(number: int) -> tuple[int, ...]:
-    """All of them, from 1."""
+    """Return all divisors of a number in ascending order."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return tuple(sorted({*small, *(number // size for size in small)}))
 
 
 def zero_sizes(ranks: int, inner: int, node: int) -> tuple[int, ...]:
-    """Return the sizes of a group that shards within ``ranks``.
-
-    All of them, or of many those that fill a node and steps of 4.
+    """Return the sizes of groups to shard within: all divisors, or of many ranks whole nodes and steps of 4.
 
     Args:
         ranks: Data-parallel ranks.
-        inner: Ranks that lie closer together than they.
+        inner: Ranks of inner axes, which lie closer together.
         node: Ranks of a node.
     """
     if ranks <= _EVERY_ZERO_SIZE:
@@ -142,28 +140,7 @@ def zero_sizes(ranks: int, inner: int, node: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _pipelines() -> tuple[Choice, ...]:
-    name = "pipeline_parallel"
-    interleaved = ((name, {"schedule": "interleaved", "num_stages_per_rank": each}) for each in _STAGES_PER_RANK)
-    return choices(name, *interleaved, (name, {"schedule": "zbv"}), (name, {"schedule": "gpipe"}))
-
-
-def _precisions(cluster: Cluster | None) -> tuple[Choice, ...]:
-    """Mixed precision: its gradients add up in fp32. ``half``, which is faster and less exact, is tried when asked."""
-    if cluster is None or cluster.device.is_host:
-        return ((),)
-    return choices(("amp_native", cluster.device.half_dtype))
-
-
-def _recomputations() -> tuple[Choice, ...]:
-    """Nothing, everything, and what lies between."""
-    return choices(None, ("checkpoint", {"policy": "selective"}), ("checkpoint", {"every": 2}), "checkpoint")
-
-
-# --- The combinations of a space: meshes, then what works on them, then how a batch goes through.
-
-INNER = ("tensor", "sequence", "context", "expert")
-"""Axes that divide a sample's work or a layer's weights, innermost first; data parallelism lies around them."""
+# --- The combinations of a space: meshes, then branches on each, then numbers of micro-batches.
 
 Refusals = dict[str, str]
 """Reasons why strategies cannot train, and the first strategy of each."""
@@ -171,7 +148,7 @@ Refusals = dict[str, str]
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Sizes of axes, the innermost first, and the methods that work on them. Each is made once, and equals itself."""
+    """Sizes of axes, and the methods of the inner ones. Compared by identity: each mesh is made once."""
 
     inner: tuple[tuple[str, int], ...]
     ranks: int  # data-parallel ranks: those of the axes data and zero
@@ -182,7 +159,7 @@ class Mesh:
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A mesh with what shards on it, and precision, recomputation, offloading and a schedule; it equals itself."""
+    """A mesh with one answer to every decision but the number of micro-batches. Compared by identity."""
 
     mesh: Mesh
     axes: tuple[tuple[str, int], ...]
@@ -194,7 +171,7 @@ class Branch:
 
     @property
     def methods(self) -> Choice:
-        """All but the mesh."""
+        """Return all methods but the mesh."""
         pipeline = () if self.schedule is None else (self.schedule,)
         return (
             *self.mesh.inner_methods, *pipeline, *self.sharding, *self.precision, *self.recompute, *self.rest,
@@ -202,43 +179,43 @@ class Branch:
 
     @property
     def but_for_groups(self) -> object:
-        """Return what it has in common with those whose groups shard over more or fewer ranks."""
+        """Return a key shared by branches that differ only in how many ranks a group shards over."""
         return self.mesh, self.sharding, self.precision, self.recompute, self.rest, self.schedule
 
     # To hash what methods are takes long; passes through a space share them.
     @property
     def but_for_sharding(self) -> object:
-        """Return what its methods have in common with those of one mesh that shard otherwise."""
+        """Return a key shared by branches on one mesh that differ only in the sharding method."""
         others = (*self.precision, *self.recompute, *self.rest)
         return id(self.schedule), tuple(map(id, others))
 
     @property
     def but_for_offload(self) -> object:
-        """Return what it has in common with those of other passes that offload something else."""
-        return self.axes, tuple(id(method) for method in self.methods if not isinstance(method, Offload))
+        """Return a key shared by branches, also of other passes, that differ only in what they offload."""
+        return self.axes, tuple(id(method) for method in self.methods if role_of(method) is not Role.OFFLOADING)
 
     def strategy(self) -> Strategy:
-        """As a user would write it."""
-        return Strategy([mesh_of(self.axes), *self.methods])
+        """Return the strategy as a user would write it."""
+        return Strategy([mesh_method(self.axes), *self.methods])
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Ranks of a pipeline, and stages on each."""
+        """Return the ranks of the pipeline, and the stages on each."""
         return self.mesh.pipeline, self.schedule.stages_per_rank if self.schedule is not None else 1
 
 
-def mesh_of(axes: tuple[tuple[str, int], ...]) -> tuple[str, dict[str, object]]:
-    """Return the method that names a mesh."""
-    return "parallel_mode", {"axes": axes}
+def role_of(method: MethodConfig) -> Role | None:
+    """Return the decision of a search that a method answers; None: none."""
+    return method.role if isinstance(method, Method) else None
 
 
 def axes_text(sizes: Mapping[str, int]) -> str:
-    """``"tensor 2, pipeline 4"``; what is not divided is left out."""
+    """Describe sizes of axes, such as ``"tensor 2, pipeline 4"``; undivided axes are left out."""
     return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data parallelism"
 
 
 class Candidates:
-    """All branches of a space for a world; what cannot be is refused with a reason, each reason once."""
+    """Enumerate the branches of a space for a world, and collect why others cannot be, each reason once."""
 
     def __init__(self, space: Space, world: int, node: int, batch_size: int | None) -> None:
         self.space, self.world, self.node, self.batch_size = space, world, node, batch_size
@@ -250,7 +227,7 @@ class Candidates:
         self.refused.setdefault(reason, str(strategy))
 
     def meshes(self) -> Iterator[Mesh]:
-        """Factorisations of the world whose replicas share the batch equally; the least divided first."""
+        """Yield the meshes of the world whose replicas share the batch equally, the least divided first."""
         for sizes in sorted(self._sizes(), key=lambda sizes: (math.prod(sizes.values()), tuple(sizes.items()))):
             ranks = self.world // math.prod(sizes.values())
             replicas = ranks * sizes.get("replica", 1) * sizes.get("expert", 1)
@@ -262,29 +239,29 @@ class Candidates:
                     axes_text(sizes),
                 )
                 continue
-            inner = tuple((axis, sizes[axis]) for axis in INNER if sizes.get(axis, 1) > 1)
+            inner = tuple((axis, sizes[axis]) for axis in INNER_AXES if sizes.get(axis, 1) > 1)
             for methods in itertools.product(*(self.space.axis_methods[axis] for axis, _ in inner)):
                 chosen = tuple(itertools.chain.from_iterable(methods))
                 yield Mesh(inner, ranks, sizes.get("pipeline", 1), sizes.get("replica", 1), chosen)
 
     def _divides(self, samples: int, replicas: int) -> bool:
-        """Return whether replicas share a batch equally, in one of the numbers of micro-batches that the space names."""
+        """Return whether replicas share a batch equally in one of the space's numbers of micro-batches."""
         return any(samples % (replicas * (count or 1)) == 0 for count in self.space.micro_batches or (1,))
 
     def _sizes(self) -> Iterator[dict[str, int]]:
         names = list(self.space.sizes)
         for sizes in itertools.product(*self.space.sizes.values()):
             found = dict(zip(names, sizes, strict=True))
-            inner = sum(found.get(axis, 1) > 1 for axis in INNER)
+            inner = sum(found.get(axis, 1) > 1 for axis in INNER_AXES)
             if self.world % math.prod(sizes) == 0 and inner <= self.space.inner_axes:
                 yield found
 
     def branches(self, mesh: Mesh, is_worth: Callable[[Branch], bool] | None = None) -> Iterator[Branch]:
-        """All that can be done on a mesh, as far as the law allows.
+        """Yield all branches of a mesh that the composition rules allow.
 
         Args:
-            mesh: Divides the ranks.
-            is_worth: Asked of branches that offload nothing: whether to offload anything of them.
+            mesh: One of :meth:`meshes`.
+            is_worth: Called with each branch that offloads nothing; False leaves out what it could offload.
         """
         space = self.space
         outer = space.axis_methods["replica"][0] if mesh.replica > 1 else ()
@@ -307,10 +284,13 @@ class Candidates:
         if mesh.pipeline == 1:
             return [None]
         chosen = itertools.chain.from_iterable(self.space.axis_methods["pipeline"])
-        return [method for method in chosen if isinstance(method, PipelineParallel)]
+        return [cast("PipelineParallel", method) for method in chosen]
 
     def _sharded(self, mesh: Mesh) -> Iterator[tuple[Choice, tuple[tuple[str, int], ...]]]:
-        """What shards, with the whole mesh: nothing over ``data``, or over ``zero``, with ``data`` around it."""
+        """Yield each sharding choice with the axes of the whole mesh.
+
+        Data parallelism is over ``data``; sharding is over ``zero`` with ``data`` around it.
+        """
         around = [("pipeline", mesh.pipeline)] if mesh.pipeline > 1 else []
         around += [("replica", mesh.replica)] if mesh.replica > 1 else []
         closer = math.prod(size for _, size in mesh.inner)
@@ -343,7 +323,7 @@ class Candidates:
         return True
 
     def micro_batches(self, mesh: Mesh) -> tuple[int | None, ...]:
-        """Numbers of micro-batches of a step, the fewest first."""
+        """Return the numbers of micro-batches to try, the fewest first."""
         if self.space.micro_batches is not None and self.batch_size is not None:
             each = self.batch_size // replicas_of(mesh)
             return tuple(count for count in self.space.micro_batches if each % (count or 1) == 0)
@@ -362,11 +342,11 @@ def replicas_of(mesh: Mesh) -> int:
 def shards_alone(mesh: Mesh, space: Space) -> bool:
     """Return whether a space shards on a mesh with one data-parallel rank.
 
-    Ranks that divide a sample or hold other experts hold equal weights: they can be sharded over, too. Parameters that
-    leave a device come back as FSDP2 gathers them, on one rank, too.
+    Ranks that divide a sample or hold other experts hold equal weights, so they can be sharded over, too. Parameters
+    that leave a device come back as FSDP2 gathers them, even on one rank.
     """
     offloads = itertools.chain.from_iterable(space.offload)
-    leaves = any(isinstance(method, Offload) and method.parameters for method in offloads)
+    leaves = any(isinstance(method, Method) and method.moves_parameters for method in offloads)
     return leaves or () not in space.sharding or _hold_equal(mesh)
 
 

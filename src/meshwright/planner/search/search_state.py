@@ -1,4 +1,4 @@
-"""Objective of a search, what it has looked at, where it goes on, and what it has found."""
+"""Hold what a search works with: its objective, the state of a pass, follow-up spaces, and the result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.errors import ConfigError, did_you_mean
+from meshwright.methods import Role, find_method
 from meshwright.planner.plans import Plan
 from meshwright.planner.search.search_space import Space
 
@@ -15,14 +16,15 @@ OBJECTIVES: tuple[Objective, ...] = ("tokens_per_s", "price", "memory")
 Rank = tuple[float, int, str]
 """Smaller is better: the objective's number, then the number of methods, then the strategy's text."""
 
-_DIGITS = 4  # what differs by less is no difference that a prediction could tell
+_DIGITS = 4  # a prediction cannot tell smaller differences
+_SMALLEST_KEPT = 5  # plans that do not fit
 
 
 def check_objective(objective: str) -> None:
-    """Refuse what is no objective.
+    """Refuse an unknown objective.
 
     Raises:
-        ConfigError: With the nearest.
+        ConfigError: With the nearest name.
     """
     if objective not in OBJECTIVES:
         raise ConfigError(
@@ -34,7 +36,7 @@ def check_objective(objective: str) -> None:
 
 
 def rank_of_plan(plan: Plan, objective: Objective) -> Rank:
-    """Return where a plan stands among others.
+    """Return the key by which plans are ranked.
 
     Raises:
         ConfigError: When the plan does not know what the objective needs.
@@ -44,12 +46,12 @@ def rank_of_plan(plan: Plan, objective: Objective) -> Rank:
 
 
 def rounded(number: float) -> float:
-    """To the digits that count."""
+    """Round a figure to the digits in which predictions may differ."""
     return float(f"{number:.{_DIGITS - 1}e}")
 
 
 def figure_of_plan(plan: Plan, objective: Objective) -> float:
-    """Return the objective's number, to the last digit.
+    """Return the number that the objective minimises, unrounded: bytes, or seconds or dollars per sample.
 
     Raises:
         ConfigError: When the plan does not know what the objective needs.
@@ -77,20 +79,17 @@ def figure_of_plan(plan: Plan, objective: Objective) -> float:
     return price / forecast.samples
 
 
-# --- What a search has found.
-
-
 @dataclass(frozen=True)
 class Found:
-    """Strategies for one subject, ranked.
+    """The strategies that a search has found for one subject, ranked.
 
     Args:
         plans: Those that fit, best first.
-        too_large: Of those that do not fit, a few, smallest first.
+        too_large: A few of those that do not fit, smallest first.
         refused: Strategies that cannot train this model on this world, and why; each reason once.
-        num_considered: Candidates looked at, those included that a bound or a twin ruled out.
-        num_predicted: Those that were simulated.
-        seconds: How long it took.
+        num_considered: Candidates considered, including those that a bound or a twin ruled out.
+        num_predicted: Candidates that were simulated.
+        seconds: How long the search took.
         is_complete: Whether no other candidate of the space can be among the best; False: the predictions ran out.
     """
 
@@ -103,41 +102,36 @@ class Found:
     is_complete: bool = True
 
 
-# --- What one pass of a search has looked at.
-
-_SMALLEST_KEPT = 5
-
-
 @dataclass(slots=True)
-class Room:
-    """Whether memory is enough for a branch.
+class Headroom:
+    """Record of whether memory is enough for a branch.
 
     Args:
-        bound: What it cannot beat.
-        squeezed: Whether memory has ruled out any of its micro-batches; of twins, those of the first.
+        bound: Lower bound of its objective.
+        ran_out: Whether memory has ruled out any of its micro-batches; of twins, those of the first.
         fitting: Sizes of micro-batches that are known to fit.
     """
 
     bound: float = 0.0
-    squeezed: bool = False
+    ran_out: bool = False
     fitting: set[int] = field(default_factory=set)
 
 
 @dataclass
-class Looked:
-    """What has been looked at.
+class SearchState:
+    """The plans that a search has found so far, and how its current pass goes.
 
     Args:
         top: How many plans are kept.
-        plans: Those that fit, with their ranks, best first.
-        too_large: Those that do not, the smallest first.
+        plans: Plans that fit, with their ranks, best first.
+        too_large: Plans that do not fit, the smallest first.
         num_considered: Candidates unfolded.
-        num_predicted: Those that were simulated.
-        stopped: Whether the search ended at its most predictions, before nothing better could be left.
-        rooms: Of every branch, but for what it offloads, whether memory was enough.
-        rooms_before: The same of the pass through the same space that did not offload.
-        betters: Whether only what beats the best so far is looked for, not all that may be among ``top``.
-        stopped_before: Whether a pass before ended at its most predictions.
+        num_predicted: Candidates that were simulated.
+        stopped: Whether the pass used up its predictions before it was certain that nothing better was left.
+        headrooms: Whether memory was enough, of every branch without regard to what it offloads.
+        headrooms_before: The same of the pass through the same space that did not offload.
+        only_better: Whether only what beats the best so far is looked for, not all that may be among ``top``.
+        stopped_before: Whether an earlier pass used up its predictions.
     """
 
     top: int
@@ -146,44 +140,53 @@ class Looked:
     num_considered: int = 0
     num_predicted: int = 0
     stopped: bool = False
-    rooms: dict[object, Room] = field(default_factory=dict)
-    rooms_before: dict[object, Room] = field(default_factory=dict)
-    betters: bool = False
+    headrooms: dict[object, Headroom] = field(default_factory=dict)
+    headrooms_before: dict[object, Headroom] = field(default_factory=dict)
+    only_better: bool = False
     stopped_before: bool = False
 
-    def beside(self) -> Looked:
-        """Return where a pass through another space begins, for what is better than the best so far."""
-        return Looked(
-            self.top, [*self.plans], [*self.too_large], betters=True, stopped_before=self.stopped or self.stopped_before
+    def for_other_space(self) -> SearchState:
+        """Return the state from which a pass through another space looks for something better."""
+        return SearchState(
+            self.top,
+            [*self.plans],
+            [*self.too_large],
+            only_better=True,
+            stopped_before=self.stopped or self.stopped_before,
         )
 
-    def offloading(self, without: Looked) -> Looked:
-        """Return where a pass that offloads begins: it has to do better.
+    def for_offloading(self, without: SearchState) -> SearchState:
+        """Return the state from which a pass that offloads looks for something better.
 
         Args:
-            without: The pass through the same space that did not.
+            without: The state after the pass through the same space that did not offload.
         """
-        begun = self.beside()
-        begun.betters = without.betters
-        # What was left out for want of predictions may have been short of memory, too.
-        begun.rooms_before = {} if without.stopped else without.rooms
-        return begun
+        state = self.for_other_space()
+        state.only_better = without.only_better
+        # Candidates that were left out when the predictions ran out may have been short of memory, too.
+        state.headrooms_before = {} if without.stopped else without.headrooms
+        return state
+
+    @property
+    def best(self) -> Plan | None:
+        """Return the best plan so far; None when nothing fits."""
+        return self.plans[0][1] if self.plans else None
 
     @property
     def to_beat(self) -> float:
-        """Return the number that a candidate must not exceed: of the last that is kept, or of the best."""
-        last = 1 if self.betters else self.top
+        """Return the figure that a candidate must not exceed: of the last plan kept, or of the best."""
+        last = 1 if self.only_better else self.top
         return self.plans[last - 1][0][0] if len(self.plans) >= last else math.inf
 
     @property
     def ever_stopped(self) -> bool:
-        """Return whether any pass ended at its most predictions."""
+        """Return whether any pass used up its predictions."""
         return self.stopped or self.stopped_before
 
     @property
-    def squeezed(self) -> bool:
-        """Return whether memory has ruled anything out that could have been among the best."""
-        return any(room.squeezed for room in self.rooms.values())
+    def ran_out(self) -> bool:
+        """Return whether memory has ruled out anything that could have been among the best."""
+        return any(headroom.ran_out for headroom in self.headrooms.values())
 
     def add(self, rank: Rank, plan: Plan) -> None:
         """Note a plan that fits."""
@@ -192,20 +195,15 @@ class Looked:
         del self.plans[self.top :]
 
     def add_too_large(self, plan: Plan) -> None:
-        """Note a plan that does not."""
+        """Note a plan that does not fit."""
         self.too_large.append(plan)
         self.too_large.sort(key=lambda each: (each.needed_bytes, str(each.strategy)))
         del self.too_large[_SMALLEST_KEPT:]
 
 
-# --- A space that a search goes on to once it has looked through another.
-
-_TELLING = {"tensor_parallel", "offload"}
-
-
 @dataclass(frozen=True)
-class Further:
-    """Where a search goes on, for what is better than the best that it has found.
+class FollowUp:
+    """A space that a search goes on to, for something better than the best that it has found.
 
     Args:
         space: What is tried there.
@@ -216,21 +214,22 @@ class Further:
     space: Space
     where: Literal["always", "divided", "nothing"] = "always"
 
-    def is_worth(self, looked: Looked) -> bool:
-        """Return whether to go on here, too, after what was found with offloading."""
-        if self.where == "nothing" or not looked.plans:
-            return self.where == "nothing" and not looked.plans
-        return self.where == "divided" and not _TELLING.isdisjoint(looked.plans[0][1].strategy.names)
+    def is_worth(self, state: SearchState) -> bool:
+        """Return whether to go on here, too, after the passes that offload."""
+        if self.where == "nothing" or state.best is None:
+            return self.where == "nothing" and state.best is None
+        is_divided = find_method(
+            state.best.strategy, lambda each: each.axis == "tensor" or each.role is Role.OFFLOADING
+        )
+        return self.where == "divided" and is_divided is not None
 
-    def beside(self, looked: Looked) -> Space:
-        """Return what is tried here.
+    def space_after(self, state: SearchState) -> Space:
+        """Return the space to try, given the best so far.
 
-        Where the best so far divides layers, the tokens between them are divided as often.
-
-        A real module is proved anew for every size, which takes seconds; what divides layers best does so with them.
+        Where that divides layers, only the same tensor axis is tried. A real module is proved anew for every size,
+        which takes seconds, and the size that divides layers best is also the best for the tokens between them.
         """
-        if self.where != "divided" or not looked.plans:
+        if self.where != "divided" or state.best is None:
             return self.space
-        mesh = looked.plans[0][1].strategy.get("parallel_mode")
-        size = dict(getattr(mesh, "axes", ())).get("tensor", 1)
+        size = dict(state.best.step.axes).get("tensor", 1)
         return self.space if size == 1 else self.space.replace(sizes={**self.space.sizes, "tensor": (size,)})

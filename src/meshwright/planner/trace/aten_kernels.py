@@ -1,4 +1,8 @@
-"""Map aten operators on tensors without data to what a device runs: kernels, FLOPs, moved bytes and workspaces."""
+"""Map aten operators on fake tensors to what a device runs: kernels, FLOPs, moved bytes and workspaces.
+
+This is the lowest file of the trace. It also chooses the device of a pass without data, and corrects what such a pass
+would get wrong about the device that the model will train on.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from meshwright.cost import Op
+from meshwright.cost import HALF, Op, ProductDtype
 from meshwright.runtime.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
@@ -46,26 +50,29 @@ _SIZES = (int, float, bool, type(None))
 
 
 def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
-    """Return what a view of a tensor without data is, as ``FakeTensorMode`` returns it.
+    """Return the result of a view of a fake tensor, without going through ``FakeTensorMode``.
 
-    None where that has to be asked.
+    None where only the mode can tell.
 
     Args:
-        func: The operator's overload, as a dispatch mode is given it.
-        args: Of the call.
-        kwargs: Of the call.
+        func: Overload of the operator, as a dispatch mode gets it.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
     """
     if func not in _VIEWS or kwargs or type(args[0]) is not FakeTensor or args[0].constant is not None:
         return None
     for each in args[1:]:
         sizes = each if isinstance(each, list | tuple) else (each,)
         if not all(isinstance(size, _SIZES) for size in sizes):
-            return None  # of numbers that nobody knows yet
+            return None  # symbolic numbers
     return _by_kernel(func, args, kwargs)
 
 
 def cast_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
-    """Return the same of a tensor that is copied into another dtype, on the device where it is."""
+    """Return the result of a cast of a fake tensor on its own device, without going through ``FakeTensorMode``.
+
+    None where the call is anything else.
+    """
     if func is not to_copy.default or kwargs.keys() != {"dtype"} or type(args[0]) is not FakeTensor:
         return None
     return _by_kernel(func, args, kwargs) if args[0].constant is None else None
@@ -78,11 +85,20 @@ def _by_kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> F
     return FakeTensor(seen.fake_mode, made, seen.fake_device)
 
 
-# --- Floating-point operations of the operators that run, by torch's own formulas.
+# --- FLOPs, by torch's own formulas.
 
 
-class FlopCount(TorchDispatchMode):
-    """Adds up what torch's ``FlopCounterMode`` does, of the whole pass alone: without its records of modules.
+class FakeDispatchMode(TorchDispatchMode):
+    """A dispatch mode for passes without data, of which nothing is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch's guard against compiling a mode takes longer than the operators without data do."""
+        return False
+
+
+class FlopCount(FakeDispatchMode):
+    """Count FLOPs as torch's ``FlopCounterMode`` does, without its records of modules.
 
     Attributes:
         total: Floating-point operations so far.
@@ -92,17 +108,13 @@ class FlopCount(TorchDispatchMode):
         super().__init__()
         self.total = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled, and torch's guard against it takes longer than the operators without data do."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = kwargs or {}
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **given)
-        cast = cast_of(func, args, given)  # past the mode beneath alone: above, casts are looked at
+        # Casts pass over the fake mode beneath only: the modes above have seen them.
+        cast = cast_of(func, args, given)
         if cast is not None:
             return cast
         result = func(*args, **given)
@@ -113,7 +125,10 @@ class FlopCount(TorchDispatchMode):
 
 
 def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Grouped keys and values of attention as the queries are, (B, H, S, D): torch 2.11's formulas know no groups."""
+    """Return the arguments of attention with keys and values repeated for all query heads.
+
+    The FLOP formulas of torch 2.11 know no grouped keys and values.
+    """
     if "scaled_dot_product" not in name_of(func):
         return args
     sized = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
@@ -123,7 +138,7 @@ def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _of_cpu(operator: Any) -> Callable[..., int] | None:
-    """Attention as CPUs run it, which torch's table lacks: counted as that of GPUs, with all scores."""
+    """Return the formula of attention on CPUs, which torch's table lacks; it counts all scores as on GPUs."""
     if operator is flash_attention_on_cpu:
         return lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)
     if operator is flash_attention_on_cpu_backward:
@@ -133,11 +148,11 @@ def _of_cpu(operator: Any) -> Callable[..., int] | None:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Return whether an operator is nothing but others, which are then counted."""
+    """Return whether an operator consists of others, which are counted instead."""
     return COMPOSITE in func.py_kernels or has_kernel_for(func.name(), COMPOSITE)
 
 
-# --- Fused recurrent layers as the products that they are: of all tokens with the first weights, and token by token.
+# --- Fused recurrent layers as products.
 
 RECURRENT = frozenset(
     {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"},
@@ -145,14 +160,14 @@ RECURRENT = frozenset(
 
 
 def recurrent_products(name: str, args: tuple[Any, ...]) -> list[tuple[int, int, int, int]]:
-    """``(m, n, k, batch)`` of every product of one call; backward has two for each.
+    """Return ``(m, n, k, batch)`` of every product of one call of a fused recurrent layer; backward has two for each.
 
-    A layer multiplies what it is given by ``[gates * hidden, in]`` for all tokens at once, and its state by
-    ``[gates * hidden, hidden]`` (a projection: by more) token by token.
+    A layer multiplies its input by ``[gates * hidden, in]`` for all tokens at once, and its state by ``[gates * hidden,
+    hidden]`` (a projection: by more) token by token.
 
     Args:
-        name: The operator, one of ``RECURRENT``.
-        args: Of the call: tokens ``[length, samples, in]``, then weights.
+        name: Operator, one of ``RECURRENT``.
+        args: Arguments of the call: tokens ``[length, samples, in]``, then weights.
     """
     length, samples = _length_and_samples(name, args)
     found = []
@@ -174,17 +189,16 @@ def _length_and_samples(name: str, args: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _weights(name: str, args: tuple[Any, ...]) -> list[tuple[bool, torch.Tensor]]:
-    """Return the matrices, and whether the state is multiplied by them."""
+    """Return the weight matrices, and whether each multiplies the state."""
     if not name.startswith("_cudnn"):  # one layer in one direction
         return [(False, args[1]), (True, args[2])]
     every, stride = args[1], args[2]
     return [(index % stride > 0, weight) for index, weight in enumerate(every) if weight.dim() == 2]
 
 
-# --- One call of an aten operator as the kernel that it launches: its dims, or the bytes that it moves.
+# --- Kernels of one operator call: the dims of products, the bytes that all others move.
 
-_Dtype = Literal["fp32", "half"]
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 # Calls that launch nothing, beside those that return views.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
@@ -203,17 +217,17 @@ _FILLING = {"zero_", "fill_", "normal_", "uniform_", "bernoulli_", "copy_"}
 
 
 def kernels_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Op, ...]:
-    """Return the kernels of one operator call, as ops of forward; none for views and for what only allocates.
+    """Return the kernels of one operator call as ops of forward; none for views and allocations.
 
-    A product is told by its dims (of a convolution: those of the product that it is), fused attention by its queries,
-    keys and width, and everything else by the bytes of its arguments and results: each is read or written once, and
-    what is broadcast is read once.
+    A product is given by its dims (a convolution by those of its product), fused attention by its queries, keys and
+    width, and everything else by the bytes of its arguments and results: each is read or written once, and what is
+    broadcast is read once.
 
     Args:
-        function: The operator's overload, as a dispatch mode is given it.
-        args: Of the call.
-        kwargs: Of the call.
-        result: What it returned.
+        function: Overload of the operator, as a dispatch mode gets it.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        result: Result of the call.
     """
     name = schema_of(function).name.split("::")[1]
     if name in _PRODUCTS:
@@ -228,13 +242,13 @@ def kernels_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     if not moved:
         return ()
     times = _TANH_GELU if kwargs.get("approximate") == "tanh" else _FUNCTIONS.get(name.removesuffix("_"), 0)
-    functions = times * max((t.numel() for t in _tensors((args, result))), default=0)
+    functions = times * max((t.numel() for t in tensors_in((args, result))), default=0)
     return (Op("move", num_bytes=moved, functions=int(functions), moment="forward"),)
 
 
-def dtype_of(tensor: torch.Tensor) -> _Dtype:
-    """In what a product of such tensors runs."""
-    return "half" if tensor.dtype in _HALF or tensor.element_size() == 1 else "fp32"
+def dtype_of(tensor: torch.Tensor) -> ProductDtype:
+    """Return the precision in which products of such tensors run."""
+    return HALF if tensor.dtype in _HALF_DTYPES or tensor.element_size() == 1 else "fp32"
 
 
 def _product(m: int, n: int, k: int, batch: int, of: torch.Tensor) -> tuple[Op, ...]:
@@ -252,9 +266,9 @@ def _bmm(args: tuple[Any, ...]) -> tuple[Op, ...]:
 
 
 def _grouped_mm(args: tuple[Any, ...]) -> tuple[Op, ...]:
-    """Return the rows that are dealt out to groups (of the gradient of the weights: the inner dim is).
+    """Return a grouped product as one batched product, as if all groups had as many rows.
 
-    As if all had as many.
+    In the gradient of the weights, the inner dim is divided between groups.
     """
     left, right = args[0], args[1]
     if left.dim() == right.dim() == 3:
@@ -268,12 +282,15 @@ def _grouped_mm(args: tuple[Any, ...]) -> tuple[Op, ...]:
 
 
 def _dealt(rows: int, groups: int) -> tuple[int, int]:
-    """Return the rows of a group and groups; all rows as one where they are no multiple."""
+    """Return the rows of a group and the groups; all rows as one group where they do not divide."""
     return (rows, 1) if rows % groups else (rows // groups, groups)
 
 
 def _grouped_mm_backward(args: tuple[Any, ...]) -> tuple[Op, ...]:
-    """Of transformers' own grouped product: gradients of the rows ``[S, in]`` and of the weights ``[E, in, out]``."""
+    """Return the two products of backward of transformers' own grouped product.
+
+    They are the gradients of the rows ``[S, in]`` and of the weights ``[E, in, out]``.
+    """
     left, right = args[0], args[1]
     rows, apart = _dealt(left.shape[0], right.shape[0])
     return (
@@ -303,7 +320,7 @@ def _as_product(shape: Any, weight: torch.Tensor, transposed: bool, groups: int,
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> tuple[Op, ...]:
-    """One product for the gradient of the input, one for that of the weight, each as large as forward's."""
+    """Return one product for the gradient of the input and one for the weight's, each as large as forward's."""
     gradient, features, weight, transposed, groups, wanted = args[0], args[1], args[2], args[7], args[9], args[10]
     places = math.prod((features if transposed else gradient).shape[2:])
     return _as_product(features.shape, weight, transposed, groups, places) * (bool(wanted[0]) + bool(wanted[1]))
@@ -324,7 +341,7 @@ _PRODUCTS: dict[str, Callable[[tuple[Any, ...]], tuple[Op, ...]]] = {
 
 
 def _attention(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, ...]:
-    """Queries ``[samples, heads, m, width]`` over ``n`` keys; its backward is an op of backward."""
+    """Return fused attention with queries ``[samples, heads, m, width]`` over ``n`` keys."""
     given = dict(zip((argument.name for argument in schema_of(function).arguments), args, strict=False)) | dict(kwargs)
     query, key, value = given["query"], given["key"], given["value"]
     samples, heads, m, width = query.shape
@@ -347,44 +364,45 @@ def _attention(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _moved_bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    made = _tensors(result)
+    made = tensors_in(result)
     written = sum(map(tensor_bytes, made))
     if name in _FILLING:
-        read = sum(map(tensor_bytes, _tensors((args[1:], kwargs))))
+        read = sum(map(tensor_bytes, tensors_in((args[1:], kwargs))))
     elif name in _PICKING:
-        read = sum(map(tensor_bytes, _tensors((args[1:], kwargs)))) + written
+        read = sum(map(tensor_bytes, tensors_in((args[1:], kwargs)))) + written
     else:
-        read = sum(map(tensor_bytes, _tensors((args, kwargs))))
+        read = sum(map(tensor_bytes, tensors_in((args, kwargs))))
     return read + written
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of its elements in memory: those that are broadcast count once."""
+    """Return the bytes of a tensor's elements in memory; broadcast elements count once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return int(math.prod(sizes)) * tensor.element_size()
 
 
-# --- What operators save whose size tensors without data do not tell, or tell wrongly.
+# --- Workspaces that fake tensors lack or size wrongly.
 
-_MOST_PRODUCTS = 2**28  # of a real call: some hundredths of a second
+_MOST_PRODUCTS = 2**28  # multiplications of a real call: some hundredths of a second
 
 _Key = tuple[tuple[torch.Size | None, ...], torch.dtype, tuple[Any, ...]]
 
 
 def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """Return the result of an operator without data, with as many bytes as one with data would save.
+    """Return the result of an operator without data with a workspace of the size that a real call would save.
 
     On CPUs ``nn.LSTM`` runs layer by layer through oneDNN, and what backward needs is a buffer that only oneDNN can
     size: it is asked for by a real call on zeros.
 
     Args:
-        func: The operator.
-        args: Its arguments.
-        result: What it returned for tensors without data.
+        func: Operator.
+        args: Arguments of the operator.
+        result: Its result for tensors without data.
     """
     if func is embedding_bag.default:
         return _without_map(args, result)
@@ -396,7 +414,10 @@ def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
 
 
 def _without_map(args: tuple[Any, ...], result: Any) -> Any:
-    """Sum of bags on CPUs need no map from indices to bags; torch's rule for bf16 without data says they do."""
+    """Return the result of ``embedding_bag`` without the map from indices to bags, which sums on CPUs do not make.
+
+    torch's rule for bf16 without data says that they do.
+    """
     weight, given = args[0], dict(enumerate(args))  # defaults at the end are left out
     mode, weights, padding = given.get(4, 0), given.get(6), given.get(8, -1)
     is_plain = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.stride(1) == 1
@@ -407,7 +428,10 @@ def _without_map(args: tuple[Any, ...], result: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _workspace_bytes(key: _Key) -> int:
-    """Long sequences are continued from short ones: each token takes as much, but for rounding to pages."""
+    """Return the bytes of oneDNN's workspace; long sequences are extrapolated from short ones.
+
+    Each token takes as much, up to rounding to pages.
+    """
     (given, *weights, state, cell), dtype, others = key
     assert given is not None
     length, samples, width = given
@@ -436,14 +460,13 @@ def _called(key: _Key) -> int:
     return int(workspace.numel())
 
 
-# --- On what a pass without data runs, and what the device that the model will train on does differently.
+# --- The device of a pass without data.
 
 
 def device_of_pass(model: nn.Module, wanted: torch.device | None) -> torch.device:
-    """Return the device of the tensors without data.
+    """Return the device of the tensors without data: where the model will train, wherever it is now.
 
-    The one that the model will train on, wherever it is now; where nobody says which, that of its parameters. A machine
-    that lacks it runs the pass on tensors of the CPU.
+    None takes the device of the parameters. A machine that lacks the device runs the pass on CPU tensors.
     """
     return device_here(wanted or next((tensor.device for tensor in model.parameters()), torch.device("cpu")))
 
@@ -454,7 +477,7 @@ def device_here(device: torch.device) -> torch.device:
 
 
 def converted_to(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """A tensor without data like another one, which may have none already."""
+    """Return a fake tensor like another tensor, which may be on ``meta``."""
     if tensor.device.type != "meta":
         return fake.from_tensor(tensor.detach()).to(device)
     with fake:
@@ -462,10 +485,7 @@ def converted_to(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.devic
 
 
 def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
-    """Return what is assumed where the pass cannot run on the device that the model will train on.
-
-    None where it can.
-    """
+    """Return what is assumed where a pass cannot run on the device that the model will train on; else None."""
     device = device_of_pass(model, wanted)
     if wanted is None or wanted.type == device.type:
         return None
@@ -476,18 +496,18 @@ def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
 
 
 def kernels_of_device(wanted: torch.device | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Around a pass on the CPU for a model that will train on another device."""
+    """Imitate the kernels of another device in a pass on the CPU."""
     if wanted is None or wanted.type == "cpu" or device.type != "cpu":
         return contextlib.nullcontext()
     return _KernelsOfCuda()
 
 
 class _KernelsOfCuda(TorchFunctionMode):
-    """Dropout as CUDA has it.
+    """Dropout as CUDA runs it.
 
-    In attention it is left out, which has no fused kernel on the CPU with it: on CUDA it has, and keeps no more for it
-    than the state of a random generator. Elsewhere it is one kernel that keeps a byte of each element, and not, as on
-    the CPU, three with a mask in the type of the elements.
+    In attention it is left out: the CPU has no fused kernel with dropout, while the one on CUDA keeps no more for it
+    than the state of a random generator. Elsewhere it is one kernel that keeps a byte of each element, not three with a
+    mask in the type of the elements, as on the CPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -502,7 +522,7 @@ class _KernelsOfCuda(TorchFunctionMode):
 
 
 def _is_fused(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    """Return whether torch drops out in one kernel on CUDA.
+    """Return whether torch runs dropout as one kernel on CUDA.
 
     The arguments are those of ``torch.nn.functional.dropout``.
     """

@@ -1,4 +1,10 @@
-"""Run forward and backward of one micro-batch on fake tensors, as one rank of the axes that divide the model."""
+"""Run forward and backward of one micro-batch on fake tensors, as one rank of the axes that divide the model.
+
+[Note: passes without data] A :class:`Pass` puts fake tensors of one rank's shapes in place of parameters, buffers and
+inputs, runs the user's forward and loss under recorders, and gives the model its own tensors back. What axes do to a
+rank's work is the methods' matter (``Method.traced_layers``, ``Method.traced_tokens``): they change the running model
+through hooks, and count what a real rank would send.
+"""
 
 from __future__ import annotations
 
@@ -9,60 +15,68 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from meshwright.methods import in_phase_order
+from meshwright.methods.base import INNER_AXES
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import find_blocks, run_with
 from meshwright.nn.batches import map_tree
-from meshwright.planner.trace.aten_kernels import FlopCount, converted_to, device_of_pass, kernels_of_device
+from meshwright.planner.trace.aten_kernels import FlopCount, converted_to, device_of_pass, kernels_of_device, tensors_in
 from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved
-from meshwright.planner.trace.op_recording import ModelOps, OpRecorder, Ops, model_ops, sort_kernels, summarise
+from meshwright.planner.trace.op_recording import (
+    ModelOps,
+    OpRecorder,
+    Ops,
+    PlacedWork,
+    model_ops,
+    sort_kernels,
+    summarise,
+)
 from meshwright.planner.trace.repeated_blocks import (
     NotRepeatedError,
     Places,
+    Repeated,
     continued,
     continued_boundaries,
     continued_ops,
 )
 from meshwright.runtime.lazy import paused_collection
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
-from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary, Placed, Transient
-    from meshwright.methods import ContextParallel, ExpertParallel, Resolved, SampleRun, TensorParallel, TokensTrace
+    from meshwright.methods import Resolved, SampleRun, TokensTrace
     from meshwright.methods.fp8_torchao import Fp8Trace
     from meshwright.methods.tensor.tensor_parallel import SaveLog
-    from meshwright.methods.tokens.sequence_parallel import Ranks
-    from meshwright.planner.trace.op_recording import Repeated
 
 
 class Trace(Protocol):
-    """What an axis, or several, make of one rank's run; nothing is sent, all is counted."""
+    """The run of one rank of an axis, or of several; nothing is sent, and everything is counted."""
 
     dims: dict[nn.Parameter, int]
     divides_batch: ClassVar[bool]
     """Whether tokens or samples are divided: a model that cannot be traced so cannot be trained so either."""
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape that one rank holds."""
+        """Return the shape of a parameter on one rank."""
 
     def running(self, log: SaveLog) -> contextlib.AbstractContextManager[None]:
-        """Around one forward pass; ``log`` grows with every tensor saved for backward."""
+        """Change one forward pass inside the block; ``log`` grows with every tensor saved for backward."""
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
-        """Return what the last run sends in one micro-batch."""
+        """Return the collectives of the last run, a micro-batch."""
 
 
 class LayersAndTokens:
     """Layers divided by one trace, and tokens by another.
 
     Args:
-        layers: Of a tensor axis.
-        tokens: Of sequence and context axes.
+        layers: Trace of a tensor axis.
+        tokens: Trace of sequence and context axes.
     """
 
     divides_batch: ClassVar[bool] = True
@@ -72,151 +86,65 @@ class LayersAndTokens:
         self.dims = layers.dims
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape that one rank holds."""
+        """See :class:`Trace`."""
         return self._layers.local_shape(parameter)
 
     @contextlib.contextmanager
     def running(self, log: SaveLog) -> Iterator[None]:
-        """Tokens are cut around the layers."""
+        """See :class:`Trace`; tokens are cut around the layers."""
         with self._layers.running(log), self._tokens.running(log):
             yield
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
-        """Return what both send."""
+        """See :class:`Trace`."""
         return self._layers.boundaries(model, log) + self._tokens.boundaries(model, log)
 
 
 def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace | None:
-    """Return how the axes of a strategy divide the work; None where none does.
+    """Return how the axes of a strategy divide the work of a forward pass; None where none does.
 
     Raises:
         ModelError: When the model cannot be divided so.
     """
-    sizes = dict(resolved.axes)
-    experts = cast("ExpertParallel | None", resolved.strategy.get("expert_parallel"))
-    if experts is not None and sizes.get("expert", 1) > 1:
-        return experts.trace(model, sizes["expert"])
-    tensor = cast("TensorParallel | None", resolved.strategy.get("tensor_parallel"))
-    layers = tensor.trace(model, sizes.get("tensor", 1), sample) if tensor is not None else None
-    tokens = _tokens_trace(resolved, model)
-    return LayersAndTokens(layers, tokens) if layers and tokens else layers or tokens
+    sizes, methods = dict(resolved.axes), in_phase_order(resolved.strategy)
+    every = [found for each in methods if (found := each.traced_layers(model, sizes, sample)) is not None]
+    ranks = [found for each in methods if (found := each.traced_tokens(sizes)) is not None]
+    layers = next(iter(every), None)  # experts are divided apart from the layers of a tensor axis
+    if not ranks:
+        return layers
+    from meshwright.methods import TokensTrace
 
-
-def _tokens_trace(resolved: Resolved, model: nn.Module) -> TokensTrace | None:
-    sizes, context = dict(resolved.axes), cast("ContextParallel | None", resolved.strategy.get("context_parallel"))
-    ring, heads = sizes.get("context", 1), sizes.get("sequence", 1)
-    if max(ring, heads) == 1:
-        return None
-    from meshwright.methods import TokensTrace, TracedContext, TracedSequence
-
-    axes: list[Ranks] = []
-    if "sequence_parallel" in resolved.strategy and heads > 1:
-        axes.append(functools.partial(TracedSequence, heads, ring))
-    if context is not None and ring > 1:
-        axes.append(functools.partial(TracedContext, ring, context.balance, heads))
-    return TokensTrace(model, *axes) if axes else None
+    tokens = TokensTrace(model, *ranks)
+    return LayersAndTokens(layers, tokens) if layers is not None else tokens
 
 
 def trace_key(resolved: Resolved) -> tuple[object, ...]:
-    """Equal for strategies with one trace."""
-    axes = ("tensor", "sequence", "context", "expert")
-    named = [resolved.strategy.get(f"{name}_parallel") for name in axes]
-    return *named, *(dict(resolved.axes).get(axis, 1) for axis in axes)
+    """Return a key shared by strategies that divide the work alike."""
+    methods = (each for each in in_phase_order(resolved.strategy) if each.axis in INNER_AXES)
+    return *methods, *(size for size in resolved.axes if size[0] in INNER_AXES and size[1] > 1)
 
 
-# --- Floating-point operations by place: before the blocks that a pipeline cuts, in each of them, and behind them.
-
-BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
-
-
-class PlacedWork:
-    """Counts forward, and backward after it, of a model that runs under a FLOP counter.
-
-    Args:
-        model: The model.
-        blocks: Of the list that is cut; they run in this order.
-        counter: Counts while the model runs.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], counter: FlopCount) -> None:
-        self._model, self._counter = model, counter
-        self._index = {block: index for index, block in enumerate(blocks)}
-        self._place, self._before = -1, 0
-        self.forward = dict.fromkeys(range(-1, len(blocks) + 1), 0)
-        self._arrived: dict[int, int] = {}  # block -> FLOPs before its backward
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Around the forward pass."""
-        hooks = []
-        for module in self._index:
-            hooks.append(module.register_forward_pre_hook(self._enter))
-            hooks.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._switch(self._place)
-
-    def everything(self, loss: torch.Tensor) -> Placed:
-        """Forward and backward; the latter runs now. Where it cannot, it counts as twice the forward."""
-        start = self._counter.total
-        try:
-            loss.backward()
-        except Exception:  # what a user's function does to tensors without data; time is an estimate all the same
-            return tuple(((place,), flops * (1 + BACKWARD_FLOPS)) for place, flops in self.forward.items())
-        return tuple(((place,), flops + self._backward(place, start)) for place, flops in self.forward.items())
-
-    def _backward(self, place: int, start: int) -> int:
-        """From the arrival of the gradient of a block's output to that of the block before."""
-        marks = {**self._arrived, len(self._index): start}
-        if place not in marks:
-            return 0  # before the blocks, where the first block's end cannot be told from it; or all is frozen
-        following = [marks[earlier] for earlier in range(place) if earlier in marks]
-        return (following[-1] if following else self._counter.total) - marks[place]
-
-    def _switch(self, place: int) -> None:
-        now = self._counter.total
-        self.forward[self._place] += now - self._before
-        self._place, self._before = place, now
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._switch(self._index[module])
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        index = self._index[module]
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self._note(index))
-        if index == len(self._index) - 1:
-            self._switch(index + 1)
-
-    def _note(self, index: int) -> None:
-        self._arrived.setdefault(index, self._counter.total)
-
-
-# --- What a model would save, compute and send in one micro-batch: a pass over fake tensors that hold no data.
+# --- The pass.
 
 
 class Predicted(NamedTuple):
-    """Of one micro-batch on one rank."""
+    """The prediction for one micro-batch on one rank: what it saves, computes and sends."""
 
     activations: Activations
     flops: int  # of forward and backward, recomputation not counted
     boundaries: tuple[Boundary, ...]  # what is sent over the axes that divide layers, tokens or experts
     ops: ModelOps
-    idle: tuple[str, ...] = ()  # parameters that should train and that backward does not come by; those that ran
+    idle: tuple[str, ...] = ()  # parameters that should train and get no gradient, of modules that ran
 
     def agrees(self, other: Predicted) -> bool:
-        """Return whether both are the same but for the order in which collectives are listed."""
+        """Return whether both are equal up to the order of collectives."""
         sent, others = collections.Counter(self.boundaries), collections.Counter(other.boundaries)
         return sent == others and self._replace(boundaries=(), idle=()) == other._replace(boundaries=(), idle=())
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A model and how one micro-batch of it runs; the model itself is not touched.
+    """One micro-batch of a model on fake tensors; the model itself is not touched.
 
     Args:
         model: A plain module, not wrapped or sharded.
@@ -225,10 +153,10 @@ class Pass:
         param_dtype: Precision of the parameters as they compute; None keeps their own.
         autocast_dtype: Precision of autocast; None runs without.
         split: Lets the model run as one rank of the axes that divide layers, tokens or experts; None runs it whole.
-        blocks: Of a list that runs in this order: activations and operations are told apart by their places in it.
-            None: those that the model repeats.
-        fp8: The layers that multiply in 8 bits, while the model runs as with them.
-        device: What it will train on; None: where its parameters are.
+        blocks: Blocks of a list in the order in which they run, which are the places of activations and FLOPs. None:
+            those that the model repeats.
+        fp8: Layers that multiply in 8 bits.
+        device: Device that it will train on; None: that of its parameters.
     """
 
     model: nn.Module
@@ -250,7 +178,7 @@ class Pass:
         return self._predicted(self._record())
 
     def predict_repeated(self, repeated: Repeated, *, check: bool) -> Predicted:
-        """Run a few of a list's blocks, and continues for all of them.
+        """Run a few blocks of a list, and extend their recording to all of them. See [Note: repeated blocks].
 
         Args:
             repeated: The list.
@@ -292,7 +220,8 @@ class Pass:
         named = model_ops(self.model, recorded.ops)
         return Predicted(activations, named.flops, recorded.boundaries, named, recorded.idle)
 
-    @paused_collection()  # references that form a circle would end at one operator or another, or not at all
+    # Without pauses, circles of references would be freed at random operators.
+    @paused_collection()
     def _record(self) -> _Recorded:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         device = device_of_pass(self.model, self.device)
@@ -302,7 +231,7 @@ class Pass:
         work = PlacedWork(self.model, blocks, counter)
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
         found = record_saved(self.model, counter=counter, blocks=blocks)
-        held = LiveBytes(state.values(), _tensors(inputs))
+        held = LiveBytes(state.values(), tensors_in(inputs))
         with warnings.catch_warnings(), fake, counter, autocast, found as saved:
             warnings.simplefilter("ignore")
             recorder = self._recorder(saved, held)
@@ -316,8 +245,9 @@ class Pass:
                 del loss
                 return boundaries, work.everything(backward), backward.has_run  # type: ignore[arg-type]
 
-            with recorder, _runs_without_data(), kernels_of_device(self.device, device):
-                # Backward has the lent tensors, too: a model that recomputes by itself runs again.
+            # transformers' code takes the branches that it takes with data and that fake tensors can go.
+            with recorder, one_sequence_per_sample(), without_grouped_kernels(), kernels_of_device(self.device, device):
+                # The tensors are swapped in backward, too: a model that recomputes by itself runs again.
                 boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs)
             held.add_kept(saved)
             transients = held.transients(saved) if has_run else ()
@@ -326,7 +256,7 @@ class Pass:
         return _Recorded(saved, boundaries, ops, blocks, placed, transients, _idle(state) if has_run else ())
 
     def _blocks_here(self) -> list[nn.Module]:
-        """Return those of the blocks that the model has now, while a list may be cut."""
+        """Return the blocks that the model has now; a list may be cut short."""
         here = {module for _, module in self.model.named_modules()}
         return [block for block in self._blocks if block in here]
 
@@ -370,14 +300,14 @@ class _Recorded(NamedTuple):
     saved: SavedTensors
     boundaries: tuple[Boundary, ...]
     ops: Ops
-    blocks: Sequence[nn.Module]  # those that ran, of which places are told
-    placed: Placed  # operations
+    blocks: Sequence[nn.Module]  # those that ran: the places
+    placed: Placed  # FLOPs
     transients: tuple[Transient, ...]
     idle: tuple[str, ...]
 
 
 def _idle(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Behind backward: what requires a gradient, and has none."""
+    """Return the names of parameters that require a gradient and have none after backward."""
     without = (name for name, each in state.items() if each.requires_grad and each.grad is None and each.numel())
     return tuple(name.removeprefix("model.") for name in without)
 
@@ -385,22 +315,11 @@ def _idle(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
 _nothing = contextlib.nullcontext
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-@contextlib.contextmanager
-def _runs_without_data() -> Iterator[None]:
-    """Transformers' code takes the ways that it takes with data, and those that tensors without data can go."""
-    with one_sequence_per_sample(), without_grouped_kernels():
-        yield
-
-
 @contextlib.contextmanager
 def _own_gradients(loss: Any) -> Iterator[None]:
-    """Leave that no tensor stood in for have the gradients behind it that they had: none without data.
+    """Restore the gradients of tensors that no fake tensor stood in for.
 
-    Such as the weights of a criterion whose ``forward`` is called by itself, or that a function holds.
+    Such are the weights of a criterion whose ``forward`` is called by itself, or that a function holds.
     """
     own = [(leaf, leaf.grad) for leaf in _leaves(loss) if not isinstance(leaf, FakeTensor)]
     for leaf, _ in own:
@@ -413,7 +332,7 @@ def _own_gradients(loss: Any) -> Iterator[None]:
 
 
 def _leaves(loss: Any) -> list[torch.Tensor]:
-    """Return what backward of a loss comes to."""
+    """Return the leaves that backward of a loss reaches."""
     nodes = [node for node in (getattr(loss, "grad_fn", None),) if node is not None]
     met = set(nodes)
     while nodes:
@@ -424,14 +343,14 @@ def _leaves(loss: Any) -> list[torch.Tensor]:
 
 
 class _Backward:
-    """Backward of a loss. Where a user's function cannot run it without data, it is taken to follow by rule."""
+    """Backward of a loss, and whether it could run without data."""
 
     def __init__(self, loss: Any, device_type: str) -> None:
         self._loss, self._device_type = loss, device_type
         self.has_run = False
 
     def backward(self) -> None:
-        """Run it, as behind autocast, which lets go of the weights that it has cast."""
+        """Run backward outside of autocast, which frees the weights that it has cast."""
         torch.clear_autocast_cache()
         with torch.autocast(self._device_type, enabled=False), _own_gradients(self._loss):
             self._loss.backward()

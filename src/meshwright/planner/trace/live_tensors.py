@@ -1,4 +1,8 @@
-"""Track tensors that live in a pass: what forward saves for backward, and the bytes held at every operator."""
+"""Track the tensors of a pass: what forward saves for backward, and the bytes that live at every operator.
+
+:func:`record_saved` works in real training, too, to measure what forward saves. :class:`LiveBytes` and the record of
+operators are for passes without data.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshwright.cost import Instant, Transient, outermost_instants
 from meshwright.methods.recompute import can_keep, keeps_results, kept_now, operator_name
 from meshwright.nn import is_compiled, outside_compiled
+from meshwright.planner.trace.aten_kernels import FakeDispatchMode, tensors_in
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
-from meshwright.runtime.torch_internals.pytree import tree_leaves
 from meshwright.runtime.torch_internals.tensors import has_expired, storage_identity
 
 if TYPE_CHECKING:
@@ -37,7 +41,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator that computes."""
+    """A call of an operator that computes."""
 
     operator: str
     stack: tuple[nn.Module, ...]
@@ -59,14 +63,17 @@ class SavedTensors:
     places: dict[int, set[int]] = field(default_factory=dict)  # storage -> where in the list of blocks it was saved
     run_at: dict[nn.Module, set[int]] = field(default_factory=dict)  # module -> where it ran
     runs: Counter[nn.Module] = field(default_factory=Counter)  # module -> how often it ran
-    results: dict[int, Result] = field(default_factory=dict)  # storage -> who made it, where all is watched
-    work: list[Call] = field(default_factory=list)  # then: calls of operators, in order
+    results: dict[int, Result] = field(default_factory=dict)  # storage -> who made it, where operators are recorded
+    work: list[Call] = field(default_factory=list)  # calls of operators in order, where they are recorded
     running: list[nn.Module] = field(default_factory=list)  # the modules that run now, outermost first
     place: int = -1  # where in the list of blocks
     complete: bool = False  # whether forward has run: what runs again in backward saves nothing more
 
     def add(self, storage: int, num_bytes: int, place: int, reference: StorageWeakRef) -> None:
-        """A storage is kept for backward without being saved: for the module that took it, or where it was made."""
+        """Add a storage that the graph keeps for backward without saving it.
+
+        It counts for the module that took it, or for the place where it was made.
+        """
         taker = next((module for module, taken in self.inputs.items() if storage in taken), None)
         self.sizes[storage] = num_bytes
         self.savers[storage] = [() if taker is None else (taker,)]
@@ -75,11 +82,11 @@ class SavedTensors:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes saved, every storage counted once and weights not at all."""
+        """Return the bytes saved; every storage counts once, and weights do not."""
         return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
 
     def kept_by_place(self) -> dict[int, int]:
-        """Return the same bytes by the first place where each storage was saved."""
+        """Return the bytes saved, by the first place where each storage was saved."""
         found: dict[int, int] = {}
         for storage, places in self.places.items():
             if storage not in self.weights:
@@ -91,13 +98,13 @@ class SavedTensors:
 def record_saved(
     model: nn.Module, *, counter: FlopCount | None = None, blocks: Sequence[nn.Module] = ()
 ) -> Iterator[SavedTensors]:
-    """Record what a forward pass inside the block saves for backward, results that ``checkpoint`` keeps among them.
+    """Record what a forward pass inside the block saves for backward, with results that ``checkpoint`` keeps.
 
     Args:
         model: The model that runs; gathered weights of sharded modules are recognised while they run.
-        counter: Records operators too, with the operations that it counts, and keeps the address of every storage
-            until the end of the record: only for fake tensors, which hold no data.
-        blocks: Those of a list that a pipeline cuts, in the order in which they run; places are told by them.
+        counter: Counts FLOPs. With it operators are recorded, too, and the address of every storage is kept until
+            the end of the record: only for fake tensors, which hold no data.
+        blocks: Blocks of the list that a pipeline cuts, in the order in which they run; they are the places.
     """
     recorder = _Recorder(counter, blocks)
     hooks = [
@@ -122,7 +129,7 @@ def record_saved(
 
 
 class _Recorder:
-    """What :func:`record_saved` has called: by autograd, by modules, by operators."""
+    """The hooks of :func:`record_saved`, called by autograd, modules and operators."""
 
     def __init__(self, counter: FlopCount | None, blocks: Sequence[nn.Module]) -> None:
         self.saved = SavedTensors()
@@ -131,7 +138,7 @@ class _Recorder:
         self._stack = self.saved.running
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd saves a tensor."""
+        """Note a tensor that autograd saves."""
         saved, running = self.saved, tuple(self._stack)
         if saved.complete:
             return tensor
@@ -145,7 +152,7 @@ class _Recorder:
         return tensor
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module begins to run."""
+        """Note that a module begins to run."""
         saved = self.saved
         self._stack.append(module)
         if saved.complete:
@@ -153,7 +160,7 @@ class _Recorder:
         saved.place = self._index.get(module, saved.place)
         saved.run_at.setdefault(module, set()).add(saved.place)
         saved.runs[module] += 1
-        tensors = _tensors_in((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         saved.inputs.setdefault(module, {}).update(map(storage_of, tensors))
         if self._counter is not None:
             saved.met.extend(map(_reference, tensors))
@@ -162,20 +169,20 @@ class _Recorder:
             saved.weights.add(storage_of(tensor)[0])
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """A module has run."""
+        """Note that a module has run."""
         self._stack.pop()
         if not self.saved.complete:
             self.saved.place += self._index.get(module) == len(self._index) - 1  # behind the last one
 
     def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return an operator runs, whose result a recomputed module may keep."""
+        """Run an operator, whose result a recomputed module may keep."""
         result = operator(*args, **kwargs)
         if kept_now(operator, args, kwargs):
-            self.saved.sizes.update(map(storage_of, _tensors_in(result)))
+            self.saved.sizes.update(map(storage_of, tensors_in(result)))
         return result
 
     def watch(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator runs without data; outside the model, as in backward, it is no part of forward's work."""
+        """Run an operator without data; outside the model, as in backward, it is no part of forward's work."""
         saved, counter = self.saved, self._counter
         if counter is None or not self._stack or saved.complete:
             return operator(*args, **kwargs)
@@ -185,11 +192,11 @@ class _Recorder:
         if flops:
             saved.work.append(Call(name, running, position, flops, saved.place))
         if can_keep(operator, args, kwargs):
-            for key, size in map(storage_of, _tensors_in(result)):
+            for key, size in map(storage_of, tensors_in(result)):
                 made = saved.results.setdefault(key, Result(size))
                 made.operators.append((name, running))
                 made.places.add(saved.place)
-                saved.met.extend(map(_reference, _tensors_in(result)))
+                saved.met.extend(map(_reference, tensors_in(result)))
         return result
 
 
@@ -204,24 +211,16 @@ class _Operators(TorchDispatchMode):
         return self._around(func, args, kwargs or {})
 
 
-class _WithoutData(_Operators):
-    """The same for operators without data, of which none is compiled."""
+class _WithoutData(_Operators, FakeDispatchMode):
+    """Calls every operator of a pass without data through a function."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Torch's guard against compilation takes longer than the operators do."""
-        return False
-
+    # Defined again: torch puts its guard around the method when a class that defines it is made.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._around(func, args, kwargs or {})
 
 
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what tells a tensor's storage from all others that are alive, and its bytes."""
+    """Return a key for a tensor's storage, unique among those alive, and its bytes."""
     storage = _plain(tensor).untyped_storage()
     return storage_identity(storage), storage.nbytes()
 
@@ -236,7 +235,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# --- How many bytes a pass over tensors without data holds, operator by operator, as one with data would.
+# --- The bytes that a pass without data holds, operator by operator, as one with data would.
 
 Pass = Literal["forward", "loss", "backward"]
 
@@ -255,11 +254,11 @@ class _Gradient(NamedTuple):
 
 
 class LiveBytes:
-    """Follows the storages that operators make until nothing refers to them.
+    """Follow the storages that operators make until nothing refers to them.
 
     Args:
-        state: Parameters and buffers: no part of what is counted.
-        inputs: Of the micro-batch: they last.
+        state: Parameters and buffers, which are not counted.
+        inputs: Tensors of the micro-batch, which live throughout.
     """
 
     def __init__(self, state: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
@@ -280,24 +279,24 @@ class LiveBytes:
             self._is_other(tensor)
 
     def note(self, result: Any, given: Any, place: int, during: Pass) -> None:
-        """An operator has run.
+        """Note that an operator has run.
 
         Args:
-            result: What it returned.
-            given: Its arguments.
-            place: Where in the model; of backward: whose backward it is.
-            during: Which part of a pass runs.
+            result: Result of the operator.
+            given: Arguments of the operator.
+            place: Place in the model where it ran, or whose backward it is.
+            during: The part of the pass that runs.
         """
         if self._moments and during != self._moments[-1][1]:
             self._at_the_end = self._at_the_end or dict(self._live)
         begins = during == "backward" and self._moments and self._moments[-1][1] != during
         arguments: set[int] | None = None
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             key, size = storage_of(tensor)
             if key in self._live or key in self._others:
                 continue
             if arguments is None:
-                arguments = {storage_of(each)[0] for each in _tensors(given)}
+                arguments = {storage_of(each)[0] for each in tensors_in(given)}
             if key in arguments:
                 self._is_other(tensor)
             else:
@@ -325,7 +324,7 @@ class LiveBytes:
             self._gradients.append(_Gradient(size, found.operator, len(self._moments), place))
 
     def add_kept(self, saved: SavedTensors) -> None:
-        """Add to what is saved what autograd's graph keeps in other ways, and let go of in backward.
+        """Add what the graph keeps without saving it, and frees in backward.
 
         Such are the inputs of what a model recomputes by itself, which a function of the graph holds.
         """
@@ -334,10 +333,10 @@ class LiveBytes:
                 saved.add(key, made.num_bytes, self._moments[made.operator][0], made.reference)
 
     def transients(self, saved: SavedTensors) -> tuple[Transient, ...]:
-        """Return what every place takes for a moment; nothing where backward has not run.
+        """Return what every place holds for a moment; nothing where backward has not run.
 
         Args:
-            saved: Of the same pass.
+            saved: Record of the same pass.
         """
         if not any(during == "backward" for _, during, _ in self._moments):
             return ()
@@ -370,14 +369,14 @@ class LiveBytes:
         )
 
     def _up_to(self, saved: SavedTensors) -> Callable[[int], int]:
-        """Return what a place and those before it have saved."""
+        """Return a function from a place to the bytes that it and those before it have saved."""
         kept = saved.kept_by_place()
         places = sorted(kept)
         sums = [0, *itertools.accumulate(kept[place] for place in places)]
         return lambda place: sums[bisect.bisect_right(places, place)]
 
     def _returned(self, saved: SavedTensors, last: int) -> dict[int, int]:
-        """By the blocks' places: what forward made there and nobody saved, at the end of forward."""
+        """Return by blocks the bytes that forward made there and nobody saved, at the end of forward."""
         found: dict[int, int] = {}
         for key, made in self._at_the_end.items():
             place, _, _ = self._moments[made.operator]
@@ -386,7 +385,7 @@ class LiveBytes:
         return found
 
     def _left_over(self, saved: SavedTensors, last: int) -> tuple[dict[int, int], dict[int, int]]:
-        """By the blocks' places: what was made there and is held yet, from forward on or from its backward on.
+        """Return by blocks the bytes made there and still held: made in forward, and in backward.
 
         References that form a circle wait for the garbage collector.
         """
@@ -400,7 +399,7 @@ class LiveBytes:
         return left, remains
 
     def _gradients_by_operator(self) -> tuple[Sequence[int], Sequence[int]]:
-        """After every operator: bytes of gradients that are not complete, and of its place's that are."""
+        """Return after every operator the bytes of incomplete gradients, and of complete ones of its place."""
         steps = [0] * (len(self._moments) + 1)
         completed: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for each in self._gradients:
@@ -416,38 +415,33 @@ class LiveBytes:
         return list(itertools.accumulate(steps[:-1])), done
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-# --- What a piece of code runs, and holds for a moment: the tensors that it made and that live at once, at their most.
+# --- The tensors that a piece of code holds for a moment, such as an optimizer's update.
 
 
 class Form(NamedTuple):
-    """Of a tensor that is held."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Return the bytes of its elements."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 class PassingTensors(TorchDispatchMode):
-    """Follows what operators make while it is entered.
+    """Follow the tensors that operators make, and the most of them that live at once.
 
     Args:
-        before: Tensors that are there already; where one of them is let go, what takes its place is not counted.
+        before: Tensors that are there already; where one of them is freed, what takes its place is not counted.
     """
 
     def __init__(self, before: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.most: tuple[Form, ...] = ()
-        self.operators = (
-            0  # that are kernels on a device: neither views nor of scalars alone, such as counters of steps
-        )
+        self.operators = 0
+        """Number of operators that are kernels on a device: neither views nor of scalars alone, such as step counts."""
         self._live: dict[int, tuple[StorageWeakRef, Form, bool]] = {}  # by storage; True: made since
         for tensor in before:
             self._add(tensor, made=False)
@@ -455,12 +449,10 @@ class PassingTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {storage_of(tensor)[0] for tensor in _tensors_of_passing((args, kwargs))}
-        self.operators += not func.is_view and any(
-            tensor.dim() for tensor in _tensors_of_passing((args, kwargs, result))
-        )
+        given = {storage_of(tensor)[0] for tensor in tensors_in((args, kwargs))}
+        self.operators += not func.is_view and any(tensor.dim() for tensor in tensors_in((args, kwargs, result)))
         self._forget()
-        for tensor in _tensors_of_passing(result):
+        for tensor in tensors_in(result):
             key = storage_of(tensor)[0]
             if key not in self._live and key not in given:
                 self._add(tensor, made=True)
@@ -478,7 +470,3 @@ class PassingTensors(TorchDispatchMode):
             if reference.expired():
                 del self._live[key]
                 self._let_go.update(() if made else (form,))
-
-
-def _tensors_of_passing(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

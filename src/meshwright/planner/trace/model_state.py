@@ -1,4 +1,8 @@
-"""Describe a model's blocks and parameters, and the state that its optimizer keeps for them, as plain data."""
+"""Describe a model's blocks and parameters, and the state that its optimizer keeps for them, as plain data.
+
+:class:`OptimizerProbe` finds the states by trial steps; :func:`describe_blocks` writes both down for the simulated
+step. :func:`measured_state` counts what a real job holds, in the same classes.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +38,11 @@ if TYPE_CHECKING:
 
 
 class OffloadedBytes:
-    """What ``offload`` has taken from the device; nothing where it is not used.
+    """The tensors that ``offload`` keeps off the device; none where it is not used.
 
     Args:
-        model: As the methods have changed it.
-        optimizer: With all wrappers.
+        model: The model as the methods have changed it.
+        optimizer: The optimizer with all wrappers.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -52,14 +56,14 @@ class OffloadedBytes:
         """Gradients of both."""
         self.on_disk = weights is not None and weights.disk is not None
 
-    def states(self, home: Literal["device", "host", "disk"]) -> Iterator[torch.Tensor]:
-        """The optimizer's state tensors in one place."""
+    def states(self, place: Literal["device", "host", "disk"]) -> Iterator[torch.Tensor]:
+        """Yield the optimizer's state tensors in one place."""
         for parameter, state in self._optimizer.state.items() if self._optimizer is not None else ():
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and self._home(parameter, key) == home:
+                if isinstance(value, torch.Tensor) and self._place(parameter, key) == place:
                     yield value
 
-    def _home(self, parameter: torch.Tensor, key: str) -> str:
+    def _place(self, parameter: torch.Tensor, key: str) -> str:
         if self._inner is None or parameter not in self._inner.offloaded:
             return "device"
         return "disk" if self._inner.is_stored(parameter, key) else "host"
@@ -76,26 +80,24 @@ def _offloaded(guard: GuardedOptimizer | None) -> tuple[HostWeights | None, Offl
     )
 
 
-# --- What an optimizer will keep for each parameter, and what it runs and holds while it updates it.
-#
-# Our own tell; of any other it is found out by trial steps.
+# --- What an optimizer keeps for each parameter, and holds while it updates it.
 
 _PROBE_SIZES = (3, 5, 7, 11, 13, 17)  # distinct, so that every dim of a state tensor can be told apart
-_MANY = 4  # tiny parameters that are updated at once: what grows with them is held together
+_MANY = 4  # tiny parameters updated at once, to see what grows with their number
 
 StatesOf = Callable[[nn.Parameter], tuple[StateTensor, ...]]
 
 
 class OptimizerProbe:
-    """Finds what an optimizer keeps per parameter, when it is called, and what it holds while it updates one.
+    """Find out what an optimizer keeps for each parameter, and what it holds while it updates one.
 
-    A :class:`~meshwright.optim.ShardedOptimizer` says what it keeps, exactly; of any other, a tiny parameter of
-    the same number of dims and dtype, in a group with the same hyperparameters, is updated once.
+    A :class:`~meshwright.optim.ShardedOptimizer` says exactly what it keeps. With any other optimizer, a tiny parameter
+    of as many dims, the same dtype and the same hyperparameters is updated once.
 
     Args:
         optim_func: Builds the optimizer from parameters or groups of them; None keeps nothing.
-        device: That the run will train on; on a machine without it tiny parameters live on the CPU.
-        params: The parameters or groups that the optimizer will be built over; None: each parameter asked about.
+        device: Device that the run will train on; on a machine without it, tiny parameters live on the CPU.
+        params: Parameters or groups that the optimizer will be built over; None: each parameter asked about.
     """
 
     def __init__(
@@ -118,12 +120,12 @@ class OptimizerProbe:
         if kind not in self._states:
             optimizer = _built(self._optim_func, group.of([parameter]))
             if hasattr(optimizer, "state_forms"):
-                return _told(cast("ShardedOptimizer", optimizer), parameter)
+                return _declared(cast("ShardedOptimizer", optimizer), parameter)
             self._states[kind] = _tried(self._optim_func, parameter, group, device_here(self._device))
         return self._states[kind]
 
     def updating(self, parameter: nn.Parameter) -> Updating | None:
-        """Return what is held of a parameter for a moment as it is updated, such as torch's multi-tensor optimizers do.
+        """Return what is held of a parameter for a moment while it is updated, as by torch's multi-tensor optimizers.
 
         Tiny parameters are updated a few times. Our own optimizers update in pieces of bounded size, which are not
         counted; nor is what a CPU holds of one parameter after the other.
@@ -137,12 +139,12 @@ class OptimizerProbe:
         return self._updating[kind]
 
     def _group_of(self, parameter: nn.Parameter) -> _Group | None:
-        """Return None: the optimizer is not given the parameter."""
+        """Return the group of a parameter; None where the optimizer does not get it."""
         return _Group(0, None) if self._groups is None else self._groups.get(parameter)
 
 
 class _Group(NamedTuple):
-    """Of an optimizer: its number, and the hyperparameters as they were given; None: there are no groups."""
+    """A group of an optimizer: its number, and its hyperparameters as given; None where there are no groups."""
 
     number: int
     values: dict[str, Any] | None
@@ -153,7 +155,7 @@ class _Group(NamedTuple):
 
 
 def _groups(params: Iterable[Any]) -> dict[torch.Tensor, _Group]:
-    """Return the group of every parameter; those that are given without any are in the first."""
+    """Return the group of every parameter; parameters given without one are in the first."""
     groups: dict[torch.Tensor, _Group] = {}
     for number, entry in enumerate(params):
         values = dict(entry) if isinstance(entry, Mapping) else {"params": [entry]}
@@ -165,7 +167,7 @@ def _groups(params: Iterable[Any]) -> dict[torch.Tensor, _Group]:
 
 
 def _key(values: Mapping[str, Any] | None) -> Hashable:
-    """Tell hyperparameters apart; those that have no hash, and tensors, by who they are."""
+    """Return a key of hyperparameters; tensors and values without a hash are compared by identity."""
 
     def known_by(value: Any) -> Hashable:
         try:
@@ -190,7 +192,7 @@ def _built(optim_func: Callable[[Any], Optimizer], params: list[Any]) -> Optimiz
     return optimizer
 
 
-def _told(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
+def _declared(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
     known = any(parameter is one for group in optimizer.param_groups for one in group["params"])
     if not known or not parameter.numel():  # an empty one is passed over
         return ()
@@ -221,7 +223,7 @@ def _tried(
 
 
 def _tiny(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter of as many dims, with a gradient."""
+    """Return a small parameter of as many dims, with a gradient."""
     tiny = nn.Parameter(torch.ones(_PROBE_SIZES[: parameter.dim()], dtype=parameter.dtype, device=device))
     tiny.grad = torch.full_like(tiny, 0.5)
     return tiny
@@ -232,7 +234,7 @@ def _like(tiny: nn.Parameter, shape: Iterable[int], dtype: torch.dtype) -> State
 
 
 def _dims_of(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return which dims of the parameter a tensor has; dims of size one are none."""
+    """Return the dims of the parameter that a tensor has; dims of size one are none."""
     if math.prod(shape) == math.prod(sizes):  # also where it is flat
         return tuple(range(len(sizes)))
     return tuple(sizes.index(size) for size in shape if size in sizes)
@@ -258,9 +260,9 @@ def _watched(
 def _held(
     optim_func: Callable[[Any], Optimizer], parameter: nn.Parameter, group: _Group, device: torch.device, number: int
 ) -> tuple[Counter[StateTensor], int]:
-    """Return the most that is held for a moment in the second step or the third, and the operators of one.
+    """Return the most that is held for a moment in a later step, and the number of its operators.
 
-    The first step has made the states.
+    The first step makes the states.
     """
     with preserved_rng(), torch.enable_grad(), _choosing_as_on(device):
         tiny = [_tiny(parameter, device_here(device)) for _ in range(number)]
@@ -277,7 +279,7 @@ def _held(
 
 @contextlib.contextmanager
 def _choosing_as_on(device: torch.device) -> Iterator[None]:
-    """Let torch's optimizers choose kernels for tensors of the CPU as they would for those of a device."""
+    """Let torch's optimizers choose kernels for CPU tensors as they would on a device."""
     asked: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
     supported = getattr(asked, FOREACH_DEVICES)
     if device.type in supported():
@@ -288,12 +290,12 @@ def _choosing_as_on(device: torch.device) -> Iterator[None]:
         setattr(asked, FOREACH_DEVICES, supported)
 
 
-# --- A model as plain data: its distinct blocks, their parameters, and what an optimizer keeps for each.
+# --- Blocks and parameters.
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What methods make of single parameters, and the optimizer holds of them for a moment."""
+    """Changes that methods and the optimizer make to single parameters."""
 
     tensor_dims: Mapping[nn.Parameter, int] = field(default_factory=dict)  # the dim that a tensor axis divides
     experts: Mapping[nn.Parameter, tuple[int | None, int]] = field(default_factory=dict)  # see ``Parameter.expert``
@@ -306,7 +308,7 @@ class Described:
     """A model's blocks one by one.
 
     Args:
-        blocks: With parameters of their own, by path.
+        blocks: Blocks with parameters of their own, by path.
         outside: Parameters in no block.
     """
 
@@ -324,8 +326,8 @@ def describe_blocks(
 
     Args:
         model: A plain module, not wrapped or sharded.
-        states_of: What the optimizer keeps for a parameter.
-        marks: What methods make of single parameters.
+        states_of: Returns what the optimizer keeps for a parameter.
+        marks: What methods do to single parameters.
         cut: Where a pipeline axis cuts the model.
     """
     return group_blocks(describe_each(model, states_of, marks, cut), cut)
@@ -334,7 +336,7 @@ def describe_blocks(
 def describe_each(
     model: nn.Module, states_of: StatesOf, marks: Marks | None = None, cut: Cut | None = None
 ) -> Described:
-    """Return the parameters of every block, and of what is in none; arguments as of :func:`describe_blocks`."""
+    """Return the parameters of every block, and of what is in none; arguments as for :func:`describe_blocks`."""
     seen: set[nn.Parameter] = set()
     owners, marks = _owners(model), marks or Marks()
     places = {item.name: item for item in cut.outside} if cut is not None else {}
@@ -347,12 +349,12 @@ def describe_each(
 
 
 def group_blocks(described: Described, cut: Cut | None = None, ops: ModelOps | None = None) -> tuple[Block, ...]:
-    """Equal blocks together, then the block ``outside``.
+    """Group equal blocks, and add the block ``outside``.
 
     Args:
-        described: One by one.
+        described: Blocks one by one.
         cut: Where a pipeline axis cuts the model.
-        ops: What they compute; None: not known. Those of blocks without parameters of their own are ``outside``.
+        ops: Ops of the blocks; None: unknown. Those of blocks without parameters of their own are ``outside``.
     """
     entries: dict[Block, list[int]] = {}  # per distinct block, how many of them every pipeline rank holds
     for path, block in described.blocks:
@@ -391,7 +393,7 @@ def describe_buffers(model: nn.Module, cut: Cut | None = None) -> tuple[Buffer, 
 
 
 def _owners(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For every module path: the qualified class names of the modules it lies in, itself included."""
+    """Return for every module path the qualified class names of the modules it lies in, itself included."""
     owners: dict[str, tuple[str, ...]] = {}
     for path, module in model.named_modules():
         above = owners.get(path.rpartition(".")[0], ()) if path else ()
@@ -435,9 +437,9 @@ def _describe(
 
 
 def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, int]:
-    """Return the bytes this rank really holds, by class.
+    """Return the bytes that this rank really holds, by class.
 
-    The local part of parameters, gradients, states, master and buffers.
+    Counted are the local parts of parameters, gradients, states, master weights and buffers.
     """
     parameters = list(model.parameters())
     updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
@@ -447,22 +449,26 @@ def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, i
     offloaded = OffloadedBytes(model, optimizer)
     average, on_host = average_of(optimizer), offloaded.copies | offloaded.parameters
     averages = average.of if average is not None else {}
-    return {
-        "parameters": _bytes(p for p in parameters if p not in offloaded.parameters),
-        "master": _bytes(master for master in masters if master not in offloaded.copies),
-        "gradients": _bytes(gradients - offloaded.gradients),
-        "optimizer": _bytes(offloaded.states("device")),
-        "buffers": _bytes(model.buffers()),
-        "outer": _outer_bytes(optimizer),
-        "average": _bytes(averages[p] for p in averages.keys() - on_host),
-        "host_parameters": _bytes(offloaded.parameters),
-        "host_master": 0 if offloaded.on_disk else _bytes(offloaded.copies),
-        "host_gradients": _bytes(offloaded.gradients),
-        "host_optimizer": _bytes(offloaded.states("host")),
-        "host_average": _bytes(averages[p] for p in averages.keys() & on_host),
-        "disk_master": _bytes(offloaded.copies) if offloaded.on_disk else 0,
-        "disk_optimizer": _bytes(offloaded.states("disk")),
-    }
+    return _by_class(
+        parameters=_bytes(p for p in parameters if p not in offloaded.parameters),
+        master=_bytes(master for master in masters if master not in offloaded.copies),
+        gradients=_bytes(gradients - offloaded.gradients),
+        optimizer=_bytes(offloaded.states("device")),
+        buffers=_bytes(model.buffers()),
+        outer=_outer_bytes(optimizer),
+        average=_bytes(averages[p] for p in averages.keys() - on_host),
+        host_parameters=_bytes(offloaded.parameters),
+        host_master=0 if offloaded.on_disk else _bytes(offloaded.copies),
+        host_gradients=_bytes(offloaded.gradients),
+        host_optimizer=_bytes(offloaded.states("host")),
+        host_average=_bytes(averages[p] for p in averages.keys() & on_host),
+        disk_master=_bytes(offloaded.copies) if offloaded.on_disk else 0,
+        disk_optimizer=_bytes(offloaded.states("disk")),
+    )
+
+
+def _by_class(**sizes: int) -> dict[str, int]:
+    return sizes
 
 
 def _outer_bytes(optimizer: Optimizer | None) -> int:

@@ -1,4 +1,8 @@
-"""Record the kernels and tensors of a pass over a few equal blocks, as plain data by module."""
+"""Record the kernels of a pass without data by module, and turn the records of a pass into plain data.
+
+:class:`OpRecorder` and :class:`PlacedWork` run during the pass. Behind it, :func:`sort_kernels` and :func:`model_ops`
+describe what it computed, and :func:`summarise` what it saved.
+"""
 
 from __future__ import annotations
 
@@ -13,125 +17,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.cost import Activations, Op, SavedTensor, TracedModule, Transient, Work, pass_flops
+from meshwright.cost import FP8, Activations, Op, SavedTensor, TracedModule, Transient, Work, pass_flops
 from meshwright.cost.activations import Running
 from meshwright.methods.recompute import operator_name
 from meshwright.nn import class_names, find_blocks
-from meshwright.planner.trace.aten_kernels import kernels_of, view_of, with_workspace
-from meshwright.runtime.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
-from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, TorchDispatchMode
-from meshwright.runtime.torch_internals.modules import (
-    CHILDREN,
-    buffers_of,
-    children_of,
-    forward_hooks_of,
-    forward_pre_hooks_of,
-    parameters_of,
+from meshwright.planner.trace.aten_kernels import (
+    FakeDispatchMode,
+    FlopCount,
+    kernels_of,
+    tensors_in,
+    view_of,
+    with_workspace,
 )
+from meshwright.runtime.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from meshwright.cost import Scaling
+    from meshwright.cost import Placed, Scaling
     from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors
 
 
-FEWEST = 8  # blocks for which this is worth while
-RUN = 4  # the first, two whose neighbours are like them, and the last
-_SCALARS = (bool, int, float, str, type(None))
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A list of equal blocks.
-
-    Args:
-        path: Of the list.
-        holder: The list.
-        blocks: All of them.
-        paths: Of the blocks.
-    """
-
-    path: str
-    holder: nn.ModuleList
-    blocks: tuple[nn.Module, ...]
-    paths: tuple[str, ...]
-
-    def kept(self, count: int = RUN) -> tuple[nn.Module, ...]:
-        """Return the first ``count - 1`` blocks and the last."""
-        return (*self.blocks[: count - 1], self.blocks[-1])
-
-    def divided_alike(self, dims: Mapping[nn.Parameter, int]) -> bool:
-        """Return whether the same parameters of every block are divided, along the same dims."""
-        return len({tuple(dims.get(parameter) for parameter in block.parameters()) for block in self.blocks}) == 1
-
-    @contextlib.contextmanager
-    def cut(self, count: int = RUN) -> Iterator[None]:
-        """The model with fewer blocks: whoever goes through the list meets these alone, under the names they have."""
-        whole = children_of(self.holder)
-        names = [*list(whole)[: count - 1], list(whole)[-1]]
-        setattr(self.holder, CHILDREN, _Few(whole, names))
-        try:
-            yield
-        finally:
-            setattr(self.holder, CHILDREN, whole)
-
-
-class _Few(dict[str, Any]):
-    """Some entries of a dict to go through, and all of them to look up: hooks may be put on any block."""
-
-    def __init__(self, whole: dict[str, Any], names: Sequence[str]) -> None:
-        super().__init__({name: whole[name] for name in names})
-        self._whole = whole
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._whole
-
-    def __missing__(self, name: str) -> Any:
-        return self._whole[name]
-
-
-def find_repeated(model: nn.Module) -> Repeated | None:
-    """Return the list of a model's many equal blocks; None where there is none, or more than one."""
-    blocks = set(dict(find_blocks(model)).values())
-    found = []
-    for path, module in model.named_modules():
-        listed = tuple(module.children()) if isinstance(module, nn.ModuleList) else ()
-        if len(listed) >= FEWEST and blocks.issuperset(listed) and len(set(listed)) == len(module):
-            paths = tuple(f"{path}.{name}" for name, _ in module.named_children())
-            found.append(Repeated(path, module, listed, paths))  # type: ignore[arg-type]
-    return found[0] if len(found) == 1 and _are_equal(found[0].blocks) else None
-
-
-def _are_equal(blocks: Sequence[nn.Module]) -> bool:
-    """Equal in classes, shapes and settings; a number that counts the blocks may differ."""
-    if len({(*(id(p) for p in block.parameters()),) for block in blocks}) < len(blocks):
-        return False  # they share their weights
-    first = _described(blocks[0])
-    for index, block in enumerate(blocks):
-        one = _described(block)
-        if one.keys() != first.keys():
-            return False
-        if any(one[key] != value and not (value == 0 and one[key] == index) for key, value in first.items()):
-            return False
-    return True
-
-
-def _described(block: nn.Module) -> dict[tuple[str, str], Any]:
-    found: dict[tuple[str, str], Any] = {}
-    for path, module in block.named_modules():
-        found[path, ""] = type(module), len(forward_hooks_of(module)), len(forward_pre_hooks_of(module))
-        for name, value in vars(module).items():
-            if isinstance(value, _SCALARS) or (
-                isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value)
-            ):
-                found[path, name] = value
-        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
-            if tensor is not None:
-                found[path, name] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    return found
-
-
-# --- Every kernel of a pass over tensors without data, with the modules that launch it, forward and backward.
+# --- Kernels, with the modules that launch them.
 
 _NO_NUMBER = 2**64 - 1  # of the nodes that accumulate gradients
 
@@ -139,7 +46,7 @@ _Stack = tuple[nn.Module, ...]
 
 
 class Kernel(NamedTuple):
-    """One kernel, and who launched it."""
+    """A kernel and the modules that launched it."""
 
     op: Op
     running: _Stack  # the modules that ran; of backward: whose backward it is
@@ -148,17 +55,17 @@ class Kernel(NamedTuple):
     needs_grad: bool  # whether an argument did
 
 
-class OpRecorder(TorchDispatchMode):
-    """Notes the kernels of all operators that run under it.
+class OpRecorder(FakeDispatchMode):
+    """Record the kernels of all operators that run under it.
 
-    A kernel of backward belongs to the modules that ran when its autograd node was made: nodes carry numbers.
+    A kernel of backward belongs to the modules that ran when its autograd node was made. Nodes carry rising numbers, by
+    which their modules are found.
 
     Args:
-        saved: The modules that run now, where they are and what they have saved, kept up to date by whoever watches the
-            model.
-        held: Told of every operator, with the place whose backward it is.
+        saved: What the running modules have saved, kept up to date by :func:`record_saved`.
+        held: Notified of every operator.
         fp8: Layers whose products run in 8 bits. What they cast belongs to these products (see ``cost.kernels``).
-        scaling: How their tensors are scaled.
+        scaling: Scaling of their tensors.
     """
 
     def __init__(
@@ -173,16 +80,12 @@ class OpRecorder(TorchDispatchMode):
         self._latest: tuple[_Stack, int, int] = ((), 0, -1)
         self._calls = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled, and torch's guard against it takes longer than the operators without data do."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        # Asked before and after every operator.
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for before and after every operator
+            return args[0].fake_device
         given = kwargs or {}
-        result = view_of(func, args, given)  # past the modes beneath, for which views are nothing
+        result = view_of(func, args, given)  # the modes beneath need not see views
         if result is None:
             result = with_workspace(func, args, func(*args, **given))
         if func.namespace == "prim":
@@ -196,7 +99,7 @@ class OpRecorder(TorchDispatchMode):
         else:
             self._note_backward(kernels_of(func, args, given, result), sequence_number_of(node))
             made = next_sequence_number() - 1
-            if self._nodes and made > self._nodes[-1]:  # as backward runs a part of forward again: it has its place
+            if self._nodes and made > self._nodes[-1]:  # a part of forward runs again in backward, at its place
                 self._nodes.append(made)
                 self._made.append(self._latest)
             self._held.note(result, (args, given), self._latest[2], "backward")
@@ -224,7 +127,7 @@ class OpRecorder(TorchDispatchMode):
         saved = len(self._saved.log)
         if self._fp8 and not self._fp8.isdisjoint(running):
             narrow = (op for op in ops if op.kind == "matmul")
-            ops = tuple(dataclasses.replace(op, dtype="fp8", scaling=self._scaling) for op in narrow)
+            ops = tuple(dataclasses.replace(op, dtype=FP8, scaling=self._scaling) for op in narrow)
         return [Kernel(op, running, position, saved, needs_grad) for op in ops]
 
 
@@ -238,13 +141,13 @@ class Ops(NamedTuple):
 
 
 def sort_kernels(recorder: OpRecorder, blocks: Sequence[nn.Module], saved: SavedTensors, *, has_backward: bool) -> Ops:
-    """Deal the kernels of a pass out to blocks, each with the classes of modules that recompute it.
+    """Assign the kernels of a pass to blocks, each with the classes of modules that recompute it.
 
     Args:
-        recorder: After the pass.
-        blocks: None inside another.
-        saved: Of the same pass.
-        has_backward: Whether backward ran to its end; if not, it is taken to follow from forward by rule.
+        recorder: The recorder after the pass.
+        blocks: Blocks, none inside another.
+        saved: Record of the same pass.
+        has_backward: Whether backward ran to its end; if not, it is derived from forward by rule.
     """
     last: dict[nn.Module, int] = {}  # the number of the last tensor saved while it ran
     for number, stack in enumerate(saved.log):
@@ -284,10 +187,9 @@ class _Names:
         self._known: dict[_Stack, tuple[str, ...]] = {}
 
     def on(self, kernel: Kernel) -> Op:
-        """Return the op, with the classes it lies in, and those whose recomputation comes by it.
+        """Return the op with the classes it lies in, and those whose recomputation reaches it.
 
-        Recomputation ends at the last tensor that is saved: of a module that saves nothing behind the kernel, it does
-        not come so far.
+        Recomputation ends at the last saved tensor, so a module that saves nothing behind the kernel does not reach it.
         """
         op = kernel.op
         if op.moment == "backward":
@@ -301,18 +203,93 @@ class _Names:
         return self._known[modules]
 
 
-# --- The ops of a model as plain data, by the paths of its blocks.
+# --- FLOPs by place: before the blocks that a pipeline cuts, in each of them, and behind them.
+
+BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
+
+
+class PlacedWork:
+    """Count the FLOPs of forward and backward by place while a model runs under a FLOP counter.
+
+    Args:
+        model: The model.
+        blocks: Blocks of the list that is cut, in the order in which they run.
+        counter: Counts while the model runs.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], counter: FlopCount) -> None:
+        self._model, self._counter = model, counter
+        self._index = {block: index for index, block in enumerate(blocks)}
+        self._place, self._before = -1, 0
+        self.forward = dict.fromkeys(range(-1, len(blocks) + 1), 0)
+        self._arrived: dict[int, int] = {}  # block -> FLOPs before its backward
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count while the forward pass runs inside the block."""
+        hooks = []
+        for module in self._index:
+            hooks.append(module.register_forward_pre_hook(self._enter))
+            hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._switch(self._place)
+
+    def everything(self, loss: torch.Tensor) -> Placed:
+        """Run backward, and return the FLOPs of both passes by place.
+
+        A backward that cannot run counts as twice the forward.
+        """
+        start = self._counter.total
+        try:
+            loss.backward()
+        except Exception:  # what a user's function does to tensors without data; time is an estimate all the same
+            return tuple(((place,), flops * (1 + BACKWARD_FLOPS)) for place, flops in self.forward.items())
+        return tuple(((place,), flops + self._backward(place, start)) for place, flops in self.forward.items())
+
+    def _backward(self, place: int, start: int) -> int:
+        """Return the FLOPs from the arrival of the gradient of a block's output to that of the block before."""
+        marks = {**self._arrived, len(self._index): start}
+        if place not in marks:
+            return 0  # before the blocks, whose end in backward is not seen; or everything is frozen
+        following = [marks[earlier] for earlier in range(place) if earlier in marks]
+        return (following[-1] if following else self._counter.total) - marks[place]
+
+    def _switch(self, place: int) -> None:
+        now = self._counter.total
+        self.forward[self._place] += now - self._before
+        self._place, self._before = place, now
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._switch(self._index[module])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        index = self._index[module]
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._note(index))
+        if index == len(self._index) - 1:
+            self._switch(index + 1)
+
+    def _note(self, index: int) -> None:
+        self._arrived.setdefault(index, self._counter.total)
+
+
+# --- Ops as plain data.
 
 
 @dataclass(frozen=True)
 class ModelOps:
-    """What a micro-batch computes on one rank.
+    """The ops of a micro-batch on one rank, by the paths of blocks.
 
     Args:
-        blocks: The path of every block that ran, with its ops.
-        outside: Before the blocks and between them.
-        behind: After the last block.
-        runs: How often each of the blocks ran, by its path.
+        blocks: Paths of the blocks that ran, with their ops.
+        outside: Ops before the blocks and between them.
+        behind: Ops behind the last block.
+        runs: How often each block ran, by its path.
     """
 
     blocks: tuple[tuple[str, tuple[Op, ...]], ...]
@@ -322,18 +299,18 @@ class ModelOps:
 
     @functools.cached_property
     def by_path(self) -> dict[str, tuple[Op, ...]]:
-        """Return the ops of every block, equal ones together."""
+        """Return the ops of every block, equal ones counted."""
         alike = {id(ops): ops for _, ops in self.blocks}  # equal blocks have one description
         counted = {key: together(ops) for key, ops in alike.items()}
         return {path: counted[id(ops)] for path, ops in self.blocks}
 
     def outside_of(self, blocks: Container[str], last_rank: int | None) -> tuple[Op, ...]:
-        """Return the ops of no block, and of blocks that are not among these; equal ones together.
+        """Return the ops of none of the blocks given, equal ones counted.
 
         Args:
-            blocks: Paths.
-            last_rank: The pipeline rank that runs what is behind the blocks; None: there is no pipeline. What is before
-                them runs on all of its ranks.
+            blocks: Paths of the blocks.
+            last_rank: Pipeline rank that runs what is behind the blocks; None without a pipeline. What is before them
+                runs on all ranks.
         """
         others = [op for path, ops in self.blocks if path not in blocks for op in ops]
         behind = together(self.behind)
@@ -341,11 +318,11 @@ class ModelOps:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of forward and backward."""
+        """Return the FLOPs of forward and backward."""
         return sum(sum(pass_flops(op)) for op in self._every())
 
     def flops_in(self, dtype: str) -> int:
-        """Return those of one precision."""
+        """Return the FLOPs of products in one precision."""
         return sum(sum(pass_flops(op)) for op in self._every() if op.dtype == dtype)
 
     def _every(self) -> Iterator[Op]:
@@ -356,7 +333,7 @@ class ModelOps:
 
 
 def together(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """Equal ops as one that counts them."""
+    """Return equal ops as one with a count."""
     found: dict[Op, int] = {}
     for op in ops:
         found[op] = found.get(op, 0) + 1
@@ -364,19 +341,19 @@ def together(ops: Iterable[Op]) -> tuple[Op, ...]:
 
 
 def model_ops(model: nn.Module, ops: Ops) -> ModelOps:
-    """Return the ops with paths in place of modules."""
+    """Return recorded ops with paths in place of modules."""
     paths = tuple((path, ops.inside[block]) for path, block in find_blocks(model) if block in ops.inside)
     runs = {path: ops.runs[block] for path, block in find_blocks(model) if block in ops.inside}
     return ModelOps(paths, ops.outside, ops.behind, runs)
 
 
-# --- From a recorded forward pass to plain data: each tensor with who saves, takes and makes it, and all work.
+# --- Saved tensors and work as plain data.
 
 _Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ...], tuple[int, ...], int]  # of equals
 
 
 def summarise(model: nn.Module, saved: SavedTensors, transients: tuple[Transient, ...]) -> Activations:
-    """Return what the forward pass of a plain model keeps, and what recomputation can change of that."""
+    """Return what the forward pass of a plain model saves, and what recomputation can change of it."""
     named = [(path, module) for path, module in model.named_modules() if path]
     numbers = {module: number for number, (_, module) in enumerate(named)}
     blocks = [block for _, block in find_blocks(model)]
@@ -419,12 +396,9 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
             min(saved.places.get(storage) or places[storage]),
         )
         key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from)
-        found[key] = tensor if key not in found else _larger(found[key], size)
+        more = found[key].num_bytes if key in found else 0
+        found[key] = dataclasses.replace(tensor, num_bytes=size + more)
     return tuple(found[key] for key in sorted(found))  # two runs that save the same are equal
-
-
-def _larger(tensor: SavedTensor, more: int) -> SavedTensor:
-    return dataclasses.replace(tensor, num_bytes=tensor.num_bytes + more)
 
 
 def _work(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[Work, ...]:

@@ -1,16 +1,24 @@
-"""Extend a recording of a few equal blocks to all of the model's blocks."""
+"""Run a few of a model's many equal blocks, and extend their recording to all of them.
+
+[Note: repeated blocks] A model of 80 equal blocks is traced with four: the first, two whose neighbours are like them,
+and the last. What the second and third do, all blocks between them and the last do, too: their tensors, calls, kernels
+and collectives are copied, with the paths and places of the copies. Whether that holds is checked once for each model
+and division of it, by a run of one block more.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from meshwright.nn import class_name
-from meshwright.planner.trace.op_recording import RUN, Repeated
+from meshwright.nn import class_name, find_blocks
+from meshwright.runtime.torch_internals.modules import CHILDREN, children_of, forward_hooks_of, forward_pre_hooks_of
 
 if TYPE_CHECKING:
     from meshwright.cost import Boundary, Placed, Transient
@@ -18,18 +26,119 @@ if TYPE_CHECKING:
     from meshwright.planner.trace.op_recording import Ops
 
 
+FEWEST = 8  # blocks from which on this is worth while
+RUN = 4  # the first, two whose neighbours are like them, and the last
+_SCALARS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A list of equal blocks.
+
+    Args:
+        path: Path of the list.
+        holder: The list.
+        blocks: All of its blocks.
+        paths: Paths of the blocks.
+    """
+
+    path: str
+    holder: nn.ModuleList
+    blocks: tuple[nn.Module, ...]
+    paths: tuple[str, ...]
+
+    def kept(self, count: int = RUN) -> tuple[nn.Module, ...]:
+        """Return the first ``count - 1`` blocks and the last."""
+        return (*self.blocks[: count - 1], self.blocks[-1])
+
+    def divided_alike(self, dims: Mapping[nn.Parameter, int]) -> bool:
+        """Return whether the same parameters of every block are divided, along the same dims."""
+        return len({tuple(dims.get(parameter) for parameter in block.parameters()) for block in self.blocks}) == 1
+
+    @contextlib.contextmanager
+    def cut(self, count: int = RUN) -> Iterator[None]:
+        """Shorten the model's list for a while.
+
+        Whoever iterates over it meets a few blocks alone, under their own names.
+        """
+        whole = children_of(self.holder)
+        names = [*list(whole)[: count - 1], list(whole)[-1]]
+        setattr(self.holder, CHILDREN, _Few(whole, names))
+        try:
+            yield
+        finally:
+            setattr(self.holder, CHILDREN, whole)
+
+
+class _Few(dict[str, Any]):
+    """A dict that iterates over some entries and looks up all of them: hooks may be put on any block."""
+
+    def __init__(self, whole: dict[str, Any], names: Sequence[str]) -> None:
+        super().__init__({name: whole[name] for name in names})
+        self._whole = whole
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._whole
+
+    def __missing__(self, name: str) -> Any:
+        return self._whole[name]
+
+
+def find_repeated(model: nn.Module) -> Repeated | None:
+    """Return the only list of many equal blocks in a model; None where there is none, or more than one."""
+    blocks = set(dict(find_blocks(model)).values())
+    found = []
+    for path, module in model.named_modules():
+        listed = tuple(module.children()) if isinstance(module, nn.ModuleList) else ()
+        if len(listed) >= FEWEST and blocks.issuperset(listed) and len(set(listed)) == len(module):
+            paths = tuple(f"{path}.{name}" for name, _ in module.named_children())
+            found.append(Repeated(path, module, listed, paths))  # type: ignore[arg-type]
+    return found[0] if len(found) == 1 and _are_equal(found[0].blocks) else None
+
+
+def _are_equal(blocks: Sequence[nn.Module]) -> bool:
+    """Return whether blocks are equal in classes, shapes and settings; a number that counts them may differ."""
+    if len({(*(id(p) for p in block.parameters()),) for block in blocks}) < len(blocks):
+        return False  # they share their weights
+    first = _described(blocks[0])
+    for index, block in enumerate(blocks):
+        one = _described(block)
+        if one.keys() != first.keys():
+            return False
+        if any(one[key] != value and not (value == 0 and one[key] == index) for key, value in first.items()):
+            return False
+    return True
+
+
+def _described(block: nn.Module) -> dict[tuple[str, str], Any]:
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in block.named_modules():
+        found[path, ""] = type(module), len(forward_hooks_of(module)), len(forward_pre_hooks_of(module))
+        for name, value in vars(module).items():
+            if isinstance(value, _SCALARS) or (
+                isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value)
+            ):
+                found[path, name] = value
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found[path, name] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return found
+
+
+# --- From a run of a few equal blocks to what a run of all of them would have recorded.
+
 T = TypeVar("T")
-_THIRD = 2  # of the blocks that ran: what it does, every further one does
+_THIRD = 2  # index of the block whose copies all further blocks are
 
 
 class Places:
-    """Of a run of the first three blocks of a repeated list and its last.
+    """Map places of a short run to those of the whole model.
 
     Args:
-        ran: The blocks that ran, those of other lists among them.
-        every: Those that would have run.
+        ran: Blocks that ran, with those of other lists.
+        every: Blocks that would have run.
         repeated: The list that was cut.
-        blocks: Its blocks that would have run.
+        blocks: Blocks of the list that would have run.
     """
 
     def __init__(
@@ -42,15 +151,15 @@ class Places:
         self._copies = len(blocks) - RUN
 
     def of(self, place: int, shift: int = 0) -> int:
-        """A place of the run, or of what the copies of the third block do so many blocks further on."""
+        """Return a place in the whole model; with a shift, of a copy of the third block so many blocks further on."""
         return self._of[place] + (shift if place in self._shifted else 0)
 
     def placed(self, amounts: Placed) -> Placed:
-        """Amounts of single places."""
+        """Return amounts of single places, copied for all blocks."""
         return self._each([(place, size) for (place,), size in amounts], lambda place, size: ((place,), size))
 
     def transients(self, found: Sequence[Transient]) -> tuple[Transient, ...]:
-        """Return what every place takes for a moment."""
+        """Return what every place holds for a moment, copied for all blocks."""
         return self._each([(each.place, each) for each in found], lambda place, each: each._replace(place=place))
 
     def _each(self, found: Sequence[tuple[int, Any]], at: Callable[[int, Any], T]) -> tuple[T, ...]:
@@ -61,23 +170,20 @@ class Places:
         return tuple(at(place, every[place]) for place in sorted(every))
 
 
-# --- From a run of a few equal blocks to what a run of all of them would have recorded.
-
-
 class NotRepeatedError(Exception):
-    """What was recorded does not repeat from block to block."""
+    """A recording does not repeat from block to block."""
 
 
 def continued(
     saved: SavedTensors, kept: Sequence[nn.Module], every: Sequence[nn.Module], places: Places
 ) -> SavedTensors:
-    """Return what a run of all blocks would have saved, from that of four of them.
+    """Return what a run of all blocks would have saved, from a run of four.
 
     Args:
-        saved: Of the run.
-        kept: The blocks that ran.
-        every: Those that would have run: the first three and the last are the same.
-        places: Where the run was.
+        saved: Record of the run.
+        kept: Blocks that ran.
+        every: Blocks that would have run; the first three and the last are those that ran.
+        places: Maps places of the run to those of the model.
 
     Raises:
         NotRepeatedError: When a tensor is shared by blocks in a way that has no obvious continuation.
@@ -92,7 +198,7 @@ class _Continued:
         self._places = places
         self._number = {module: number for number, block in enumerate(kept) for module in block.modules()}
         template = [list(block.modules()) for block in kept[1:3]]
-        # For a shift: modules of the second block, and of the third, to those of blocks so many further on.
+        # For each shift: modules of the second and third block -> modules of the blocks so many further on.
         self._shifted = [
             {
                 module: twin
@@ -127,13 +233,13 @@ class _Continued:
         return {self._places.of(place, shift) for place in places}
 
     def _log(self, saved: SavedTensors) -> list[tuple[nn.Module, ...]]:
-        """Return the third block's saves, and after them those of its copies."""
+        """Return the saves, with copies of the third block's behind them."""
         first, end = self._third(saved.log)
         copies = [self._move(stack, shift) for shift in range(1, len(self._shifted)) for stack in saved.log[first:end]]
         return [*saved.log[:end], *copies, *saved.log[end:]]
 
     def _work(self, saved: SavedTensors) -> list[Call]:
-        """Return the third block's calls, and after them those of its copies, each by the saves before it."""
+        """Return the calls, with copies of the third block's behind them."""
         calls, log = saved.work, self._third(saved.log)
         first, end = self._third([call.stack for call in calls])
         saves, copies = log[1] - log[0], len(self._shifted) - 1
@@ -151,7 +257,7 @@ class _Continued:
         return [*(later(call, 0) for call in calls[:end]), *copied, *behind]
 
     def _third(self, stacks: Sequence[tuple[nn.Module, ...]]) -> tuple[int, int]:
-        """From the first to behind the last of what the third block does; nothing, at the end, where it does none."""
+        """Return from where to where the third block acts; an empty range at the end where it does nothing."""
         own = [index for index, stack in enumerate(stacks) if self._place(stack) == 2]
         return (own[0], own[-1] + 1) if own else (len(stacks), len(stacks))
 
@@ -204,7 +310,7 @@ class _Continued:
             self._taken(module, shift)[key] = size
 
     def _share(self, storage: int, stacks: list[tuple[nn.Module, ...]], takers: list[nn.Module]) -> None:
-        """A tensor of all blocks: copies of the third save and take it as well."""
+        """Continue a tensor of all blocks: copies of the third block save and take it, too."""
         self._put(storage, storage, stacks, takers, 0)
         third = self._places.third
         for shift in range(1, len(self._shifted)):
@@ -232,7 +338,7 @@ class _Continued:
 
 
 def continued_ops(ops: Ops, kept: Sequence[nn.Module], every: Sequence[nn.Module]) -> Ops:
-    """Return the same for ops: further blocks have those of the third.
+    """Return the ops of all blocks; copies have those of the third.
 
     Raises:
         NotRepeatedError: When one of the blocks did not run.
@@ -249,9 +355,9 @@ def continued_ops(ops: Ops, kept: Sequence[nn.Module], every: Sequence[nn.Module
 def continued_boundaries(
     boundaries: Sequence[Boundary], repeated: Repeated, every: Sequence[nn.Module]
 ) -> tuple[Boundary, ...]:
-    """Return the same for what is sent.
+    """Return what all blocks send.
 
-    By the path where there is one, else as often as by each of the blocks that ran.
+    Collectives with a path are copied by it; others are sent as often by a copy as by each block that ran.
 
     Raises:
         NotRepeatedError: When what has no path is not sent equally often by all blocks.

@@ -1,4 +1,9 @@
-"""Trace a model once per set of conditions, and scale what is recorded to other micro-batch sizes."""
+"""Trace a model once per set of conditions, and scale what is recorded to other micro-batch sizes.
+
+[Note: trace conditions] A strategy changes a forward pass only through its :class:`Conditions`, which the planner asks
+the methods for: dtypes, the division of layers, tokens and experts, the blocks of a pipeline, layers in 8 bits.
+Strategies with equal conditions share one trace; the methods' ``cost`` twins do the rest.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
+from meshwright.cost import FP8
 from meshwright.errors import NOTE, MeshwrightError, ModelError
 from meshwright.methods.base import torch_dtype
 from meshwright.nn import find_blocks, widened
 from meshwright.planner.trace.aten_kernels import stands_in
 from meshwright.planner.trace.fake_pass import Pass, Predicted, Trace
-from meshwright.planner.trace.op_recording import Repeated, find_repeated
+from meshwright.planner.trace.repeated_blocks import FEWEST, Repeated, find_repeated
 from meshwright.runtime.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 
 if TYPE_CHECKING:
@@ -34,19 +40,19 @@ _LINE = 2  # values that make one
 
 
 class NotLinearError(Exception):
-    """Two values differ in more than whole numbers, or one between them would not be whole."""
+    """Two values differ in more than whole numbers, or a value between them is not whole."""
 
 
 def on_the_line(first: T, second: T, at: tuple[int, int], wanted: int) -> T:
-    """Return what lies on the line through two values of plain data.
+    """Return the value on the line through two values of plain data, part by part.
 
-    Tuples and dataclasses of numbers, names and others.
+    The values are tuples and dataclasses of numbers, names and others.
 
     Args:
-        first: The value at ``at[0]``.
-        second: The value at ``at[1]``: of the same form.
-        at: Two different places.
-        wanted: Where a value is wanted.
+        first: Value at ``at[0]``.
+        second: Value at ``at[1]``, of the same form.
+        at: Two different positions.
+        wanted: Position of the value to return.
 
     Raises:
         NotLinearError: When the two differ in form or in what is no whole number, or the value wanted is not whole.
@@ -60,7 +66,6 @@ class _Line:
         self._found: dict[tuple[int, int], Any] = {}  # what is one tuple several times stays one
 
     def value(self, first: Any, second: Any) -> Any:
-        """Return the value on the line through two, part by part."""
         if first is second:
             return first
         if not isinstance(first, tuple):
@@ -95,11 +100,11 @@ class _Line:
 
 
 class Samples:
-    """What is known of micro-batches by their number of samples, and what follows from it.
+    """Results by the number of samples of a micro-batch, continued linearly.
 
-    Two sizes make a line; whether a third lies on it is seen when it is run. Only then are further ones continued.
-    Where one kind of run lies on its line, others of the same model are taken to: two sizes are enough for these. A
-    sample alone is on no line: dims of one element are broadcast.
+    Two sizes make a line. Whether a third lies on it is checked when it is run; only then are further ones continued.
+    Where one kind of run lies on its line, other kinds of the same model are trusted after two sizes. A single sample
+    lies on no line: dims of one element are broadcast.
     """
 
     def __init__(self) -> None:
@@ -108,7 +113,7 @@ class Samples:
         self._bent: set[Hashable] = set()
 
     def add(self, kind: Hashable, samples: int, value: Any) -> None:
-        """Note what a run has found."""
+        """Note the result of a run."""
         known = self._known.setdefault(kind, {})
         if len(known) == _LINE and kind not in self._straight:
             (self._straight if self._on_line(kind, samples) == value else self._bent).add(kind)
@@ -116,7 +121,7 @@ class Samples:
             known[samples] = value
 
     def continued(self, kind: Hashable, samples: int) -> Any | None:
-        """Return what a run of so many samples would find; None where that is not known."""
+        """Return the result that a run of so many samples would have; None where that is not known."""
         trusted = kind in self._straight or (bool(self._straight) and not self._bent)
         if not trusted or samples == 1 or len(self._known.get(kind, {})) < _LINE:
             return None
@@ -131,7 +136,7 @@ class Samples:
             return None
 
 
-# --- Why a model cannot run without data: the operation, the module it is in, and what would help.
+# --- Why a model cannot run without data.
 
 _READS = "it reads the values of a tensor; keep such a branch, .item() or print out of forward, or use torch.where"
 _SHAPES = "the size of its result depends on values; use a form of fixed size, such as torch.where or a mask"
@@ -139,10 +144,10 @@ _LENGTH = 160
 
 
 def reason_of(error: BaseException, model: nn.Module) -> str:
-    """One line for a person: what failed while a model was traced, where, and how to help.
+    """Explain in one line what failed while a model was traced, where, and what would help.
 
     Args:
-        error: With the traceback it was caught with.
+        error: The error, with its traceback.
         model: The model that was running.
     """
     place = _place(error.__traceback__, model)
@@ -152,13 +157,15 @@ def reason_of(error: BaseException, model: nn.Module) -> str:
         return f"DynamicOutputShapeException while tracing: {error.func} in {place}: {_SHAPES}"
     if isinstance(error, MeshwrightError):
         return "; ".join(filter(None, (error.what, f"got {error.got}" if error.got else "", error.fix)))
-    said = (str(error).splitlines() or [""])[0][:_LENGTH]
-    told = " ".join(note.removeprefix(NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(NOTE))
-    return f"{type(error).__name__} while tracing ({said}) in {place}" + (f". {told.removesuffix('.')}" if told else "")
+    text = (str(error).splitlines() or [""])[0][:_LENGTH]
+    hints = " ".join(note.removeprefix(NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(NOTE))
+    return f"{type(error).__name__} while tracing ({text}) in {place}" + (
+        f". {hints.removesuffix('.')}" if hints else ""
+    )
 
 
 def _place(trace: TracebackType | None, model: nn.Module) -> str:
-    """Return the innermost module of the model whose code was running, and the line of it."""
+    """Return the innermost module of the model whose code was running, and its line."""
     names = {id(module): path for path, module in model.named_modules()}
     found = "the loss, or what calls the model"
     while trace is not None:
@@ -174,24 +181,24 @@ def _place(trace: TracebackType | None, model: nn.Module) -> str:
     return found
 
 
-# --- What one micro-batch saves, computes and sends inside the layers: the model runs once for each set of conditions.
+# --- The tracer.
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """All that a strategy changes of one rank's forward."""
+    """Everything of a strategy that changes one rank's forward pass."""
 
-    param_dtype: str | None  # of the parameters as they compute; None keeps their own
+    param_dtype: str | None  # precision of the parameters as they compute; None keeps their own
     autocast_dtype: str | None
-    samples: int  # of a micro-batch
+    samples: int  # per micro-batch
     split: Trace | None  # how axes divide layers, tokens or experts
-    blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts; none: those that the model repeats
+    blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts; empty: those that the model repeats
     fp8: Fp8Trace | None = None  # the layers that multiply in 8 bits
-    widened: bool = False  # whether bf16 products are made in fp32 where the device is slow in bf16
+    widened: bool = False  # whether products in bf16 are made in fp32 where the device is slow in bf16
 
 
 class Traced(NamedTuple):
-    """Of a micro-batch."""
+    """The trace of a micro-batch, as far as it could be made."""
 
     activations: Activations | None  # None: not predicted
     flops: int | None
@@ -202,7 +209,10 @@ class Traced(NamedTuple):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Return what its user may not expect. Another micro-batch may use what this one does not: it is counted."""
+        """Return notices for the user.
+
+        A parameter without a gradient may get one in another micro-batch, so it is counted.
+        """
         if not self.idle:
             return ()
         named = ", ".join(self.idle[:3]) + (" and others" if len(self.idle) > 3 else "")
@@ -210,21 +220,21 @@ class Traced(NamedTuple):
 
     @property
     def fp8_flops(self) -> int:
-        """Return those of ``flops`` that are in 8 bits."""
-        return self.ops.flops_in("fp8") if self.ops is not None else 0
+        """Return the FLOPs of products in 8 bits."""
+        return self.ops.flops_in(FP8) if self.ops is not None else 0
 
 
 class Tracer:
-    """Runs a model on fake tensors, once for each set of conditions.
+    """Run a model on fake tensors, once for each set of conditions.
 
-    Of many equal blocks only a few run, and numbers of samples that lie on a line with others are not run at all: both
-    are found out by comparing first.
+    Of many equal blocks only a few run (see [Note: repeated blocks]), and numbers of samples that lie on a line with
+    others are not run at all.
 
     Args:
-        model: Plain module.
-        inputs_of: ``inputs_of(samples)`` returns the model input, or None when there is no sample to be had.
+        model: A plain module.
+        inputs_of: ``inputs_of(samples)`` returns the model input, or None when there is no sample.
         forward: ``forward(model, inputs)`` computes the loss.
-        device: What it will train on; None: where its parameters are.
+        device: Device that it will train on; None: that of its parameters.
     """
 
     def __init__(
@@ -240,10 +250,10 @@ class Tracer:
         self._repeats: dict[tuple[object, ...], bool] = {}  # whether blocks do, by what divides them
 
     def of(self, conditions: Conditions) -> Traced:
-        """Return what a micro-batch takes under these conditions.
+        """Return the trace of a micro-batch under some conditions.
 
         Raises:
-            ModelError: When the model cannot be divided as they say.
+            ModelError: When the model cannot be divided as the conditions say.
         """
         conditions = dataclasses.replace(conditions, blocks=conditions.blocks or self._blocks)
         if conditions not in self._known:
@@ -302,7 +312,7 @@ class Tracer:
         return widened(self._model, self._device)
 
     def _predict(self, one: Pass, now: Conditions) -> Predicted:
-        """A pass of a few blocks where all are equal, else of the whole model."""
+        """Run a few blocks where all are equal, else the whole model."""
         repeated = self._repeated
         if repeated is None:
             return one.predict()
@@ -325,12 +335,12 @@ class Tracer:
 
     @functools.cached_property
     def _repeated(self) -> Repeated | None:
-        return find_repeated(self._model)
+        return find_repeated(self._model) if len(self._blocks) >= FEWEST else None
 
     def _sent_to_experts(self, now: Conditions) -> tuple[Boundary, ...]:
-        """Return what travels, where experts that cannot run without data are passed over.
+        """Return the collectives of a pass that skips experts which cannot run without data.
 
-        Nothing where more cannot.
+        Nothing where the rest cannot run, either.
         """
         if getattr(now.split, "stands_in", True):
             return ()
@@ -347,7 +357,7 @@ def _untraced(reason: str) -> Traced:
 
 
 def _does_not_fit(got: str) -> ModelError:
-    """Return the model runs whole, and not as one rank of a tensor axis: training would fail in the same way."""
+    """Return the error for a model that runs whole, but not as one rank of a tensor axis: training would fail, too."""
     return ModelError(
         "tensor_parallel: the model cannot run with its layers split by this plan",
         expected="layers split by columns that feed layers split by rows, in modules that name no number of features",
