@@ -25,12 +25,12 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.cost import memory
-from meshwright.methods.pipeline.schedules import bubble_fraction
 from meshwright.runtime.launch import inside_launcher, launch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))
 
 from gpt2 import GPT2
+from schedule_bubble import bubble_fraction
 
 RANKS, BLOCKS, STEPS = 4, 8, 3
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2, "dualpipev": 2}  # stages on a rank

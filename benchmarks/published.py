@@ -134,7 +134,7 @@ def _rows_table(scores: Scores) -> Table:
         table.add_row(
             str(p.row.index), p.row.text("model"), p.row.text("gpu"), str(p.case.cluster.num_devices),
             f"{p.tokens_per_s_per_gpu:.5g}", _known(p.published_tokens_per_s_per_gpu, 1, ".5g"),
-            f"{p.held.counted_bytes / 2**30:.1f}", _known(p.published_peak_bytes, 2**30, ".1f"),
+            f"{p.memory.counted_bytes / 2**30:.1f}", _known(p.published_peak_bytes, 2**30, ".1f"),
             "no" if p.out_of_memory else "yes", "; ".join(p.case.assumed),
         )  # fmt: skip
     return table

@@ -1,6 +1,11 @@
-"""The figures of the house: ``python -m tests.house`` prints what ``tests/test_house.py`` holds.
+"""The figures of the house, as ``tests/test_house.py`` holds them.
 
-Everything is read from the source, but for the journeys: they are counted in a real run on two ranks.
+    python -m tests.house            print them
+    python -m tests.house --all      with the files and lines behind each
+    python -m tests.house --json     as JSON
+    python -m tests.house --write    write the four journeys into docs/architecture.md
+
+All are read from the source, but for the journeys: they are counted in a real run on two ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ import tempfile
 import threading
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "meshwright"
+PAGE = ROOT / "docs" / "architecture.md"
 FLOORS = [
     {"errors", "version"},
     {"runtime"},
@@ -32,7 +39,10 @@ FLOORS = [
     {"compat", "cli"},
 ]
 INTERNALS = "runtime/torch_internals/"
+# Names with an underscore that are of Python and of transformers.
+NOT_OF_TORCH = {"_replace", "_exit", "_current_frames", "_lru_cache_wrapper", "_attn_implementation", "_model_mapping"}
 JOURNEYS = ("accelerate(fsdp) to the first step", "one step", "a peak predicted", "a checkpoint saved")
+_BEGIN, _END = "<!-- journeys -->", "<!-- end of journeys -->"
 # A first line that begins so hangs on the name above it.
 CANNOT_STAND_ALONE = re.compile(
     r"(Of|What|Whether|How|Where|Those|By|As|For|Until|That|Which|Who|So|Than|Around|In|On|With|Without|From|To|Into|"
@@ -141,7 +151,7 @@ def torch_internals() -> dict[str, list[str]]:
     another's.
     """
     trees = {path: tree_of(path) for path in files()}
-    ours = set()
+    ours = set(NOT_OF_TORCH)
     for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
@@ -326,7 +336,32 @@ def figures() -> dict[str, object]:
     }
 
 
+def journeys_on_page() -> dict[str, list[str]]:
+    """The journeys as the manual shows them."""
+    section = PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0]
+    parts = re.split(r"^### (.+)$", section, flags=re.MULTILINE)[1:]
+    titles = {_title(name): name for name in JOURNEYS}
+    return {
+        titles[title]: re.findall(r"`([\w/]+\.py)`", text) for title, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def write_journeys() -> None:
+    before, _, rest = PAGE.read_text().partition(_BEGIN)
+    parts = [f"{before}{_BEGIN}\n"]
+    for name, passed in journeys().items():
+        parts.append(f"\n### {_title(name)}\n\n{len(passed)} files: {' · '.join(f'`{file}`' for file in passed)}\n")
+    PAGE.write_text("".join([*parts, f"\n{_END}", rest.partition(_END)[2]]))
+
+
+def _title(name: str) -> str:
+    return name[0].upper() + name[1:]
+
+
 def main() -> None:
+    if "--write" in sys.argv:
+        write_journeys()
+        return
     found = figures() | {f"files passed: {name}": passed for name, passed in journeys().items()}
     if "--json" in sys.argv:
         print(json.dumps(found, indent=2))

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.comm.shared_memory import held_bytes
+from meshwright.nn.host_exchange import shared_memory_bytes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
             int, StorageWeakRef
         ] = {}  # of the caller; as long as they are referred to, no other takes their place
         gc.collect()  # what is over lets go of memory that it shared
-        self._shared_before = held_bytes()
+        self._shared_before = shared_memory_bytes()
         self.peak = 0
         self.phase = ""  # whatever the caller calls what runs now
         self.moment = ""  # the operator that ran at the peak
@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
             self.at_peak[origin] = self.at_peak.get(origin, 0) + storage.nbytes()
 
     def _held(self) -> int:
-        held = held_bytes() - self._shared_before
+        held = shared_memory_bytes() - self._shared_before
         for key, reference in list(self.storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:

@@ -1,32 +1,16 @@
-"""The house: a room imports only from rooms below it, and cost never imports torch."""
+"""The house: rooms import only from rooms below, without circles; files are whole mechanisms; words stand alone."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
-FLOORS = [
-    {"errors", "version"},
-    {"runtime"},
-    {"cost", "strategy"},
-    {"comm"},
-    {"optim", "loss", "lr_scheduler", "data", "inspect"},
-    {"nn"},
-    {"store"},
-    {"methods"},
-    {"planner"},
-    {"training"},
-    {"compat", "cli"},
-]
+from tests import house
+from tests.house import FLOORS, SOURCE, room_of
+
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MAKERS = {f"torch.{name}" for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "eye")}
-FILES = sorted(SOURCE.rglob("*.py"))
-
-
-def room_of(path):
-    relative = path.relative_to(SOURCE)
-    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+FILES = house.files()
+MOST_FILES = dict(zip(house.JOURNEYS, (44, 11, 42, 12), strict=True))
 
 
 def imports(path):
@@ -57,8 +41,8 @@ def test_cost_knows_nothing_of_torch(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_files_stay_small(path):
-    assert len(path.read_text().splitlines()) <= 600
+def test_files_stay_readable(path):
+    assert house.num_lines(path) <= 600
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -68,3 +52,40 @@ def test_no_module_makes_tensors(path):
         if isinstance(statement, ast.Assign | ast.AnnAssign):
             calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
             assert not any(ast.unparse(call) in MAKERS for call in calls), ast.unparse(statement)
+
+
+def test_modules_are_few_and_whole():
+    assert len(FILES) <= 320
+    assert len(house.crumbs()) <= 15
+    assert not house.basenames_used_often()
+
+
+def test_rooms_are_few_and_nothing_lies_loose():
+    assert {path.name for path in SOURCE.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py", "version.py"}
+    assert {room_of(path) for path in FILES if path.parent != SOURCE} == set(FLOOR_OF) - {"errors", "version"}
+    assert len(FLOOR_OF) <= 19
+    assert len(FLOORS) <= 11
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert not house.circles()
+
+
+def test_names_with_an_underscore_are_taken_from_torch_in_one_place():
+    assert not {name for name in house.torch_internals() if not name.startswith(house.INTERNALS)}
+
+
+def test_the_planner_knows_no_method_by_name():
+    assert not house.method_names_in_planner()
+
+
+def test_first_lines_of_docstrings_stand_alone():
+    assert not house.docstrings_that_hang()
+
+
+def test_journeys_are_short_and_stand_in_the_manual():
+    walked = house.journeys()
+    assert {name: len(files) for name, files in walked.items() if len(files) > MOST_FILES[name]} == {}
+    assert {name: set(files) for name, files in walked.items()} == {
+        name: set(files) for name, files in house.journeys_on_page().items()
+    }

@@ -1,4 +1,4 @@
-"""Turn a row into a case to simulate: model, strategy, cluster, memory, and what had to be assumed."""
+"""Turn a row into a case to simulate: model, strategy, cluster, memory, and assumptions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.cost import Cluster, Peak, Stages, Step, find_device, make_cluster, memory, peak
+from meshwright.cost import Cluster, Op, Peak, Stages, Step, find_device, make_cluster, memory, peak
 from meshwright.cost.cluster import most_joined
 from meshwright.cost.rank_memory import shape_on, whole_gradients
 from meshwright.errors import MeshwrightError
 from meshwright.methods import cost_of
-from meshwright.planner.family_ops import FamilyRun
+from meshwright.planner.family_ops import ATTENTION, FamilyRun
 from meshwright.planner.family_steps import family_step
 from meshwright.planner.memory_budget import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
 from meshwright.planner.model_shapes import Shape
@@ -54,34 +54,34 @@ class Case:
 
     @property
     def tokens_per_step(self) -> int:
-        """Over all devices."""
+        """Return the tokens per step over all devices."""
         return self.global_batch * self.shape.seq
 
     @property
     def in_turn(self) -> bool:
-        """Whether gradients are reduced behind backward, and not beside it."""
+        """Return whether gradients are reduced after backward, and not during it."""
         beside = self.convention.reduces_beside
         return self.zero_stage < 2 and (not beside or (self.convention.reduces_each and self.zero_stage == 1))
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """The model and the cluster: runs of one setting differ by strategy."""
+        """Return the model and the cluster: runs of one setting differ by strategy."""
         return (self.row.source, self.row.text("model"), self.shape.seq, self.row.text("gpu"), self.cluster.num_devices)
 
 
-# --- Memory of a published run: the most that one of its ranks holds, as its source counts it, and whether it fits.
+# --- Memory
 
 _HALF_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Held:
-    """Memory of the rank that holds most.
+class RankMemory:
+    """Predicted memory of the rank that needs most.
 
     Args:
-        peak: By class.
+        peak: The peak by class.
         counted_bytes: As the source counts: allocated or reserved, of this rank or of the first.
-        needed_bytes: Reserved, with what is lost between tensors and what no tensor can use.
+        needed_bytes: Reserved, with fragmentation and the device's context.
         fits: Whether the device has as much.
     """
 
@@ -91,33 +91,33 @@ class Held:
     fits: bool
 
 
-def held_by(case: Case) -> Held:
-    """Predicts the memory of a run: whether its fullest rank fits, and what the rank holds that the source reports."""
+def rank_memory(case: Case) -> RankMemory:
+    """Predict the memory of a run: whether its fullest rank fits, and the peak that the source reports."""
     distinct = {id(step): step for step in case.steps}.values()
-    every = [_held(case, step) for step in distinct]
-    most = max(every, key=lambda held: held.needed_bytes)
+    every = [_memory_of(case, step) for step in distinct]
+    most = max(every, key=lambda each: each.needed_bytes)
     return dataclasses.replace(most, counted_bytes=every[0].counted_bytes) if case.convention.first_rank else most
 
 
-def _held(case: Case, step: Step) -> Held:
+def _memory_of(case: Case, step: Step) -> RankMemory:
     convention, most, extra = case.convention, peak(step), _beside(case, step)
     gathers_layers = convention.live_bytes > 0 and case.zero_stage == 3
-    # Segments that grow are an option of CUDA's drivers: on AMD's devices torch passes over it.
+    # Expandable segments are an option of CUDA's drivers: torch ignores it on AMD's devices.
     expandable = convention.expandable and case.cluster.device.efficiency != "MI300X"
     unused = 0.0 if expandable else FRAGMENTED_BY_LAYERS if gathers_layers else FRAGMENTED
     reserved = round((most.reserved_bytes + extra) * (1 + unused))
     counted = reserved if convention.memory == "reserved" else most.allocated_bytes + extra
     needed = reserved + CONTEXT_BYTES
-    return Held(most, counted, needed, needed <= case.cluster.device.memory_bytes)
+    return RankMemory(most, counted, needed, needed <= case.cluster.device.memory_bytes)
 
 
 def _beside(case: Case, step: Step) -> int:
-    """Bytes of what a source keeps and our methods do not; negative where it keeps less."""
+    """Return the bytes that a source needs beyond our methods; negative where it needs less."""
     convention = case.convention
     extra = convention.bucket_bytes
     replicas = math.prod(size for axis, size in step.axes if axis in ("zero", "data"))
     if convention.live_bytes and case.zero_stage == 3:
-        # Two layers at once (the one that computes and the one prefetched) with the gradients of one.
+        # Two layers at once, one computing and one prefetched, with the gradients of one.
         largest = max(p.numel for block in step.blocks for p in block.parameters if block.name != "outside")
         extra += max(convention.live_bytes, 3 * largest * _HALF_BYTES)
     if convention.offloads:
@@ -133,16 +133,16 @@ def _beside(case: Case, step: Step) -> int:
 
 
 def _stage_buffers(case: Case, step: Step, stages: Stages) -> int:
-    """Of torch's ``PipelineStage``: received inputs and gradients of all micro-batches, outputs of those in flight."""
+    """Return the buffers of torch's ``PipelineStage``: inputs and gradients of all micro-batches, outputs in flight."""
     last, ranks, every = len(stages.ranks) - 1, max(stages.ranks) + 1, step.num_micro_batches
     in_flight = min(every, ranks - stages.here) if len(stages.own) == 1 else every
     kept = sum((stage > 0) * every + (stage < last) * (every + in_flight) for stage in stages.own)
-    tokens = case.run.tokens // step.size("sequence")
+    tokens = case.run.tokens // step.size("context")
     logits = every * tokens * (case.shape.vocab // step.size("tensor")) * case.run.itemsize
     return kept * (stages.boundary_bytes or 0) + (logits if last in stages.own else 0)
 
 
-# --- From a row to what is simulated: the model, its strategy, its cluster; and what had to be assumed.
+# --- From a row to a case
 
 _MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
 _MOST_STAGES = 256
@@ -150,14 +150,14 @@ _MOST_MICRO_BATCHES = 2**16
 
 
 class NotCovered(Exception):
-    """Why a row cannot be predicted."""
+    """The reason why a row cannot be predicted."""
 
 
 def case_of(row: Row) -> Case:
-    """Reads a row.
+    """Turn a row into a case.
 
     Raises:
-        NotCovered: When the row does not say enough, or contradicts itself.
+        NotCovered: When the row gives too little, or contradicts itself.
     """
     assumed: list[str] = []
     convention = convention_of_row(row)
@@ -179,18 +179,20 @@ def case_of(row: Row) -> Case:
 def _largest(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
 ) -> Case:
-    """Where the table gives no micro-batch: the largest that fits, as one who fills a device takes; 1 in a pipeline."""
+    """Return the case; without a given micro-batch it has the largest that fits, or 1 in a pipeline."""
     given, whole = row.count("micro_batch"), global_batch(row, sizes["dp"], shape.seq)
     candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
     for micro in candidates:
         if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
             continue
-        said = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
+        assumptions = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
         batches = (micro, whole or micro * sizes["dp"])
         if len(candidates) == 1 or micro == 1:
-            return _lightest(row, convention, shape, cluster, sizes, batches, said)
-        case = _case(row, convention, shape, cluster, sizes, batches, freed_of(row, convention, said)[0], said)
-        if held_by(case).fits:
+            return _lightest(row, convention, shape, cluster, sizes, batches, assumptions)
+        case = _case(
+            row, convention, shape, cluster, sizes, batches, freed_of(row, convention, assumptions)[0], assumptions
+        )
+        if rank_memory(case).fits:
             return case
     raise AssertionError("1 is among the candidates")
 
@@ -204,12 +206,12 @@ def _lightest(
     batches: tuple[int, int],
     assumed: list[str],
 ) -> Case:
-    """Where the table does not say what is recomputed: the least that fits."""
+    """Return the case; where the table does not give recomputation, it has the least that fits."""
     candidates = freed_of(row, convention, assumed)
     for freed in candidates:
-        said = [*assumed, str(freed)] if freed != candidates[0] else list(assumed)
-        case = _case(row, convention, shape, cluster, sizes, batches, freed, said)
-        if held_by(case).fits:
+        assumptions = [*assumed, str(freed)] if freed != candidates[0] else list(assumed)
+        case = _case(row, convention, shape, cluster, sizes, batches, freed, assumptions)
+        if rank_memory(case).fits:
             return case
     return _case(row, convention, shape, cluster, sizes, batches, candidates[0], assumed)
 
@@ -234,9 +236,12 @@ def _case(
     strategy = strategy_of(sizes, stage, freed, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
-    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
+    stage_ranks = tuple(range(sizes["pp"])) * virtual
+    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stage_ranks=stage_ranks)
+    if cluster.device.efficiency in convention.early_on:
+        steps = [_with_early_products(step) for step in steps]
     # The ranks that divide a sample are among those that the state is sharded over, or gradients are averaged.
-    steps = [step.replace(counted_again=("sequence",)) for step in steps]
+    steps = [step.replace(counted_again=("context",)) for step in steps]
     noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
     beside = convention.async_tensor or noted
     shown = _shown_by(steps)
@@ -253,7 +258,7 @@ def _case(
 def _fitting(
     convention: Convention, sizes: dict[str, int], batches: tuple[int, int], assumed: list[str]
 ) -> tuple[int, int]:
-    """Samples of a micro-batch and of a step that fit each other, as the source means them."""
+    """Return the samples per micro-batch and per step, as the source counts them."""
     scale = sizes["tp"] if convention.batch_of_device else 1
     whole = max(batches[1] * scale, sizes["dp"])
     micro = min(batches[0] * scale, max(1, whole // sizes["dp"]))
@@ -266,30 +271,16 @@ def _fitting(
 def _run(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, batches: tuple[int, int], assumed: list[str]
 ) -> FamilyRun:
-    return FamilyRun(
-        micro_batch=batches[0],
-        num_micro_batches=batches[1],
-        dtype=dtype_of(row, assumed),
-        split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
-        fused_attention=convention.fused_attention,
-        compiled=convention.compiled or is_compiled(row),
-        fused_loss=convention.fused_loss,
-        dropout=convention.dropout,
-        seq=shape.seq,
-        flash1=convention.flash1,
-        vendor_attention=convention.vendor_attention,
-        saves_fp8=convention.vendor_attention,  # both come with Transformer Engine
+    own = convention.impl
+    impl = dataclasses.replace(
+        own,
+        split_tokens=own.split_tokens or "sequence" in row.text("ac").lower(),
+        compiled=own.compiled or is_compiled(row),
         scaling=scaling_of(row, convention),
-        casts_weights=convention.casts_weights and not gathers_fp8(row, convention),
-        keeps_gathered=convention.keeps_gathered,
-        copies_heads=convention.copies_heads,
-        balances_head=convention.balances_head,
-        scatters_boundary=convention.scatters_boundary,
-        logit_moves=convention.logit_moves,
-        plain_norms=convention.plain_norms,
-        early=cluster.device.efficiency in convention.early_on,
+        casts_weights=own.casts_weights and not gathers_fp8(row, convention),
         logit_bytes=_logit_bytes(convention, cluster, row.count("tp") or 1),
     )
+    return FamilyRun(batches[0], batches[1], dtype_of(row, assumed), seq=shape.seq, impl=impl)
 
 
 def _cluster(row: Row, convention: Convention) -> Cluster:
@@ -339,13 +330,24 @@ def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple
     if convention.loss_parallel and tensor > 1:
         # torch's loss_parallel: the gradient's update, its sum with exp, and their product are tensors of their own.
         return (10, 12)
-    return convention.logit_bytes
+    return convention.impl.logit_bytes
+
+
+def _with_early_products(step: Step) -> Step:
+    """Return the step with products of libraries that were not optimized for this generation of devices yet."""
+
+    def early(op: Op) -> Op:
+        is_product = op.kind == "matmul" and ATTENTION not in op.inside
+        return dataclasses.replace(op, variant="early") if is_product else op
+
+    blocks = (dataclasses.replace(block, ops=tuple(map(early, block.ops))) for block in step.blocks)
+    return step.replace(blocks=tuple(blocks))
 
 
 def _shown_by(steps: list[Step]) -> list[int]:
-    """For every rank of a pipeline the one that stands for it: of the middle ones the first with as many blocks.
+    """Return for every pipeline rank the one whose step it shares: of middle ranks, the first with as many blocks.
 
-    Of equal ones it keeps most, since more of its micro-batches are in flight.
+    The first of equal ranks saves most, since it has the most micro-batches in flight.
     """
     firsts: dict[tuple[bool, bool, int], int] = {}
     shown = []
@@ -357,7 +359,7 @@ def _shown_by(steps: list[Step]) -> list[int]:
 
 
 def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: bool) -> Step:
-    """What a source does otherwise than our methods: gradients reduced in fp32, or parameter by parameter."""
+    """Return the step with the source's collectives: gradients reduced in fp32, or parameter by parameter."""
     if convention.live_bytes and stage == 3:
         step = step.replace(gathered="nothing")  # its buffers have a fixed size
     largest = max(sum(p.numel for p in block.parameters) for block in step.blocks if block.name != "outside")
@@ -384,6 +386,6 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
 
 
 def _layers_of_a_block(step: Step) -> float:
-    """Collectives in the place of one: of each layer's matrix; vectors stay whole, below DeepSpeed's threshold."""
+    """Return the collectives per block: one per matrix, since vectors stay whole below DeepSpeed's threshold."""
     matrices = sum(block.count * sum(len(p.shape) > 1 for p in block.parameters) for block in step.blocks)
     return matrices / max(sum(block.count for block in step.blocks), 1)

@@ -1,13 +1,13 @@
-"""What each source means by its words: kernels, fp32 state, FLOPs and memory, by the date of its table."""
+"""Conventions of the sources of published runs: implementation, fp32 state, FLOPs and memory, by the table's date."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from meshwright.cost import Scaling
+from meshwright.planner.family_ops import PYTORCH, Implementation
 from published_runs.table_rows import Row
 
 
@@ -16,94 +16,63 @@ class Convention:
     """How a source trains, and what it prints.
 
     Args:
-        words: Any of them in a source's name means it.
-        family: Of a model whose name does not say.
-        fused_attention: Whether attention keeps no scores.
-        fused_loss: Whether the loss works on the logits in place.
-        dropout: Whether masks are kept.
-        reentrant: Whether recomputation runs whole blocks again, their last product too.
-        split_tokens: Whether tensor parallelism divides tokens between split layers.
+        words: Words of which any one in a source's name identifies it.
+        family: Family of models whose names do not show it.
+        impl: Its kernels, and what they save; cells of a row may change ``scaling``, ``compiled`` and ``split_tokens``.
+        reentrant: Whether recomputation repeats whole blocks, their last product included.
         reduce: Precision in which gradients are reduced.
         wide_gradients: Whether gradients accumulate in fp32 beside half weights.
-        reduces_beside: Whether gradients are reduced beside backward (without ZeRO 3).
-        reduces_each: Whether under ZeRO 1 each parameter is a collective of its own, behind backward.
+        reduces_beside: Whether reducing gradients overlaps with backward (without ZeRO 3).
+        reduces_each: Whether under ZeRO 1 each parameter is reduced by its own collective, after backward.
         offloads: Whether the optimizer's state is in host memory.
-        hosts_activations: Whether under ZeRO 3 activations that do not fit move to host memory, block by block.
-        memory: What a peak counts.
-        first_rank: Whether it is that of the first rank, and not the most of any.
-        ddp_buckets: Whether DistributedDataParallel holds gradients in its buckets beside the parameters' own.
-        flash1: Whether fused attention is of the first generation.
-        vendor_attention: Whether it is cuDNN's, written for each generation of devices.
-        scaling: How tensors are scaled for products in 8 bits (``cost.casts``), where a cell does not say.
-        casts_weights: Whether each micro-batch casts weights to 8 bits; False: once a step.
-        latency_s: From node to node, where it is not that of InfiniBand or RoCE.
-        scatters_boundary: Whether tensor-parallel ranks each hand on a part of what all of them have.
-        balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
-            comes nearest to their share, or that goes beyond it.
-        keeps_stages: Whether pipelines are torch's, whose stages receive every micro-batch in a buffer of its own, keep
-            what they hand on until its backward, and the logits of all.
-        keeps_gathered: Whether the gathered input of a split layer is kept for backward.
-        compiled: Whether chains of elementwise kernels are one, whatever the table says.
-        splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
-        batch_of_device: Whether a micro-batch is a device's share of what its tensor group takes together.
+        offloads_activations: Whether under ZeRO 3 activations that do not fit are offloaded, block by block.
+        memory: Whether a peak counts allocated or reserved memory.
+        first_rank: Whether a peak is that of the first rank, instead of the highest.
+        ddp_buckets: Whether DistributedDataParallel's buckets are a second copy of the gradients.
+        latency_s: Latency between nodes; the default is that of InfiniBand and RoCE.
+        keeps_stages: Whether pipelines are torch's, whose stages receive every micro-batch in its own buffer, and keep
+            their outputs until backward, and the logits of all micro-batches.
+        splits_local_batch: Whether a pipeline divides the printed micro-batch by its number of ranks.
+        batch_of_device: Whether the printed micro-batch is one device's share of its tensor group's.
         gathers_ahead: Whether backward gathers the next block while one computes (FSDP's BACKWARD_PRE).
-        stages: Of a rank of a pipeline, where a table does not say: so many at most, and as the blocks can be divided.
-        async_tensor: Whether tensor-parallel collectives run beside the products they feed.
-        copies_heads: Whether copies of queries, keys and values are kept.
-        logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
-        logit_moves: Bytes that the loss moves per logit, forward and backward; None: torch's cross-entropy.
-        gathers_fp8: Whether with one scale for each tensor its gathers carry 8 bits.
-        early_on: Families of devices that its libraries did not know well yet.
-        plain_norms: Whether norms and rotary positions run kernel by kernel in fp32 where they are not compiled.
-        loss_parallel: Whether the loss of vocabularies that a tensor axis divides is torch's ``loss_parallel``.
-        bucket_bytes: Buffers of fixed size in which gradients are reduced.
-        live_bytes: Of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
-        expandable: Whether the allocator joins segments, and so loses nothing between them.
-        flops: What an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation too.
-        vocab: Where a table does not say.
-        default_zero: Where a table does not say.
-        default_ac: Where a table does not say; ``none`` where that fits, and ``never`` also where it does not.
+        stages: Maximum number of stages per pipeline rank where a table does not give it.
+        async_tensor: Whether tensor-parallel collectives overlap with the products they feed.
+        gathers_fp8: Whether gathers carry 8 bits where each tensor has one scale.
+        early_on: Families of devices that its libraries were not optimized for yet.
+        loss_parallel: Whether the loss of a vocabulary that a tensor axis divides is torch's ``loss_parallel``.
+        bucket_bytes: Size of the fixed buffers in which gradients are reduced.
+        live_bytes: Limit of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
+        expandable: Whether the allocator has expandable segments, and loses no memory between segments.
+        flops: FLOPs that an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation, too.
+        vocab: Vocabulary where a table does not give it.
+        default_zero: ZeRO stage where a table does not give it.
+        default_ac: Recomputation where a table does not give it: ``none`` if that fits, ``never`` even if it does not.
     """
 
     words: tuple[str, ...] = ()
     family: Literal["gpt", "llama"] = "llama"
-    fused_attention: bool = True
-    fused_loss: bool = False
-    dropout: bool = False
+    impl: Implementation = PYTORCH
     reentrant: bool = False
-    split_tokens: bool = True
     reduce: Literal["half", "fp32"] = "fp32"
     wide_gradients: bool = False
     reduces_beside: bool = True
     reduces_each: bool = False
     offloads: bool = False
-    hosts_activations: bool = False
+    offloads_activations: bool = False
     memory: Literal["allocated", "reserved"] = "reserved"
     first_rank: bool = False
     ddp_buckets: bool = False
     flops: Literal["full", "causal", "hardware"] = "full"
     vocab: int | None = None
-    flash1: bool = False
-    vendor_attention: bool = False
-    scaling: Scaling = "tensorwise"
-    casts_weights: bool = True
     latency_s: float = 1.2e-5
-    scatters_boundary: bool = False
-    balances_head: Literal["", "nearest", "beyond"] = ""
     keeps_stages: bool = False
-    keeps_gathered: bool = False
-    copies_heads: bool = False
     async_tensor: bool = False
-    compiled: bool = False
     splits_local_batch: bool = False
     batch_of_device: bool = False
     stages: int = 1
     gathers_ahead: bool = True
-    logit_bytes: tuple[int, int] | None = None
-    logit_moves: tuple[int, int] | None = None
     gathers_fp8: bool = False
     early_on: tuple[str, ...] = ()
-    plain_norms: bool = False
     loss_parallel: bool = False
     bucket_bytes: int = 0
     live_bytes: int = 0
@@ -112,27 +81,31 @@ class Convention:
     default_ac: Literal["none", "never", "full"] = "none"
 
 
-# --- What sources mean by their words: which kernels, what is kept in fp32, what they count as FLOPs and as memory.
+# --- The sources
 #
-# A source is known by words in its name. Every entry is what the project documents or its code did when the figures
+# Words in a source's name identify it. Every entry is what the project documents, or what its code did when the figures
 # were published; none is fitted.
 
 # Megatron-LM's loss of divided vocabularies (nanotron's is a copy): cast to fp32, then a maximum, a difference,
 # exponentials, a sum and a quotient, each in a kernel; backward multiplies and casts.
 _STEPWISE_LOSS = (38, 14)
+# Transformer Engine brings cuDNN's attention, and saves the inputs of products in 8 bits.
+_TRANSFORMER_ENGINE = Implementation(attention="vendor", saves_narrow=True)
 _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divided but where it is said
     words=("korthikanti", "2205.05198", "vtrain"),
     family="gpt",
-    fused_attention=False,
-    fused_loss=True,
-    dropout=True,
+    impl=Implementation(
+        attention="scores",
+        dropout=True,
+        split_tokens=False,
+        fused_loss=True,
+        logit_moves=_STEPWISE_LOSS,
+        scatters_boundary=True,
+    ),
     reentrant=True,
-    split_tokens=False,
     reduce="half",
     wide_gradients=True,
     reduces_beside=False,
-    scatters_boundary=True,  # Narayanan et al. 2021, §4.1
-    logit_moves=_STEPWISE_LOSS,
     vocab=51200,
     default_ac="full",
 )
@@ -148,14 +121,13 @@ _MEGATRON_DEEPSPEED = dataclasses.replace(  # its pipelines are DeepSpeed's, who
 _MEGATRON = Convention(
     words=("megatron-lm", "mcore", "megascale", "megatron"),
     family="gpt",
-    fused_loss=True,
+    # Transformer Engine's attention; its norms, rotary positions and activations are fused.
+    impl=dataclasses.replace(
+        _TRANSFORMER_ENGINE, compiled=True, scaling="delayed", casts_weights=False, fused_loss=True
+    ),
     reentrant=True,
     wide_gradients=True,
     async_tensor=True,
-    compiled=True,  # Transformer Engine's fused norms, rotary positions and activations
-    vendor_attention=True,  # so is its attention
-    scaling="delayed",
-    casts_weights=False,
     stages=8,
     vocab=128256,
     default_zero=1,
@@ -164,7 +136,7 @@ _KNOWN = (
     _MEGATRON_2022,
     _MEGATRON_2021,
     _MEGATRON_DEEPSPEED,
-    Convention(words=("automodel",), vendor_attention=True, default_zero=3),  # FSDP2 with Transformer Engine
+    Convention(words=("automodel",), impl=_TRANSFORMER_ENGINE, default_zero=3),  # FSDP2 with Transformer Engine
     dataclasses.replace(  # ``grad_sync_dtype: bf16`` in NeMo's recipes, ``grad_reduce_in_fp32 = False`` in Bridge's
         _MEGATRON,
         words=("nemo",),
@@ -176,40 +148,36 @@ _KNOWN = (
         words=("megatron-bridge", "megatron bridge"),
         reduce="half",
         wide_gradients=False,
-        scaling="current",  # its recipes are named ``fp8cs``
+        impl=dataclasses.replace(_MEGATRON.impl, scaling="current"),  # its recipes are named ``fp8cs``
         expandable=True,  # ``PYTORCH_CUDA_ALLOC_CONF`` of its recipes
-        hosts_activations=True,  # ``cpu_offloading_num_layers`` of those with FSDP
+        offloads_activations=True,  # ``cpu_offloading_num_layers`` of those with FSDP
     ),
     _MEGATRON,
     Convention(  # XLA fuses what is elementwise; attention is cuDNN's (``cudnn_flash_te``)
         words=("maxtext",),
-        fused_loss=True,
-        compiled=True,
-        vendor_attention=True,
-        scaling="delayed",
+        impl=dataclasses.replace(_TRANSFORMER_ENGINE, compiled=True, scaling="delayed", fused_loss=True),
         default_zero=3,
     ),
     Convention(  # its recipes switch cuDNN's attention off (``xla_gpu_enable_cudnn_fmha=false``)
         words=("paxml", " pax "),
         family="gpt",
-        fused_attention=False,
-        fused_loss=True,
-        compiled=True,
-        scaling="delayed",
+        impl=Implementation(attention="scores", compiled=True, scaling="delayed", fused_loss=True),
         vocab=51200,
         default_zero=3,
     ),
-    Convention(words=("kempnerforge",), vendor_attention=True, default_zero=3),  # its profile names cuDNN's kernels
+    Convention(words=("kempnerforge",), impl=_TRANSFORMER_ENGINE, default_zero=3),  # its profile names cuDNN's kernels
     Convention(
         words=("llm-foundry", "llmfoundry", "mosaic", "composer"),
         family="gpt",
-        fused_loss=True,
-        # FlashAttention's loss, and two metrics of each training batch (LanguageCrossEntropy, LanguagePerplexity) that
-        # take torch's cross-entropy under autocast.
-        logit_moves=(2 + 2 * 14, 4),
+        impl=Implementation(
+            attention="flash1",  # Triton's kernel of 2023
+            scaling="delayed",  # Transformer Engine's
+            fused_loss=True,
+            # FlashAttention's loss, and two metrics of each training batch (LanguageCrossEntropy, LanguagePerplexity)
+            # that take torch's cross-entropy under autocast.
+            logit_moves=(2 + 2 * 14, 4),
+        ),
         reduce="half",
-        flash1=True,  # Triton's kernel of 2023
-        scaling="delayed",  # Transformer Engine's
         early_on=("H100",),  # cuBLAS of CUDA 12.1
         gathers_ahead=False,  # Composer's default is BACKWARD_POST
         vocab=50368,
@@ -225,22 +193,21 @@ _KNOWN = (
         reduces_each=True,
         async_tensor=True,
         latency_s=3e-5,  # AWS's network (EFA)
-        balances_head="nearest",
-        # Inferred from this table's peaks: no public run says so.
-        keeps_gathered=True,
-        copies_heads=True,
-        logit_bytes=(6, 4),
-        logit_moves=_STEPWISE_LOSS,
+        impl=Implementation(
+            # Inferred from this table's peaks: no public run says so.
+            copies_heads=True,
+            keeps_gathered=True,
+            logit_bytes=(6, 4),
+            logit_moves=_STEPWISE_LOSS,
+            balances_head="nearest",
+        ),
         vocab=131072,
     ),
     Convention(
         words=("bmtrain",),
         family="gpt",
-        fused_attention=False,
-        fused_loss=True,
-        dropout=True,
+        impl=Implementation(attention="scores", dropout=True, split_tokens=False, fused_loss=True),
         reentrant=True,
-        split_tokens=False,
         reduce="half",
         offloads=True,
         batch_of_device=True,
@@ -251,13 +218,10 @@ _KNOWN = (
     Convention(
         words=("deepspeed",),
         family="gpt",
-        fused_attention=False,
-        dropout=True,
+        impl=Implementation(attention="scores", dropout=True, split_tokens=False, logit_bytes=(8, 4)),
         reentrant=True,
-        split_tokens=False,
         reduce="half",
         flops="hardware",
-        logit_bytes=(8, 4),
         # Documented defaults of ZeRO 2 and 3: two reduction buckets of 5e8, and 1e9 live parameters, in half.
         bucket_bytes=2 * 10**9,
         live_bytes=2 * 10**9,
@@ -279,7 +243,7 @@ _KNOWN = (
         expandable=True,
         gathers_fp8=True,
         splits_local_batch=True,
-        logit_bytes=(2, 2),
+        impl=Implementation(logit_bytes=(2, 2)),
         vocab=128256,
         default_zero=3,
     ),
@@ -287,7 +251,7 @@ _KNOWN = (
         words=("torchtitan", "torchao"),
         early_on=("B200",),  # torch and cuBLAS of 2025
         expandable=True,
-        plain_norms=True,
+        impl=Implementation(plain_norms=True),
         gathers_fp8=True,  # ``enable_fsdp_float8_all_gather``, ``Float8ColwiseParallel``
         loss_parallel=True,
         keeps_stages=True,
@@ -298,9 +262,8 @@ _KNOWN = (
     Convention(words=("fms-fsdp", "fms_fsdp", "ibm"), reduce="half", vocab=32000, default_zero=3),
     Convention(
         words=("llama 3 paper", "2407.21783"),
-        fused_loss=True,
+        impl=Implementation(compiled=True, fused_loss=True),
         wide_gradients=True,
-        compiled=True,
         stages=8,  # §3.3.2: interleaved, a stage is one layer
         default_ac="never",  # §3.3.2: without recomputation at 8K tokens
         default_zero=1,
@@ -308,23 +271,23 @@ _KNOWN = (
     Convention(words=("nanochat", "picotron"), default_zero=1),
     Convention(  # FlashAttention's loss; gradients are reduced in bf16
         words=("internevo", "internlm"),
-        fused_loss=True,
+        impl=Implementation(fused_loss=True),
         reentrant=True,
         reduce="half",
         default_zero=1,
     ),
 )
 OTHER = Convention()
-"""Of a source that is not known: PyTorch of 2024 with fused attention."""
+"""Convention of unknown sources: PyTorch of 2024 with fused attention."""
 
 
 def convention_of(source: str) -> Convention:
-    """The convention of the first known project that a source's name contains."""
+    """Return the convention of the first known project in a source's name."""
     name = source.lower()
     return next((each for each in _KNOWN if any(word in name for word in each.words)), OTHER)
 
 
-# --- What a project did when a table of it was made, where that changed later.
+# --- Changes by date and row
 
 _FUSED_SINCE = 2301  # as arXiv counts: what was written in 2022 trained before FlashAttention (May 2022) was common
 _OF_2025 = re.compile(r"(?<![\d.])v?25\.(?:0[1-9]|1[0-2])(?!\d)")
@@ -335,7 +298,7 @@ _COUNTED = re.compile(
 
 
 def convention_of_row(row: Row) -> Convention:
-    """The convention of a row's source, with what a cell, a note or its table's title tells of the version."""
+    """Return the convention of a row's source, for the version that a cell, a note or the table's title shows."""
     source = row.source.lower()
     # BMTrain's table compares with DeepSpeed and Megatron-LM, whose rows have a ZeRO stage.
     if "bmtrain" in source and row.text("zero_stage"):
@@ -344,30 +307,41 @@ def convention_of_row(row: Row) -> Convention:
     if any(word in source for word in ("llm-foundry", "llmfoundry")):
         return _llm_foundry(row, convention)
     if any(word in source for word in ("bench_cluster", "old_bench")):  # nanotron of July 2024 (``build_model``)
-        convention = dataclasses.replace(convention, balances_head="beyond")
+        convention = _with(convention, balances_head="beyond")
     return dataclasses.replace(convention, flops="hardware") if _COUNTED.search(row.notes) else convention
 
 
+def _with(convention: Convention, **changes: Any) -> Convention:
+    """Return the convention with other kernels."""
+    return dataclasses.replace(convention, impl=dataclasses.replace(convention.impl, **changes))
+
+
 def _dated(row: Row, convention: Convention) -> Convention:
-    """Of a project that is not known: its attention, by its article's date. Megatron-LM has no ZeRO 3: it compares."""
-    if convention.words and not convention.fused_attention and re.match(r"(?:zero)?\W*3", row.text("zero_stage"), re.I):
+    # Megatron-LM has no ZeRO 3: such rows of its tables are of DeepSpeed.
+    if (
+        convention.words
+        and not convention.impl.fused_attention
+        and re.match(r"(?:zero)?\W*3", row.text("zero_stage"), re.I)
+    ):
         return convention_of("deepspeed")
     found = re.search(r"arxiv\W{0,2}(\d{4})\.\d{4,5}", row.text("source"), re.I)
     early = found is not None and int(found.group(1)) < _FUSED_SINCE
     if not convention.words and (early or "mingpt" in row.text("source").lower()):
-        return dataclasses.replace(convention, fused_attention=False)
+        return _with(convention, attention="scores")
     return convention
 
 
 def _of_its_year(row: Row, convention: Convention) -> Convention:
-    """NVIDIA's containers are numbered by year and month; Blackwell's first devices came in February 2025."""
-    if convention.vendor_attention and _OF_2025.search(row.source):
+    # NVIDIA's containers are numbered by year and month; Blackwell's first devices came in February 2025.
+    if convention.impl.attention == "vendor" and _OF_2025.search(row.source):
         return dataclasses.replace(convention, early_on=(*convention.early_on, "B200"))
     return convention
 
 
 def _llm_foundry(row: Row, convention: Convention) -> Convention:
-    """Its first tables (precision ``bf16``, mode PURE) are of May 2023, with torch 1.13; later ones of torch 2.1.
+    """Return the convention of llm-foundry by its version of torch.
+
+    Its first tables (precision ``bf16``, mode PURE) are of May 2023, with torch 1.13; later ones of torch 2.1.
 
     Recomputation is not reentrant in any (``submit_benchmarks.py``), but torch stops it at the last saved tensor only
     since 2.1. Mode DEFAULT reduces gradients in fp32. The sweep of January 2024 on 128 H100 and more sets BACKWARD_PRE.

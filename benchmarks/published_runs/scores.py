@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.cost import Calibration, StepTime, simulate
-from published_runs.cases import Case, Held, NotCovered, case_of, held_by
+from published_runs.cases import Case, NotCovered, RankMemory, case_of, rank_memory
 from published_runs.table_rows import Row, flops_per_s, peak_bytes, tokens_per_s
 
 
@@ -21,7 +21,7 @@ class Prediction:
         case: What was simulated.
         tokens_per_s_per_gpu: Predicted.
         published_tokens_per_s_per_gpu: As printed, or from what is printed (TFLOPS, MFU) in the source's convention.
-        held: Predicted memory of the rank that holds most.
+        memory: Predicted memory of the rank that needs most.
         published_peak_bytes: As printed, in GiB.
         out_of_memory: Whether the prediction is that it does not fit.
         published_out_of_memory: None where the table does not say whether it ran.
@@ -31,19 +31,19 @@ class Prediction:
     time: StepTime
     tokens_per_s_per_gpu: float
     published_tokens_per_s_per_gpu: float | None
-    held: Held
+    memory: RankMemory
     published_peak_bytes: float | None
     out_of_memory: bool
     published_out_of_memory: bool | None
 
     @property
     def row(self) -> Row:
-        """The row of the table."""
+        """Return the row of the table."""
         return self.case.row
 
 
 def predict_row(row: Row, calibration: Calibration | None = None) -> Prediction:
-    """Predicts one row.
+    """Predict one row.
 
     Raises:
         NotCovered: Saying why it cannot be.
@@ -52,9 +52,9 @@ def predict_row(row: Row, calibration: Calibration | None = None) -> Prediction:
 
 
 def predict_case(case: Case, calibration: Calibration | None = None) -> Prediction:
-    """Predicts a run that has been read."""
+    """Predict a run that has been read."""
     time = simulate(case.steps, case.cluster, calibration, in_turn=case.in_turn)
-    held = held_by(case)
+    memory = rank_memory(case)
     published = published_tokens_per_s(case)
     oom = True if case.row.ran_out_of_memory else False if _ran(case.row) else None
     return Prediction(
@@ -62,27 +62,27 @@ def predict_case(case: Case, calibration: Calibration | None = None) -> Predicti
         time=time,
         tokens_per_s_per_gpu=case.tokens_per_step / time.step_time_s / case.cluster.num_devices,
         published_tokens_per_s_per_gpu=published,
-        held=held,
+        memory=memory,
         published_peak_bytes=_published_peak(case),
-        out_of_memory=not held.fits,
+        out_of_memory=not memory.fits,
         published_out_of_memory=oom,
     )
 
 
 def _published_peak(case: Case) -> float | None:
-    """As printed; more than the device has is no peak of its memory and says nothing."""
+    """Return the peak as printed; more than the device has is no peak of its memory and says nothing."""
     printed = peak_bytes(case.row)
     return printed if 0 < printed <= case.cluster.device.memory_bytes else None
 
 
 def _ran(row: Row) -> bool:
-    """Whether the table shows that the run worked: any figure of it, or a throughput in its notes."""
+    """Return whether the table shows that the run worked: any figure of it, or a throughput in its notes."""
     figures = ("tokens_per_s_per_gpu", "mfu", "tflops_per_gpu", "peak_mem_gib")
     return any(row.number(column) for column in figures) or "samples" in row.notes
 
 
 def published_tokens_per_s(case: Case) -> float | None:
-    """Tokens per second and GPU as printed; else from TFLOPS or MFU, by what the source counts."""
+    """Return tokens per second and GPU as printed; else from TFLOPS or MFU, by what the source counts."""
     row = case.row
     printed = tokens_per_s(row, case.cluster.num_devices)
     if printed:
@@ -92,7 +92,7 @@ def published_tokens_per_s(case: Case) -> float | None:
 
 
 def published_flops(case: Case) -> float | None:
-    """FLOP/s per GPU as printed, or as MFU times the peak."""
+    """Return FLOP/s per GPU as printed, or as MFU times the peak."""
     flops, mfu = flops_per_s(case.row), case.row.number("mfu")
     if flops:
         return flops
@@ -127,7 +127,7 @@ class Scores:
     not_covered: list[tuple[Row, str]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The figures of all rows, of every source, and the worst rows.
+        """Return the figures of all rows, of every source, and the worst rows.
 
         ``time_mape`` and ``time_median`` are of tokens per second, which weigh what is predicted too fast more than
         ``step_time_mape`` and ``step_time_median`` of the same runs do; ``memory_mape`` and ``memory_median`` are of
@@ -161,7 +161,7 @@ class Scores:
 
 
 def score(rows: Sequence[Row], calibration: Calibration | None = None) -> Scores:
-    """Predicts every row of a table; one that cannot be predicted is not covered, and never an error."""
+    """Predict every row of a table; one that cannot be predicted is not covered, and never an error."""
     scores = Scores(len(rows))
     for row in rows:
         try:
@@ -174,7 +174,7 @@ def score(rows: Sequence[Row], calibration: Calibration | None = None) -> Scores
 
 
 def merged(parts: Sequence[Scores]) -> Scores:
-    """The scores of disjoint parts of a table as one, in the table's order."""
+    """Return the scores of disjoint parts of a table as one, in the table's order."""
     whole = Scores(sum(part.rows for part in parts))
     whole.predictions = sorted((p for part in parts for p in part.predictions), key=lambda p: p.row.index)
     whole.not_covered = sorted((each for part in parts for each in part.not_covered), key=lambda each: each[0].index)
@@ -182,7 +182,7 @@ def merged(parts: Sequence[Scores]) -> Scores:
 
 
 def kendall_tau(predictions: Sequence[Prediction]) -> float | None:
-    """Rank correlation (tau-b) of strategies within one model and cluster, pooled over all such settings.
+    """Return the rank correlation (tau-b) of strategies within one model and cluster, pooled over all such settings.
 
     Pairs of runs of one setting (model, length of a sample, devices) count whose published speeds differ by more than
     1 %: those that the prediction orders alike less those it orders otherwise, over the root of the pairs that are not
@@ -210,7 +210,7 @@ def _order(a: float, b: float, equal: float) -> int:
 def _figures(predictions: Sequence[Prediction], rows: int) -> dict[str, Any]:
     speeds = [_speed(p) for p in predictions if p.published_tokens_per_s_per_gpu]
     times, step_times = [abs(speed - 1) for speed in speeds], [abs(1 / speed - 1) for speed in speeds]
-    memories = [abs(p.held.counted_bytes / p.published_peak_bytes - 1) for p in predictions if p.published_peak_bytes]
+    memories = [abs(p.memory.counted_bytes / p.published_peak_bytes - 1) for p in predictions if p.published_peak_bytes]
     return {
         "rows": rows,
         "covered": len(predictions),
@@ -236,7 +236,7 @@ def _confusion(predictions: Sequence[Prediction]) -> dict[str, int]:
 
 
 def _speed(prediction: Prediction) -> float:
-    """Predicted over published."""
+    """Return the predicted over the published speed."""
     published = prediction.published_tokens_per_s_per_gpu
     assert published
     return prediction.tokens_per_s_per_gpu / published

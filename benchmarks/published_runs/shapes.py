@@ -52,12 +52,12 @@ _OTHERS = re.compile(
 
 
 def is_other(name: str) -> bool:
-    """Whether a name is that of a model that is no decoder of equal blocks."""
+    """Return whether a name is that of a model that is no decoder of equal blocks."""
     return bool(_OTHERS.search(name.lower()))
 
 
 def named_dims(name: str, size: float | None) -> Dims | None:
-    """The dimensions of a model of that name and size (billions of parameters; None: the name alone says it)."""
+    """Return the dimensions of a model of that name and size (billions of parameters; None: the name alone says it)."""
     plain = re.sub(r"[\s_]+", "-", name.lower())
     near = [
         (abs(billions - (size or billions)), dims)
@@ -84,7 +84,7 @@ _CLOSE = 0.2  # a known model stands for another of its family whose size differ
 
 
 def shape_of(row: Row, convention: Convention, assumed: list[str]) -> Shape | None:
-    """The model of a row; what the table leaves out is assumed, and said. None: too little is known."""
+    """Return the model of a row; what the table leaves out is assumed, and said. None: too little is known."""
     family = _family(row, convention)
     known = _known(row, family, assumed)
     layers, hidden = row.count("layers") or known.get("layers"), row.count("hidden") or known.get("hidden")
@@ -110,18 +110,18 @@ def shape_of(row: Row, convention: Convention, assumed: list[str]) -> Shape | No
 
 
 def is_other_kind(row: Row) -> bool:
-    """Whether the model's name is that of something else than a decoder of equal blocks."""
+    """Return whether the model's name is that of something else than a decoder of equal blocks."""
     return is_other(row.text("model"))
 
 
 def has_unknown_experts(row: Row) -> bool:
-    """Whether the model's name is that of a mixture of experts whose dimensions are not known here."""
+    """Return whether the model's name is that of a mixture of experts whose dimensions are not known here."""
     name = row.text("model").lower()
     return bool(_EXPERTS.search(name)) and _mixtral_size(row) not in MIXTRAL
 
 
 def size_b(row: Row) -> float | None:
-    """Billions of parameters: the cell, or what the model's name says."""
+    """Return billions of parameters: the cell, or what the model's name says."""
     cell = row.number("params_b")
     if cell is not None and cell > 0:
         return cell / 1e9 if cell > 1e6 else cell
@@ -149,7 +149,7 @@ def _mixtral_size(row: Row) -> str:
 
 
 def _known(row: Row, family: Family, assumed: list[str]) -> dict[str, int]:
-    """Dimensions of the known model that a row names, or that is of its size."""
+    """Return the dimensions of the known model that a row names, or that is of its size."""
     complete = all(row.count(column) for column in ("layers", "hidden", "heads", "vocab", "seq"))
     size = size_b(row)
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")

@@ -1,4 +1,4 @@
-"""Strategy and precision of a published run, in Meshwright's methods."""
+"""Turn the strategy and the precision of a published run into Meshwright's methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from published_runs.table_rows import Row
 
 
 def dtype_of(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8", "fp4"]:
-    """The precision of products; what a cell does not say is half."""
+    """Return the precision of products; half where a cell does not give it."""
     text = row.text("precision").lower().replace("-", "").replace("_", "")
     if "fp4" in text:
         return "fp4"
@@ -31,24 +31,24 @@ def dtype_of(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8", "fp
 
 
 def scaling_of(row: Row, convention: Convention) -> Scaling:
-    """How tensors are scaled for products in 8 or 4 bits: what a cell says, or what the project does."""
+    """Return how tensors are scaled for products in 8 or 4 bits, by the cell or else by the project."""
     text = row.text("precision").lower()
     if "fp4" in text:
         return "nvfp4"
     if "row" in text:
         return "rowwise"
     if "mx" in text:
-        return "mxfp8" if convention.scaling == "tensorwise" else "blocks"
-    return convention.scaling
+        return "mxfp8" if convention.impl.scaling == "tensorwise" else "blocks"
+    return convention.impl.scaling
 
 
 def gathers_fp8(row: Row, convention: Convention) -> bool:
-    """Whether weights are cast before they are gathered: where each has one scale, ranks know it before they send."""
+    """Return whether weights are cast before they are gathered, which needs one scale per tensor."""
     return convention.gathers_fp8 and scaling_of(row, convention) == "tensorwise"
 
 
 def gathering(step: Step, row: Row, convention: Convention, run: FamilyRun) -> Step:
-    """Gathers in 8 bits instead of 16: where products have one scale for each tensor, it is known before."""
+    """Return the step with gathers in 8 bits, if weights are cast before."""
     if run.dtype != "fp8" or not gathers_fp8(row, convention):
         return step
     traffic = tuple(
@@ -58,7 +58,7 @@ def gathering(step: Step, row: Row, convention: Convention, run: FamilyRun) -> S
     return step.replace(traffic=traffic)
 
 
-# --- The strategy of a published run, in Meshwright's methods.
+# --- Strategies
 
 # "VP5", "vpp=2", "v=3", "virtual pipeline 4"; "v3" alone is a version of something.
 _VIRTUAL = re.compile(r"\b(?:vp+|v=|virtual)[ \w-]*?[ =:]*(\d+)", re.IGNORECASE)
@@ -69,12 +69,12 @@ _ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
 
 def shard_axis_of(stage: int) -> str | None:
-    """The axis that a ZeRO stage shards over."""
+    """Return the axis that a ZeRO stage shards over."""
     return "zero" if stage else None
 
 
 def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
-    """The ZeRO stage of a row; 3 is what FSDP does."""
+    """Return the ZeRO stage of a row; FSDP is stage 3."""
     text = re.sub(r"fsdp ?[12]?", "fsdp", row.text("zero_stage").lower())  # FSDP2 is a version, not a stage
     found = re.search(r"(?:^|zero|stage|z)[\s_=:-]*([0-3])(?![0-9x])", text)
     if found:
@@ -94,11 +94,11 @@ def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Freed:
-    """What is not kept on the device for backward.
+    """Activations that are not saved on the device.
 
     Args:
-        recomputed: The class whose modules run again; "" for none.
-        hosted: Fraction of the blocks whose activations wait in host memory.
+        recomputed: The class whose modules are recomputed; "" for none.
+        offloaded: Fraction of the blocks whose activations are offloaded.
     """
 
     recomputed: str = ""
@@ -109,14 +109,14 @@ class Freed:
 
 
 def freed_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[Freed, ...]:
-    """What a row frees; where the table does not say, what may be, less first."""
+    """Return what a row frees; where the table does not give it, the candidates, less first."""
     found = tuple(Freed(each) for each in recompute_of(row, convention, assumed))
-    hosts = convention.hosts_activations and len(found) > 1 and zero_stage_of(row, convention, []) == 3
+    hosts = convention.offloads_activations and len(found) > 1 and zero_stage_of(row, convention, []) == 3
     return (found[0], *(Freed(offloaded=each) for each in _EIGHTHS), *found[1:]) if hosts else found
 
 
 def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[str, ...]:
-    """The class whose modules are recomputed ("" for none); where the table does not say, what may be, less first."""
+    """Return the recomputed class ("" for none); where the table does not give it, the candidates, less first."""
     text = row.text("ac").lower().replace("_", "-")
     raw = (row.cells.get("ac") or "").strip().lower()
     if not text and raw != "none":
@@ -127,8 +127,8 @@ def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[
     if "per-op" in text or "per op" in text or "selective op" in text:
         return (PER_OP,)
     if "attention" in text or "attn" in text:
-        return ("",) if convention.fused_attention else (ATTENTION,)
-    if "selective" in text and not convention.fused_attention:
+        return ("",) if convention.impl.fused_attention else (ATTENTION,)
+    if "selective" in text and not convention.impl.fused_attention:
         return (ATTENTION,)
     if re.search(r"selective|\bsac\b|partial|every|mlp|%", text):
         return (PER_OP, BLOCK)  # some share of what can be: more where less does not fit
@@ -138,14 +138,14 @@ def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[
 
 
 def is_compiled(row: Row) -> bool:
-    """Whether a cell says that chains of kernels are compiled."""
+    """Return whether a cell says that the model is compiled."""
     text = row.text("compile").lower()
     said = re.search(r"^(?:true|yes|y|1|on|enabled)$|compile|inductor|autotune", text)
     return said is not None and _NOTHING.search(text) is None
 
 
 def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
-    """Over how many of the data-parallel ranks parameters are sharded: all, or under HSDP so many, or a node's."""
+    """Return over how many data-parallel ranks parameters are sharded: all, or under HSDP those of a group or node."""
     found = re.search(r"\b(?:HSDP|hybrid[ _-]?shard)(?: (\d+))?\b", f"{row.text('zero_stage')} {row.notes}", re.I)
     if found is None:
         return sizes["dp"] * sizes["cp"]
@@ -156,8 +156,8 @@ def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
 def strategy_of(
     sizes: dict[str, int], stage: int, freed: Freed, convention: Convention, pipeline: dict[str, Any], nearby: int
 ) -> Strategy:
-    """The strategy; its axes are for a simulation and may name a rank twice."""
-    axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("sequence", "cp")) if sizes[column] > 1]
+    """Return the strategy; its axes are for a simulation and may count a rank twice."""
+    axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("context", "cp")) if sizes[column] > 1]
     # Ranks that divide a sample hold equal parameters: sharding and reductions go over them, too.
     replicas = sizes["dp"] * sizes["cp"]
     axes += [("zero", nearby), ("data", replicas // nearby)] if stage and nearby < replicas else []
@@ -167,7 +167,7 @@ def strategy_of(
     if sizes["tp"] > 1:
         methods.append("tensor_parallel")
     if sizes["cp"] > 1:
-        methods.append("sequence_parallel")
+        methods.append("context_parallel")
     if sizes["pp"] > 1:
         methods.append(("pipeline_parallel", pipeline))
     if freed.recomputed:
@@ -181,7 +181,7 @@ def strategy_of(
 
 
 def pipeline_of(ranks: int, run: FamilyRun, convention: Convention, shape: Shape, row: Row) -> dict[str, Any]:
-    """Keys of ``pipeline_parallel``."""
+    """Return the keys of ``pipeline_parallel``."""
     found = _VIRTUAL.search(f"{row.notes} {row.text('model')}")
     virtual = int(found.group(1)) if found else 1
     if "interleaved" in row.notes.lower() and virtual == 1:
@@ -199,6 +199,6 @@ def pipeline_of(ranks: int, run: FamilyRun, convention: Convention, shape: Shape
 
 
 def _usual_stages(layers: int, most: int) -> int:
-    """As many stages as divide a rank's layers, up to ``most``; one for each layer where none do."""
+    """Return the largest number of stages up to ``most`` that divides a rank's layers, or one stage per layer."""
     usual = max(stages for stages in range(1, most + 1) if layers % stages == 0)
     return layers if usual == 1 < most else usual

@@ -39,12 +39,12 @@ class Row:
     cells: Mapping[str, str]
 
     def text(self, column: str) -> str:
-        """A cell without surrounding blanks; "" for one that says nothing."""
+        """Return a cell without surrounding blanks; "" for one that says nothing."""
         value = (self.cells.get(column) or "").strip()
         return "" if value.lower() in _EMPTY else value
 
     def number(self, column: str) -> float | None:
-        """A cell's number; None where there is none. "1,024", "8k" and "45 %" are numbers."""
+        """Return a cell's number; None where there is none. "1,024", "8k" and "45 %" are numbers."""
         found = _NUMBER.match(self.text(column))
         if found is None:
             return None
@@ -56,13 +56,13 @@ class Row:
         return value if math.isfinite(value) else None
 
     def count(self, column: str) -> int | None:
-        """A cell's positive whole number."""
+        """Return a cell's positive whole number."""
         value = self.number(column)
         return int(value) if value is not None and 1 <= value <= _MOST and value == int(value) else None
 
     @property
     def source(self) -> str:
-        """Where the run was published, without notes in brackets."""
+        """Return where the run was published, without notes in brackets."""
         name = re.split(r"\s*\[|\s\((?=v\d)", self.text("source"), maxsplit=1)[0].strip()
         return name or "unknown"
 
@@ -73,13 +73,13 @@ class Row:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether the row is published as one that does not fit."""
+        """Return whether the row is published as one that does not fit."""
         cells = " ".join(self.text(column) for column in ("tokens_per_s_per_gpu", "peak_mem_gib", "mfu", "ac"))
         return bool(re.search(r"\bOOM\b|out[- ]of[- ]memory", f"{self.notes} {cells}", re.IGNORECASE))
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Reads a table of published runs.
+    """Read a table of published runs.
 
     Raises:
         DataError: When it is not a CSV file with at least the columns model or layers, and gpu.
@@ -117,13 +117,13 @@ _OF_ALL = re.compile(r"total|overall|aggregate|all gpus|cluster|system", re.IGNO
 
 
 def tokens_per_s(row: Row, devices: int) -> float | None:
-    """Per device; a cell that says that it is of all devices is divided."""
+    """Return the figure per device; a cell that says that it is of all devices is divided."""
     printed = row.number("tokens_per_s_per_gpu")
     return printed / devices if printed and _OF_ALL.search(row.text("tokens_per_s_per_gpu")) else printed
 
 
 def flops_per_s(row: Row) -> float | None:
-    """Per device: TFLOPS, unless the cell says PFLOPS or is so large that it counts single operations."""
+    """Return the figure per device in TFLOPS, unless the cell says PFLOPS or is large enough for single operations."""
     printed, text = row.number("tflops_per_gpu"), row.text("tflops_per_gpu").lower()
     if not printed:
         return None
@@ -133,7 +133,7 @@ def flops_per_s(row: Row) -> float | None:
 
 
 def peak_bytes(row: Row) -> float:
-    """0 where nothing is printed, or a share of a device."""
+    """Return the peak in bytes, 0 where nothing is printed, or a share of a device."""
     printed, text = row.number("peak_mem_gib") or 0.0, row.text("peak_mem_gib").lower()
     if "%" in text:
         return 0.0
@@ -141,7 +141,7 @@ def peak_bytes(row: Row) -> float:
 
 
 def sample_length(row: Row) -> int | None:
-    """Tokens of a sample: "8k" is 8192."""
+    """Return the tokens per sample: "8k" is 8192."""
     found = _BINARY.match(row.text("seq"))
     if found is None:
         return row.count("seq")
@@ -149,7 +149,7 @@ def sample_length(row: Row) -> int | None:
 
 
 def global_batch(row: Row, dp: int, seq: int) -> int | None:
-    """Samples of a step over all ranks, from samples or tokens."""
+    """Return the samples per step over all ranks, from samples or tokens."""
     whole = row.count("global_batch")
     if whole is not None and ("tok" in row.text("global_batch").lower() or whole >= _MOST_SAMPLES):
         whole = max(1, round(whole / seq))
@@ -158,7 +158,7 @@ def global_batch(row: Row, dp: int, seq: int) -> int | None:
 
 
 def devices(row: Row) -> int | None:
-    """ "8x8", "8 nodes" and "64 GPUs" are numbers of devices."""
+    """Return the number of devices: "8x8", "8 nodes" and "64 GPUs" are numbers of devices."""
     text = row.text("n_gpus").lower()
     product = re.match(r"^(\d{1,6})\s*[x×*]\s*(\d{1,4})", text)
     if product:

@@ -1,4 +1,4 @@
-"""The picture of the house, drawn from the floors that ``tests/test_house.py`` enforces."""
+"""The picture of the house, drawn from the floors in ``tests/house.py``, which a test holds."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _TITLES = {
 
 def floors() -> list[list[str]]:
     """Rooms by floor, the ground floor first, as the test has them."""
-    tree = ast.parse((ROOT / "tests" / "test_house.py").read_text())
+    tree = ast.parse((ROOT / "tests" / "house.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FLOORS":
             return [sorted(rooms) for rooms in ast.literal_eval(node.value)]
-    raise ValueError("tests/test_house.py has no FLOORS")
+    raise ValueError("tests/house.py has no FLOORS")
 
 
 def picture() -> str:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
         optim as optim,
         store as store,
     )
-    from meshwright.comm.collectives import gather_result as gather_result
     from meshwright.compat import colossalai as booster  # noqa: F401
     from meshwright.compat.atorch import auto_accelerate as auto_accelerate
     from meshwright.compat.bmtrain import benchmark as benchmark, utils as utils
     from meshwright.compat.bmtrain.block import Block as Block, CheckpointBlock as CheckpointBlock, no_sync as no_sync
     from meshwright.compat.bmtrain.block_list import TransformerBlockList as TransformerBlockList
+    from meshwright.compat.bmtrain.config import config as config
     from meshwright.compat.bmtrain.distributed_module import DistributedModule as DistributedModule
     from meshwright.compat.bmtrain.model_setup import (
         BMTrainModelWrapper as BMTrainModelWrapper,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         PipelineTransformerBlockList as PipelineTransformerBlockList,
     )
     from meshwright.compat.bmtrain.utils import (
+        gather_result as gather_result,
         print_block as print_block,
         print_dict as print_dict,
         see_memory as see_memory,
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
         synchronize as synchronize,
         world_size as world_size,
     )
-    from meshwright.runtime.topology import config as config
     from meshwright.store.model_file import load as load, save as save
     from meshwright.store.tensor_files import wait_for_saves as wait_for_saves
     from meshwright.strategy.value import Strategy as Strategy

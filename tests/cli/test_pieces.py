@@ -16,7 +16,7 @@ from meshwright.cli.run_files import MetricsFile, check_run_dir, default_run_dir
 from meshwright.cli.train_config import ModelTable
 from meshwright.cli.train_model import model_source
 from meshwright.cli.train_options import Options, prepare, unless_given
-from meshwright.cost.device_specs import half_peak_flops_per_s
+from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, ModelError, StrategyError
 from meshwright.runtime import measured_flops_per_s
 from meshwright.strategy import Strategy

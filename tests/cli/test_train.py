@@ -65,7 +65,7 @@ def test_an_existing_run_is_refused(run, monkeypatch):
     before = (folder / "first" / "metrics.jsonl").read_bytes()
     result = CliRunner().invoke(app, ["train", "tiny.toml", "--nproc", "2", "--out", "first"])
     assert result.exit_code == 1
-    assert "holds a run already; nothing was overwritten" in result.stderr
+    assert "contains a run already; nothing was overwritten" in result.stderr
     assert (folder / "first" / "metrics.jsonl").read_bytes() == before
 
 
@@ -96,7 +96,7 @@ def test_resumed_ranks_repeat_the_uninterrupted_run(run, ranks, world):
     launch = None
     if world == 1:  # as when a launcher goes on with fewer: nobody says --resume, and its agent counts no failure
         launch = json.loads((out / "config.json").read_text())["launch"]
-        with pytest.raises(RemoteFailure, match="holds a run already; nothing was overwritten"):
+        with pytest.raises(RemoteFailure, match="contains a run already; nothing was overwritten"):
             ranks(1).run(_resumes, folder / "tiny.toml", out, "another")
     said = ranks(world).run(_resumes, folder / "tiny.toml", out, launch)
     _check_resumed(out, said[0], losses(folder / "first"))

@@ -122,7 +122,7 @@ def surroundings():
             mock.patch.object(mw, "accelerate", _with_defaults(mw.accelerate, batches)),
             mock.patch.object(mw, "plan", _with_defaults(mw.plan, {"strategy": ["fsdp"]})),  # a prediction, no search
             mock.patch.object(mw, "launch_from_torch", functools.partial(mw.launch_from_torch, seed=0)),
-            mock.patch("meshwright.methods.compile._missing_compiler", return_value=""),
+            mock.patch("meshwright.runtime.torch_internals.compilers.missing_compiler", return_value=""),
         ):
             yield
     finally:

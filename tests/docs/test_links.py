@@ -73,7 +73,7 @@ def test_every_key_of_every_method_is_explained():
 
 
 def test_the_house_is_drawn_as_it_is_built():
-    from tests.test_house import FLOORS
+    from tests.house import FLOORS
 
     assert [set(floor) for floor in hooks("house").floors()] == FLOORS
     assert all(f">{room}<" in hooks("house").picture() for floor in FLOORS for room in floor)

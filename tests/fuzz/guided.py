@@ -27,7 +27,7 @@ _RSS_MIB = 4096
 # Where bytes turn into values, and what checks those; instrumenting everything else only takes time.
 _INSTRUMENTED = [
     "tomllib", "meshwright.strategy", "meshwright.store", "meshwright.methods", "meshwright.data",
-    "meshwright.lr_scheduler", "meshwright.cost.cluster", "meshwright.cost.device_specs", "meshwright.cost.calibration",
+    "meshwright.lr_scheduler", "meshwright.cost.cluster", "meshwright.cost.calibration",
     "meshwright.cli.train_config", "meshwright.cli.run_files", "meshwright.cli.plan_and_compare", "published_runs",
     "meshwright.planner.model_shapes", "meshwright.planner.explain", "meshwright.planner.plan_request",
     "meshwright.planner.planned_models", "meshwright.planner.config_models", "meshwright.runtime.watch",

@@ -14,7 +14,7 @@ from meshwright.store import CheckpointStore, TrainingState
 from meshwright.strategy import Strategy
 from tests import tiny
 from tests.methods import split_runs
-from tests.methods.test_precision import overflow_on_one_rank
+from tests.methods.test_half_precision import overflow_on_one_rank
 from tests.methods.test_traffic import Counter
 
 STEPS = 10

@@ -100,7 +100,7 @@ def test_over_several_axes_and_nodes(ranks):
 
 def refused():
     strategy = ["context_parallel", ("parallel_mode", {"context": 2, "data": 2}), ("comm", NODES)]
-    with pytest.raises(mw.StrategyError, match=r"hierarchical goes along one axis.*data=2, context=2"):
+    with pytest.raises(mw.StrategyError, match=r"hierarchical works along one axis.*data=2, context=2"):
         trained(strategy)
 
 

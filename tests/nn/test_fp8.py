@@ -120,7 +120,7 @@ def test_operands_lie_as_the_tensor_cores_want_them(monkeypatch):
         seen.append((left.stride(), right.stride(), left.shape[1], right.shape[1], left.dtype, right.dtype))
         return torch.zeros(left.shape[0], right.shape[1], dtype=options["out_dtype"])
 
-    monkeypatch.setattr(torch, "_scaled_mm", product)
+    monkeypatch.setattr("meshwright.nn.fp8.scaled_mm", product)
     layer(emulate=False)(torch.randn(7, 16, requires_grad=True)).sum().backward()
     assert len(seen) == 3
     for (_, along), (first, _), inner, columns, *_ in seen:

@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.cost import find_cluster
 from meshwright.errors import ConfigError, ModelError, StrategyError
+from meshwright.planner.family_ops import Implementation
 from meshwright.planner.family_workload import FamilyWorkload
 from meshwright.planner.memory_budget import CONTEXT_BYTES
 from meshwright.planner.model_shapes import Shape, known_models, parse_family
@@ -186,3 +187,13 @@ def test_each_recipe_of_fp8_moves_its_own_bytes():
     }
     assert sorted(seconds, key=seconds.__getitem__)[0] == "delayed"
     assert len(set(seconds.values())) == 4
+
+
+def test_the_implementation_that_is_simulated_can_be_chosen():
+    usual, scores, fused = (
+        planned(["fsdp"], dtype="bf16", implementation=each)
+        for each in (Implementation(), Implementation("scores", dropout=True), Implementation(fused_loss=True))
+    )
+    assert scores.needed_bytes > usual.needed_bytes > fused.needed_bytes
+    assert scores.forecast.time.step_time_s > usual.forecast.time.step_time_s > fused.forecast.time.step_time_s
+    assert fused.step == planned(["fsdp"], dtype="bf16", fused_loss=True).step

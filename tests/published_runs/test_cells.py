@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from published_runs.cases import held_by
+from published_runs.cases import rank_memory
 from published_runs.conventions import convention_of
 
 from published_runs import NotCovered, Row, case_of, predict_row, read_rows, score
@@ -39,7 +39,7 @@ def test_recomputation(text, runs_again):
 
 @pytest.mark.parametrize(("text", "compiled"), [("torch.compile", True), ("on", True), ("no compile", False)])
 def test_compilation(text, compiled):
-    assert case_of(row(compile=text)).run.compiled is compiled
+    assert case_of(row(compile=text)).run.impl.compiled is compiled
 
 
 def test_units_of_figures():
@@ -80,8 +80,8 @@ def test_recomputation_that_a_source_or_a_note_counts():
 
 
 def test_attention_of_articles_before_it_was_fused():
-    assert not case_of(row(source="Zeng et al. arXiv 2210.02414")).run.fused_attention
-    assert case_of(row(source="Touvron et al. arXiv 2302.13971")).run.fused_attention
+    assert not case_of(row(source="Zeng et al. arXiv 2210.02414")).run.impl.fused_attention
+    assert case_of(row(source="Touvron et al. arXiv 2302.13971")).run.impl.fused_attention
 
 
 def test_megatron_of_2021_is_predicted_as_it_was_published():
@@ -95,12 +95,12 @@ def test_bridge_moves_as_many_blocks_to_the_host_as_its_recipes():
     wide = {"source": "Megatron-Bridge", "model": "Llama-3-70B", "micro_batch": "2", "global_batch": "256", "ac": ""}
     offloaded = [case_of(row(**wide, precision="FP8", gpu=gpu)) for gpu in ("GB200", "GB300")]
     assert [case.strategy.get("offload").activations for case in offloaded] == [0.5, 0.25]
-    assert all(held_by(case).fits for case in offloaded)
+    assert all(rank_memory(case).fits for case in offloaded)
 
 
 def test_torchs_stages_keep_buffers():
     cells = {"model": "Llama-3.1-70B", "pp": "8", "tp": "8", "n_gpus": "128", "micro_batch": "8", "global_batch": "16"}
-    titan, other = (held_by(case_of(row(**cells, source=source))) for source in ("torchtitan", "a page"))
+    titan, other = (rank_memory(case_of(row(**cells, source=source))) for source in ("torchtitan", "a page"))
     assert convention_of("torchtitan").keeps_stages
     assert titan.counted_bytes > titan.peak.reserved_bytes
     assert other.counted_bytes < 1.06 * other.peak.reserved_bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from benchmarks.fit import cross_validated
 from hypothesis import given, settings, strategies as st
-from published_runs.cases import held_by
+from published_runs.cases import rank_memory
 from published_runs.conventions import convention_of, convention_of_row
 
 from meshwright.errors import DataError
@@ -193,10 +193,10 @@ def test_versions_of_a_project():
 
 def test_memory_is_that_of_the_rank_that_the_source_reports():
     cells = {"n_gpus": "16", "pp": "2", "zero_stage": "0", "micro_batch": "1", "global_batch": "64"}
-    held = held_by(predict_row(row(source="nanotron", **cells)).case)
+    held = rank_memory(predict_row(row(source="nanotron", **cells)).case)
     assert held.counted_bytes < held.needed_bytes
-    assert predict_row(row(gpu="MI300X", source="torchtitan")).held.counted_bytes == pytest.approx(
-        1.05 * predict_row(row(gpu="MI300X", source="torchtitan")).held.peak.reserved_bytes, rel=1e-6
+    assert predict_row(row(gpu="MI300X", source="torchtitan")).memory.counted_bytes == pytest.approx(
+        1.05 * predict_row(row(gpu="MI300X", source="torchtitan")).memory.peak.reserved_bytes, rel=1e-6
     )
 
 
@@ -248,7 +248,7 @@ def test_hybrid_sharding_over_as_many_as_a_note_says():
 )
 def test_how_projects_scale_narrow_products(source, precision, scaling, casts_weights):
     run = case_of(row(source=source, precision=precision, gpu="GB200")).run
-    assert (run.scaling, run.casts_weights) == (scaling, casts_weights)
+    assert (run.impl.scaling, run.impl.casts_weights) == (scaling, casts_weights)
 
 
 def test_as_many_stages_as_blocks_and_two_more_stay_interleaved():

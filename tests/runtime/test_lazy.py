@@ -45,7 +45,13 @@ def test_no_module_hides_a_name_of_its_package(package):
 
 @pytest.mark.parametrize("old", MODULES)
 def test_modules_are_found_where_they_are_documented(old):
-    assert importlib.import_module(old) is importlib.import_module(MODULES[old])
+    home, _, names = MODULES[old].partition(":")
+    found, lives = importlib.import_module(old), importlib.import_module(home)
+    if names:
+        assert found.__all__ == names.split()
+        assert all(getattr(found, name) is getattr(lives, name) for name in names.split())
+    else:
+        assert found is lives
 
 
 @pytest.mark.parametrize("package", NAMES)

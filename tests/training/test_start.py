@@ -14,8 +14,9 @@ LATE = (
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.elastic.agent.server.api",
     "rich.table",
-    "meshwright.booster",
-    "meshwright.planning",
+    "meshwright.compat.bmtrain",
+    "meshwright.compat.colossalai",
+    "meshwright.planner.plan_request",
     "meshwright.planner.measure",
 )
 PROGRAM = f"""
@@ -42,7 +43,7 @@ def test_importing_leaves_what_training_does_not_need():
         "False",
         "accelerate []",
         "[]",
-        "meshwright.planner.plan_request meshwright.booster.launch meshwright.booster",
+        "meshwright.planner.plan_request meshwright.compat.colossalai.booster meshwright.compat.colossalai",
     ]
 
 

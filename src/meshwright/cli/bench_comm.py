@@ -1,34 +1,29 @@
-"""``meshwright bench-comm``: how fast the ranks talk to each other."""
+"""Run ``meshwright bench-comm``: time collectives between ranks by message size."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from meshwright.cli.ranks import DEVICES, check_choice, check_launched, num_ranks, progress_bar
 from meshwright.cli.run_files import check_writable, write_whole
 from meshwright.comm import Measurement, benchmark_collectives, benchmark_sizes
 from meshwright.comm.bandwidth import benchmark_table, check_benchmark, check_num_ranks, default_max_bytes
 from meshwright.comm.transport import members_of
-from meshwright.errors import ConfigError, did_you_mean
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, settings, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_DEVICES = ("auto", "cpu")
 _STDOUT = "-"
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The command line."""
+    """Options of ``meshwright bench-comm``."""
 
     ops: tuple[str, ...]
     min_bytes: int
@@ -58,29 +53,22 @@ class BenchOptions:
             ConfigError: Naming the option.
         """
         check_benchmark(self.ops, self.iterations, self.warmup)
-        _check_name("--dtype", self.dtype, tuple(DTYPES))
-        _check_name("--device", self.device, _DEVICES)
+        check_choice("--dtype", self.dtype, tuple(DTYPES))
+        check_choice("--device", self.device, DEVICES)
         assert self.sizes
         if self.json not in (None, _STDOUT):
             fix = f"name another file, or write to standard output with --json {_STDOUT}"
             check_writable("--json", Path(str(self.json)).expanduser(), fix)
 
     def num_processes(self) -> int:
-        """Ranks to start on this machine: as asked, else one per CUDA device, else two.
+        """Return the ranks to start on this machine: as asked, else one per CUDA device, else two.
 
         Raises:
             ConfigError: When there are fewer CUDA devices than ranks.
             LaunchError: When it would be one.
         """
-        devices = torch.cuda.device_count() if self.uses_cuda else 0
-        if devices and self.nproc is not None and self.nproc > devices:
-            raise ConfigError(
-                "There are more processes than CUDA devices",
-                expected=f"at most {devices}",
-                got=str(self.nproc),
-                fix="use a smaller --nproc, or measure on the CPU with --device cpu",
-            )
-        nproc = self.nproc or devices or 2
+        cpu = "measure on the CPU with --device cpu"
+        nproc = num_ranks(self.nproc, on_cuda=self.uses_cuda, otherwise=2, option="--nproc", use_cpu=cpu)
         check_num_ranks(nproc)
         return nproc
 
@@ -97,16 +85,6 @@ class BenchOptions:
         ]
 
 
-def _check_name(option: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(
-            f"{option} is not known{did_you_mean(value, known)}",
-            expected=f"one of {', '.join(known)}",
-            got=repr(value),
-            fix="correct the name",
-        )
-
-
 def bench_comm(options: BenchOptions) -> None:
     """Measure, as one rank of the world, and show the result on rank 0; collective.
 
@@ -116,8 +94,8 @@ def bench_comm(options: BenchOptions) -> None:
     init_distributed(backend="gloo" if options.device == "cpu" else None)
     with same_on_every_rank():
         options.check()
-        _check_world(options)
-    with _progress(options) as progress:
+        check_launched("--nproc", options.nproc)
+    with progress_bar(14) as progress:
         task = progress.add_task("", total=len(options.ops) * len(options.sizes))
         measurements = benchmark_collectives(
             options.ops,
@@ -130,30 +108,12 @@ def bench_comm(options: BenchOptions) -> None:
         )
     with same_on_every_rank():
         if rank() == 0:
-            _tell(options, measurements)
+            _show(options, measurements)
     shutdown_distributed()
 
 
-def _check_world(options: BenchOptions) -> None:
-    started = os.environ.get("WORLD_SIZE", "1")
-    if options.nproc is not None and "RANK" in os.environ and str(options.nproc) != started:
-        raise ConfigError(
-            "--nproc differs from what the launcher started",
-            expected=started,
-            got=str(options.nproc),
-            fix="leave --nproc out under a launcher",
-        )
-
-
-def _progress(options: BenchOptions) -> Progress:
-    """A bar over the sizes on rank 0's terminal; on standard error, where it never mixes with the result."""
-    console = PlainConsole(file=sys.stderr)
-    columns = (TextColumn("{task.description:<14}"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)
-
-
-def _tell(options: BenchOptions, measurements: list[Measurement]) -> None:
-    """The table for people, and JSON where it is wanted; JSON alone on standard output."""
+def _show(options: BenchOptions, measurements: list[Measurement]) -> None:
+    """Print the table, and write JSON where it is wanted; on standard output JSON stands alone."""
     text = json.dumps(_document(measurements), indent=2)
     if options.json == _STDOUT:
         print(text, flush=True)

@@ -1,17 +1,15 @@
-"""``meshwright calibrate``: measures this machine and writes it as a cluster that plans can be made for."""
+"""Run ``meshwright calibrate``: measure this machine and write it as a cluster file for predictions."""
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from meshwright.cli.ranks import DEVICES, check_choice, check_launched, num_ranks, progress_bar
 from meshwright.cli.run_files import check_writable, write_whole
 from meshwright.cost import write_cluster
 from meshwright.errors import ConfigError
@@ -19,13 +17,12 @@ from meshwright.planner.measure import Calibrated, Clock, calibrate
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole
 
-_DEVICES = ("auto", "cpu")
 _CLOCKS = ("auto", *get_args(Clock))
 
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """The command line."""
+    """Options of ``meshwright calibrate``."""
 
     out: Path
     processes: int | None
@@ -43,23 +40,11 @@ class CalibrateOptions:
         Raises:
             ConfigError: Naming the option.
         """
-        for option, value, known in (("--device", self.device, _DEVICES), ("--clock", self.clock, _CLOCKS)):
-            if value not in known:
-                raise ConfigError(
-                    f"{option} is not known",
-                    expected=f"one of {', '.join(known)}",
-                    got=repr(value),
-                    fix="correct the name, or leave it out",
-                )
-        started, wanted = os.environ.get("WORLD_SIZE"), self.processes
-        if wanted is not None and started is not None and str(wanted) != started:
-            raise ConfigError(
-                "--processes differs from what the launcher started",
-                expected=started,
-                got=str(wanted),
-                fix="leave --processes out under a launcher",
-            )
-        if rank() == 0:  # the one that writes: other nodes need no such directory
+        check_choice("--device", self.device, DEVICES)
+        check_choice("--clock", self.clock, _CLOCKS)
+        check_launched("--processes", self.processes)
+        # Rank 0 alone writes the file: other nodes need no such directory.
+        if rank() == 0:
             self._check_out()
 
     def _check_out(self) -> None:
@@ -73,20 +58,13 @@ class CalibrateOptions:
         check_writable("--out", self.out.expanduser())
 
     def num_processes(self) -> int:
-        """Ranks to start on this machine: as asked, else one per CUDA device, else two.
+        """Return the ranks to start on this machine: as asked, else one per CUDA device, else two.
 
         Raises:
             ConfigError: When there are fewer CUDA devices than ranks.
         """
-        devices = torch.cuda.device_count() if self.uses_cuda else 0
-        if devices and self.processes is not None and self.processes > devices:
-            raise ConfigError(
-                "There are more processes than CUDA devices",
-                expected=f"at most {devices}",
-                got=str(self.processes),
-                fix="use a smaller --processes, or measure the CPU with --device cpu",
-            )
-        return self.processes or devices or 2
+        cpu = "measure the CPU with --device cpu"
+        return num_ranks(self.processes, on_cuda=self.uses_cuda, otherwise=2, option="--processes", use_cpu=cpu)
 
     def arguments(self) -> list[str]:
         """Return the command line of one rank."""
@@ -102,26 +80,19 @@ def run_calibration(options: CalibrateOptions) -> None:
     init_distributed(backend="gloo" if options.device == "cpu" else None)
     with same_on_every_rank():
         options.check()
-    with _progress() as progress:
+    with progress_bar(20) as progress:
         task = progress.add_task("", total=1)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def show(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        measured = calibrate(clock=None if options.clock == "auto" else options.clock, on_progress=tell)  # type: ignore[arg-type]
+        measured = calibrate(clock=None if options.clock == "auto" else options.clock, on_progress=show)  # type: ignore[arg-type]
     with same_on_every_rank():
         if rank() == 0:
             file = options.out.expanduser()
             write_whole(file, write_cluster(measured.cluster, measured.document()), f"{file} cannot be written")
             _show(options.out, measured)
     shutdown_distributed()
-
-
-def _progress() -> Progress:
-    """A bar on rank 0's terminal; on standard error, where it never mixes with the result."""
-    console = PlainConsole(file=sys.stderr)
-    columns = (TextColumn("{task.description:<20}"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)
 
 
 def _show(file: Path, measured: Calibrated) -> None:

@@ -1,4 +1,4 @@
-"""``meshwright checkpoint``: what lies in a directory of checkpoints, whether it is whole, and its weights alone."""
+"""Run ``meshwright checkpoint``: list the checkpoints of a directory, verify them, and export their weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _found(directory: Path) -> list[Path]:
-    """Return the checkpoints that a path means, oldest first."""
+    """Return the checkpoints that a path stands for, oldest first."""
     if (directory / MANIFEST).exists() or (directory / RECORD).exists():
         return [directory]
     folder = directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
@@ -41,7 +41,7 @@ def _found(directory: Path) -> list[Path]:
 
 
 def list_checkpoints(directory: Path, as_json: bool) -> int:
-    """Show the complete checkpoints of a run; return the exit status."""
+    """Print the complete checkpoints of a run; return the exit status."""
     rows = [_row(path) for path in _found(directory)]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
@@ -49,8 +49,8 @@ def list_checkpoints(directory: Path, as_json: bool) -> int:
     table = Table(Column("checkpoint", no_wrap=True), "step", "samples", "ranks", "size", "strategy")
     for row in rows:
         size = readable_bytes(row["bytes"]) if isinstance(row["bytes"], int) else ""
-        told = [str(row[key]) for key in ("step", "samples_seen", "world_size")]
-        table.add_row(Path(str(row["path"])).name, *told, size, str(row["methods"]))
+        counts = [str(row[key]) for key in ("step", "samples_seen", "world_size")]
+        table.add_row(Path(str(row["path"])).name, *counts, size, str(row["methods"]))
     PlainConsole(soft_wrap=True).print(table)
     return 0
 
@@ -69,7 +69,7 @@ def _row(path: Path) -> dict[str, object]:
 
 
 def _methods(record: Record) -> str:
-    """Names in a strategy's JSON, for people; whatever else is recorded there is left out."""
+    """Return the names of a recorded strategy's methods; empty where it cannot be read."""
     try:
         found = json.loads(record.strategy)["methods"]
         return ", ".join(each if isinstance(each, str) else str(each[0]) for each in found)
@@ -78,7 +78,7 @@ def _methods(record: Record) -> str:
 
 
 def verify_checkpoints(directory: Path, as_json: bool) -> int:
-    """Name what is damaged; return the exit status."""
+    """Print what is damaged in every checkpoint; return the exit status."""
     damage = {str(path): [str(error) for error in damage_of(path)] for path in _found(directory)}
     if as_json:
         typer.echo(json.dumps(damage, indent=1))
@@ -117,7 +117,7 @@ def _say_exported(out: Path, weights: Mapping[str, torch.Tensor], path: Path, ki
 
 
 def _newest_whole(paths: list[Path]) -> Path:
-    """Return the newest checkpoint that is whole; newer ones that are not are told."""
+    """Return the newest checkpoint that is whole; report newer ones that are not."""
     damaged: list[MeshwrightError] = []
     for path in reversed(paths):
         try:

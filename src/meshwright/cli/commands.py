@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -13,14 +13,18 @@ import meshwright
 from meshwright.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from meshwright.cli.bench_comm import BenchOptions
     from meshwright.cli.calibrate_cluster import CalibrateOptions
     from meshwright.cli.train_options import Options
 
+_Options = TypeVar("_Options", "BenchOptions", "CalibrateOptions")
 
 checkpoint_app = typer.Typer(help="Checkpoints: list, verify, export.", no_args_is_help=True)
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run, its checkpoints, or one checkpoint.")]
 _Json = Annotated[bool, typer.Option("--json", metavar="", help="Print it as JSON.")]
+_Traceback = Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")]
 
 
 @checkpoint_app.command("list")
@@ -51,8 +55,8 @@ def export_command(
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest that is whole) as safetensors.
 
-    A folder gets a config.json too where the run has trained a transformers model: from_pretrained loads it.
-    Of a run that has trained adapters of peft it gets these alone: PeftModel.from_pretrained loads them.
+    If the run trained a transformers model, a folder gets a config.json, too: from_pretrained loads it. If the run
+    trained adapters of peft, the folder gets these alone: PeftModel.from_pretrained loads them.
     """
     from meshwright.cli.checkpoint_tools import export_checkpoint
     from meshwright.cli.failures import exit_status
@@ -60,24 +64,27 @@ def export_command(
     raise typer.Exit(exit_status(lambda: export_checkpoint(directory, out, dtype)))
 
 
-# --- The options of ``meshwright plan`` and ``meshwright compare``.
+# --- ``meshwright plan`` and ``meshwright compare``
 
 _MODEL = "llama-3-8b, gpt:KEY=N,… (layers, hidden, heads, vocab), hf:PATH of a config.json, or MODULE:FUNCTION."
 _CLUSTER = "A preset such as h100x64 or a100-40x8, or a cluster file (.toml, .json)."
-_BATCH = "Samples of a step, over all devices."
-_SEQ = "Tokens of a sample."
-_SEQ_DEFAULT = "what the model is known for"
+_BATCH = "Samples per step, over all devices."
+_Seq = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Tokens per sample.", show_default="the model's own length")
+]
 _SAMPLE = "Function that returns a batch, for a MODULE:FUNCTION that takes no token ids."
+_Sample = Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)]
 _LOSS = "Function (input, output) -> loss, for a MODULE:FUNCTION."
-_LIMIT = "What tensors may take of a device, such as '40 GiB'."
-_TRACEBACK = typer.Option("--traceback", metavar="", help="Show where an error was raised.")
+_Loss = Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_LOSS)]
+_MemoryLimit = Annotated[str | None, typer.Option(metavar="SIZE", help="Usable device memory, such as '40 GiB'.")]
+_AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON instead.")]
 
 
 def plan_command(
     model: Annotated[str, typer.Option(metavar="MODEL", help=_MODEL)],
     cluster: Annotated[str, typer.Option(metavar="CLUSTER", help=_CLUSTER)],
     global_batch: Annotated[int, typer.Option(metavar="N", min=1, help=_BATCH)],
-    seq: Annotated[int | None, typer.Option(metavar="N", min=1, help=_SEQ, show_default=_SEQ_DEFAULT)] = None,
+    seq: _Seq = None,
     strategy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Predict this strategy instead of searching.")
     ] = None,
@@ -88,22 +95,25 @@ def plan_command(
         str, typer.Option(metavar="WHAT", help="What plans are ranked by: tokens_per_s, price or memory.")
     ] = "tokens_per_s",
     include: Annotated[
-        list[str] | None, typer.Option(metavar="METHOD", help="Every plan uses it; repeatable. With keys: 'fsdp(…)'.")
+        list[str] | None,
+        typer.Option(metavar="METHOD", help="Use this method in every plan; repeatable. With keys: 'fsdp(…)'."),
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(metavar="METHOD", help="No plan uses it; repeatable.")] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="METHOD", help="Use this method in no plan; repeatable.")
+    ] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Plans to show.")] = 10,
-    sample: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)] = None,
-    loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_LOSS)] = None,
-    memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help=_LIMIT)] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON instead.")] = False,
+    sample: _Sample = None,
+    loss: _Loss = None,
+    memory_limit: _MemoryLimit = None,
+    as_json: _AsJson = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with figures.")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the first plan's step for Perfetto.")
     ] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first plan's strategy.")] = None,
-    traceback: Annotated[bool, _TRACEBACK] = False,
+    traceback: _Traceback = False,
 ) -> None:
-    """Predict strategies for a model on a cluster that need not be there: memory, time, the best and why."""
+    """Predict memory and time of strategies for a model on any cluster, rank them, and explain the best."""
     from meshwright.cli.failures import exit_status
     from meshwright.cli.plan_and_compare import PlanOptions, Subjects, plan
 
@@ -125,12 +135,12 @@ def compare_command(
     model: Annotated[str | None, typer.Option(metavar="MODEL", help=_MODEL)] = None,
     cluster: Annotated[str | None, typer.Option(metavar="CLUSTER", help=_CLUSTER)] = None,
     global_batch: Annotated[int | None, typer.Option(metavar="N", min=1, help=_BATCH)] = None,
-    seq: Annotated[int | None, typer.Option(metavar="N", min=1, help=_SEQ, show_default=_SEQ_DEFAULT)] = None,
-    sample: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)] = None,
-    loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_LOSS)] = None,
-    memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help=_LIMIT)] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON instead.")] = False,
-    traceback: Annotated[bool, _TRACEBACK] = False,
+    seq: _Seq = None,
+    sample: _Sample = None,
+    loss: _Loss = None,
+    memory_limit: _MemoryLimit = None,
+    as_json: _AsJson = False,
+    traceback: _Traceback = False,
 ) -> None:
     """Compare strategies for one model on one cluster, or plans that were written before."""
     from meshwright.cli.failures import exit_status
@@ -142,7 +152,7 @@ def compare_command(
         others = [value for value in (seq, sample, loss, memory_limit) if value is not None]
         if absent and (len(absent) < len(given) or others):
             raise ConfigError(
-                "What the strategies are for is said in part",
+                "The options name what the strategies are for only in part",
                 expected=f"{', '.join(given)} together, or none of them for files of meshwright plan --json",
                 got=f"no {' and no '.join(absent)}",
                 fix=f"add {', '.join(absent)}",
@@ -155,15 +165,14 @@ def compare_command(
     raise typer.Exit(exit_status(command, show_traceback=traceback))
 
 
-# --- The command line: ``meshwright train``, ``plan``, ``compare``, ``calibrate``, ``bench-comm`` and ``methods``.
+# --- The program, and the commands that start ranks: ``meshwright train``, ``bench-comm`` and ``calibrate``
 
-# Commands import what they need when they run: help is there at once.
-_INTERRUPTED = 130  # as in failures, which takes as long to import as a command
+_INTERRUPTED = 130  # ``failures.INTERRUPTED``, whose module would slow down --help
 _OPS = "all_gather, reduce_scatter, send_recv, all_reduce, all_to_all"
 
 
 class _Commands(TyperGroup):
-    """Tells of a Ctrl-C that comes while a command still imports what it needs; later ones tell themselves."""
+    """Commands that report a Ctrl-C during their imports; once running, each reports it itself."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
@@ -186,7 +195,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def main() -> None:
-    """The program ``meshwright``."""
+    """Run the program ``meshwright``."""
     app()
 
 
@@ -213,7 +222,7 @@ def train_command(
         int | None, typer.Option(metavar="N", min=1, help="Optimizer steps of the whole run (run.steps).")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", metavar="", help="Go on from the newest checkpoint in --out.")
+        bool, typer.Option("--resume", metavar="", help="Resume from the newest checkpoint in --out.")
     ] = False,
     out: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Where the run is written.")] = None,
     changes: Annotated[
@@ -221,14 +230,14 @@ def train_command(
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(metavar="N", min=0, help="Times that all ranks start again, from a checkpoint, when one fails."),
+        typer.Option(metavar="N", min=0, help="Restarts of all ranks, from a checkpoint, when one fails."),
     ] = 0,
-    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
+    traceback: _Traceback = False,
     help_config: Annotated[
         bool, typer.Option("--help-config", metavar="", help="Explain every key of FILE.toml and exit.")
     ] = False,
 ) -> None:
-    """Train the model of a training file, on all processes and under a strategy given or chosen."""
+    """Train the model of a training file on all processes, under a given or a chosen strategy."""
     from meshwright.cli.failures import exit_status, leave
     from meshwright.cli.train_config import config_help
     from meshwright.cli.train_options import Options
@@ -244,7 +253,7 @@ def train_command(
                 "There is nothing to train",
                 expected="meshwright train FILE.toml",
                 got="no file",
-                fix="name a training file; meshwright train --help-config shows what it may say",
+                fix="name a training file; meshwright train --help-config lists its keys",
             )
         return _train(Options(file, nproc, steps, resume, out, tuple(changes or ()), traceback, max_restarts))
 
@@ -268,7 +277,7 @@ def _train(options: Options) -> int:
     if nproc == 1 and not options.max_restarts:
         stay_on_this_machine()
         return train(options)
-    # What is wrong with the request is told once, here, before anything has been started.
+    # Report what is wrong with the request once, here, before any rank has started.
     prepared = prepare(options, nproc)
     return _start_ranks(
         options.arguments(prepared.run_dir or default_run_dir(options.file)), nproc, options.max_restarts
@@ -276,7 +285,7 @@ def _train(options: Options) -> int:
 
 
 def _leave_interrupts_to_the_launcher() -> None:
-    # It ends all ranks; one that waits in a collective would not hear of a KeyboardInterrupt.
+    # The launcher ends all ranks. A rank that waits in a collective would never see a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -288,7 +297,7 @@ def _start_ranks(arguments: list[str], nproc: int, max_restarts: int = 0) -> int
 
     status = launch(["-m", "meshwright", *arguments], nproc, max_restarts)
     if status != 0:
-        Console().show_cursor(True)  # a rank that was ended while it drew has left it hidden
+        Console().show_cursor(True)  # a rank that was ended while drawing leaves it hidden
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     return status
@@ -296,6 +305,12 @@ def _start_ranks(arguments: list[str], nproc: int, max_restarts: int = 0) -> int
 
 app.command("plan")(plan_command)
 app.command("compare")(compare_command)
+
+_RANKS_DEFAULT = "one per CUDA device, or 2 on the CPU"
+_Ranks = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Ranks on this machine.", show_default=_RANKS_DEFAULT)
+]
+_Device = Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")]
 
 
 @app.command("bench-comm")
@@ -314,71 +329,47 @@ def bench_comm_command(
     dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="Element type.")] = "fp32",
     iterations: Annotated[int, typer.Option(metavar="N", min=1, help="Timings per size; the median counts.")] = 10,
     warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Runs per size before them.")] = 3,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Processes on this machine.", show_default="one per CUDA device, or 2 on the CPU"
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
+    nproc: _Ranks = None,
+    device: _Device = "auto",
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures as JSON too; - prints it alone.")
     ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
+    traceback: _Traceback = False,
 ) -> None:
     """Measure the bandwidth of collectives between ranks by message size (BMTrain's benchmarks)."""
-    from meshwright.cli.bench_comm import BenchOptions
+    from meshwright.cli.bench_comm import BenchOptions, bench_comm
     from meshwright.cli.failures import exit_status
 
     wanted = tuple(ops or _OPS.split(", "))
     options = BenchOptions(wanted, min_bytes, max_bytes, dtype, iterations, warmup, device, json_file, nproc)
-    raise typer.Exit(exit_status(lambda: _bench_comm(options), show_traceback=traceback))
-
-
-def _bench_comm(options: BenchOptions) -> int:
-    """Measure here, or start the ranks that do."""
-    from meshwright.cli.bench_comm import bench_comm
-    from meshwright.runtime.launch import inside_launcher
-
-    if inside_launcher():
-        _leave_interrupts_to_the_launcher()
-        bench_comm(options)
-        return 0
-    options.check()
-    return _start_ranks(options.arguments(), options.num_processes())
+    raise typer.Exit(exit_status(lambda: _on_ranks(options, bench_comm), show_traceback=traceback))
 
 
 @app.command("calibrate")
 def calibrate_command(
     out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where to write the cluster.")] = Path("cluster.json"),
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Ranks on this machine.", show_default="one per CUDA device, or 2 on the CPU"
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
+    processes: _Ranks = None,
+    device: _Device = "auto",
     clock: Annotated[
         str, typer.Option(metavar="auto|wall|cpu", help="Which clock counts; auto: cpu where others keep it busy.")
     ] = "auto",
-    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
+    traceback: _Traceback = False,
 ) -> None:
     """Measure this machine's kernels and links in about a minute, for predictions (use as --cluster FILE.json)."""
-    from meshwright.cli.calibrate_cluster import CalibrateOptions
+    from meshwright.cli.calibrate_cluster import CalibrateOptions, run_calibration
     from meshwright.cli.failures import exit_status
 
     options = CalibrateOptions(out, processes, device, clock)
-    raise typer.Exit(exit_status(lambda: _calibrate(options), show_traceback=traceback))
+    raise typer.Exit(exit_status(lambda: _on_ranks(options, run_calibration), show_traceback=traceback))
 
 
-def _calibrate(options: CalibrateOptions) -> int:
-    """Measure here, or start the ranks that do."""
-    from meshwright.cli.calibrate_cluster import run_calibration
+def _on_ranks(options: _Options, run: Callable[[_Options], None]) -> int:
+    """Measure as one of a launcher's ranks, or start the ranks that do."""
     from meshwright.runtime.launch import inside_launcher
 
     if inside_launcher():
         _leave_interrupts_to_the_launcher()
-        run_calibration(options)
+        run(options)
         return 0
     options.check()
     return _start_ranks(options.arguments(), options.num_processes())
@@ -388,7 +379,7 @@ def _calibrate(options: CalibrateOptions) -> int:
 def methods_command(
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print it as JSON, with every reason.")] = False,
 ) -> None:
-    """List the methods that a strategy can name: what they do, what they need, what they do not go together with."""
+    """List the methods that a strategy can name: what they do, what they need, what they conflict with."""
     from meshwright.cli.methods import print_methods
 
     print_methods(as_json=as_json)

@@ -1,4 +1,4 @@
-"""How a command fails: one paragraph for what a user can mend, a traceback for what nobody foresaw."""
+"""Report a failed command: one paragraph for errors that users can fix, a traceback for all others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from meshwright.runtime import rank, synchronize, world_size
 from meshwright.runtime.terminal import PlainConsole
 
 INTERRUPTED = 130  # after Ctrl-C, as shells have it
-# What gloo and NCCL say on the ranks that did not fail.
+# What gloo and NCCL report on the ranks that did not fail.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
 def exit_status(command: Callable[[], int], *, show_traceback: bool = False) -> int:
-    """Run a command and tell on stderr why it failed.
+    """Run a command and report its failure on stderr.
 
-    An error that all ranks agreed on is told by rank 0; any other by the rank that met it, with its number.
+    Rank 0 reports an error that all ranks agreed on; the rank that raised any other error reports it, with its number.
 
     Args:
         command: Returns its exit status.
@@ -41,33 +41,33 @@ def exit_status(command: Callable[[], int], *, show_traceback: bool = False) -> 
         _say("interrupted")
         return INTERRUPTED
     except MeshwrightError as error:
-        _tell_error(error, show_traceback)
-        _wait_until_told(error)
+        _report_error(error, show_traceback)
+        _wait_for_report(error)
     except Exception as error:
-        _tell_unforeseen(error)
-        _wait_until_told(error)
+        _report_bug(error)
+        _wait_for_report(error)
     return 1
 
 
 def leave(status: int) -> NoReturn:
-    """End a rank at once, without the interpreter's own farewell.
+    """End a rank at once, without the interpreter's finalization.
 
-    gloo's threads may still hold tensors of the last collectives. One that lets go of a tensor while the interpreter
-    is being taken down aborts the process (pytorch#179291): a finished run would be reported as failed.
+    gloo's threads may still own tensors of the last collectives. A thread that releases one during finalization aborts
+    the process (pytorch#179291), and a finished run would be reported as failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _wait_until_told(error: Exception) -> None:
-    """Keep the launcher from ending rank 0, because another rank is gone, before it has told an agreed error."""
+def _wait_for_report(error: Exception) -> None:
+    """Wait until rank 0 has reported an agreed error: the launcher ends it as soon as another rank is gone."""
     if getattr(error, "agreed", False):
         with contextlib.suppress(Exception):
             synchronize()
 
 
-def _tell_error(error: MeshwrightError, show_traceback: bool) -> None:
+def _report_error(error: MeshwrightError, show_traceback: bool) -> None:
     agreed = getattr(error, "agreed", False)
     if agreed and rank() != 0:
         return None
@@ -81,27 +81,27 @@ def _tell_error(error: MeshwrightError, show_traceback: bool) -> None:
 
 
 def laid_out(error: MeshwrightError, notes: Sequence[str] = (), own_name: str = "") -> Group:
-    """An error for people at a terminal: a line for each of its parts; files and pipes get one paragraph.
+    """Lay out an error for a terminal, one line per part; files and pipes get one paragraph.
 
     Args:
-        error: Its parts.
-        notes: What was added to it on the way.
-        own_name: Of the rank that tells it, for one that met it alone.
+        error: The error.
+        notes: Its notes.
+        own_name: Name of the rank that reports it, if it alone raised it.
     """
     title = Text.assemble(f"meshwright: {own_name}", ("error", "bold red"), f": {error.what}")
     parts = Table.grid(padding=(0, 2, 0, 0))
     parts.add_column(no_wrap=True, style="dim")
     parts.add_column(overflow="fold")
-    got = "" if error.got in error.what else error.got  # nothing is told twice
+    got = "" if error.got in error.what else error.got  # say nothing twice
     for label, text in (("expected", error.expected), ("got", got), ("what to do", error.fix)):
         if text:
             parts.add_row(label, Text(text))
     return Group(title, Padding(parts, (0, 0, 0, 2)), *(Text(note) for note in notes))
 
 
-def _tell_unforeseen(error: Exception) -> None:
+def _report_bug(error: Exception) -> None:
     if world_size() > 1 and any(words in str(error) for words in _LOST_PEER):
-        # The rank that failed has told why, or is about to.
+        # The rank that failed reports why.
         return _say(f"{_own_name()}lost the connection to another rank")
     agreed = getattr(error, "agreed", False)
     if agreed and rank() != 0:

@@ -1,4 +1,4 @@
-"""``meshwright methods``: the composition law, for people and as JSON."""
+"""Run ``meshwright methods``: print the composition law as a table, a list or JSON."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.methods import Method, Rule, known_methods, rules
+from meshwright.methods import Method, known_methods, rules
 from meshwright.methods.base import SHARD_AXES
 from meshwright.runtime.terminal import PlainConsole
 from meshwright.strategy.method_config import METHOD_CONFIGS
 
 _WIDE = 120
-"""Columns from which on a table with a column for each part of the law can be read."""
+"""Characters per line from which on the table is readable."""
 
 
 def law() -> dict[str, Any]:
-    """Return the law as plain values: methods in the order in which they are applied, and every conflict."""
+    """Return the law as plain values: methods in the order of their application, and every conflict."""
     return {
         "methods": [_described(method) for method in known_methods()],
         "stand_for_others": _short_names(),
@@ -68,21 +68,18 @@ def _conflicts(name: str) -> dict[str, list[str]]:
 
 
 def _names(name: str) -> str:
-    """Return those that a method never goes together with, and in brackets those under some keys."""
-    never = {_other(rule, name) for rule in rules() if rule.always and name in (rule.first, rule.second)}
+    """Return the methods that this one conflicts with, in brackets where only some keys conflict."""
+    always = [rule for rule in rules() if rule.always and name in (rule.first, rule.second)]
+    never = {rule.second if rule.first == name else rule.first for rule in always}
     return ", ".join(other if other in never else f"({other})" for other in _conflicts(name))
 
 
-def _other(rule: Rule, name: str) -> str:
-    return rule.second if rule.first == name else rule.first
-
-
 def print_methods(*, as_json: bool, console: Console | None = None) -> None:
-    """Print the law: a table where the terminal is wide, a paragraph for each method where it is not.
+    """Print the law: a table on wide terminals, a paragraph per method on narrow ones.
 
     Args:
         as_json: Print :func:`law` as JSON instead.
-        console: Where to; None: standard output.
+        console: Where to print; None: standard output.
     """
     console = console or PlainConsole()
     if as_json:
@@ -99,10 +96,10 @@ def print_methods(*, as_json: bool, console: Console | None = None) -> None:
 
 def _table() -> Table:
     table = Table(
-        title="Methods, in the order in which they are applied", title_justify="left", show_lines=True, expand=True
+        title="Methods, in the order of their application", title_justify="left", show_lines=True, expand=True
     )
     table.add_column("method", no_wrap=True)
-    for column, ratio in (("seed", 3), ("axis", 2), ("needs", 3), ("does not go with", 4), ("effect", 7)):
+    for column, ratio in (("seed", 3), ("axis", 2), ("needs", 3), ("conflicts with", 4), ("effect", 7)):
         table.add_column(column, overflow="fold", ratio=ratio)
     for method in known_methods():
         needs = "; ".join(_needs(method))
@@ -114,7 +111,7 @@ def _table() -> Table:
 
 
 def _list() -> Group:
-    parts: list[RenderableType] = [Text("Methods, in the order in which they are applied\n", style="italic")]
+    parts: list[RenderableType] = [Text("Methods, in the order of their application\n", style="italic")]
     for method in known_methods():
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True)
@@ -124,7 +121,7 @@ def _list() -> Group:
             "seed": method.seed_name,
             "axis": method.axis,
             "needs": "; ".join(_needs(method)),
-            "not with": _names(method.method_name),
+            "conflicts": _names(method.method_name),
             "effect": method.effect,
         }.items():
             if text:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
 import sys
@@ -14,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from meshwright.cli.references import find_modules_beside, resolve_reference, takes, where_raised
+from meshwright.cli.references import (
+    call_model_reference,
+    call_reference,
+    find_modules_beside,
+    resolve_reference,
+    takes,
+)
 from meshwright.cli.run_files import check_writable, write
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
@@ -50,7 +54,7 @@ _FAMILIES = ("gpt", "llama", "mixtral")
 
 @dataclass(frozen=True)
 class Subjects:
-    """The options that say what is planned for."""
+    """Options that name the model, the cluster and the batch to plan for."""
 
     model: str
     cluster: str
@@ -61,7 +65,7 @@ class Subjects:
     memory_limit: str | None = None
 
     def request(self, **wanted: Any) -> PlanRequest:
-        """Return the request, with what is wanted of its plans.
+        """Return a request for plans with the given wants, such as ``strategy`` or ``objective``.
 
         Raises:
             ConfigError, ModelError: Naming the option.
@@ -83,7 +87,7 @@ class Subjects:
         return named_model(self.model, self.seq, cluster)
 
     def _module(self, cluster: Cluster) -> ModuleModel:
-        """Return the module that a function builds, on ``meta`` unless it is planned for the CPU."""
+        """Return the module that a function builds, on ``meta`` unless the cluster's devices are CPUs."""
         find_modules_beside(Path.cwd())
         if (self.seq is None) == (self.sample is None):
             raise ConfigError(
@@ -96,21 +100,15 @@ class Subjects:
         on_meta = not cluster.device.is_host
         with torch.device("meta" if on_meta else "cpu"):
             arguments = {"seq_len": self.seq} if self.seq is not None and takes(function, "seq_len") else {}
-            module = _called(self.model, "--model", functools.partial(function, **arguments))
-        if not isinstance(module, nn.Module):
-            raise ModelError(
-                f"--model {self.model} returned no model",
-                expected="a torch.nn.Module",
-                got=type(module).__name__,
-                fix="return the model",
-            )
+            module = call_model_reference(function, self.model, arguments, "--model")
         batch = token_batch(self.seq) if self.seq is not None else self._sample()
         loss = resolve_reference(self.loss, "--loss") if self.loss is not None else None
         return ModuleModel(self.model, module, batch, loss, usual_input_format(batch), seq=self.seq)
 
     def _sample(self) -> Any:
         assert self.sample is not None
-        return _called(self.sample, "--sample", resolve_reference(self.sample, "--sample"))
+        function = resolve_reference(self.sample, "--sample")
+        return call_reference(function, self.sample, {}, key="--sample", expected="a batch", error_cls=ModelError)
 
 
 def is_reference(model: str) -> bool:
@@ -119,26 +117,12 @@ def is_reference(model: str) -> bool:
     return bool(_REFERENCE.fullmatch(model)) and name not in (*_FAMILIES, "hf", *known_models())
 
 
-def _called(reference: str, option: str, function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except MeshwrightError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ModelError(
-            f"{option}: the function {reference} failed",
-            expected="a function that works without arguments (a model's may take seq_len)",
-            got=f"{type(error).__name__}: {error} ({where_raised(error)})",
-            fix="correct the function; --traceback shows where",
-        ) from error
-
-
-# --- ``meshwright plan``: strategies for a model on a cluster, predicted, ranked and explained.
+# --- ``meshwright plan``
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The command line."""
+    """Options of ``meshwright plan``."""
 
     subjects: Subjects
     strategy: Path | None = None
@@ -176,7 +160,7 @@ def _constraints_line(text: str) -> tuple[Any, ...]:
 
 
 def plan(options: PlanOptions) -> int:
-    """Plans, shows and writes what was asked for.
+    """Search or predict plans, and print and write them as the options ask; return the exit status.
 
     Raises:
         MeshwrightError: When there is no plan, saying why.
@@ -193,8 +177,8 @@ def plan(options: PlanOptions) -> int:
         console = PlainConsole()
         console.print(ranked_table(found.plans, _title(request, found), console.width))
         console.print(reasons(why(found), what_ifs))
-        if told := _told_measured(request):
-            console.print(told, markup=False, highlight=False)
+        if machine := _measured_machine(request):
+            console.print(machine, markup=False, highlight=False)
         for gap in found.plans[0].gaps:
             console.print(f"Not predicted: {gap}", markup=False, highlight=False)
     if options.html is not None:
@@ -212,18 +196,18 @@ def _title(request: PlanRequest, found: Found) -> str:
     return f"{request.model.name} on {where}, {request.global_batch} samples a step, in {found.seconds:.1f} s"
 
 
-def _told_measured(request: PlanRequest) -> str:
-    """Whose seconds they are, where they are no preset's."""
+def _measured_machine(request: PlanRequest) -> str:
+    """Say which machine's measurements predict the seconds; empty for presets."""
     known = request.cluster.calibration
     if known is None or known.machine is None:
         return ""
     runs = f", and corrected by {known.num_runs} dry runs there" if known.num_runs else ""
-    return f"Seconds are those of a machine that was measured, {known.machine}{runs}."
+    return f"Seconds are predicted from measurements of {known.machine}{runs}."
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A line on the terminal's standard error while a search goes on; it never mixes with the result."""
+    """Show a line on the terminal's standard error during a search, so that it never mixes with the result."""
     console = PlainConsole(file=sys.stderr)
     if not console.is_terminal:
         yield None
@@ -232,12 +216,12 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, most: status.update(f"planning, strategies simulated: {done:,}")
 
 
-# --- ``meshwright compare``: strategies, or plans that were written before, beside each other.
+# --- ``meshwright compare``
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The command line; without subjects the figures of written plans are compared."""
+    """Options of ``meshwright compare``; without subjects, the figures of saved plans are compared."""
 
     files: tuple[Path, ...]
     subjects: Subjects | None = None
@@ -245,10 +229,10 @@ class CompareOptions:
 
 
 def compare(options: CompareOptions) -> int:
-    """Show plans beside each other, and what leads from the first to each other.
+    """Print plans side by side, and what differs from the first to each other; return the exit status.
 
     Raises:
-        MeshwrightError: When a file cannot be read, or a strategy cannot be.
+        MeshwrightError: When a file cannot be read, or a strategy cannot be planned.
     """
     if len(options.files) < 2:
         raise ConfigError(
@@ -293,7 +277,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Say which of the files an error is about."""
+    """Put the file's name into errors."""
     try:
         yield
     except MeshwrightError as error:
@@ -304,7 +288,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _strategy(text: str, document: Mapping[str, Any] | None) -> tuple[Strategy, int | None]:
-    """With the number of micro-batches that a written plan was made for."""
+    """Return a file's strategy, and the number of micro-batches of a saved plan."""
     if document is not None:
         first = document["plans"][0]
         return Strategy(json.dumps(first["strategy"])), first["num_micro_batches"]
@@ -334,14 +318,14 @@ def _planned(
 def _written(
     files: Sequence[Path], documents: Sequence[Mapping[str, Any] | None]
 ) -> tuple[list[dict[str, Any]], list[Difference]]:
-    """Return the first plan of every document, as it was predicted then."""
+    """Return the first plan of every document with its saved figures, and the differences."""
     strategies = [str(path) for path, document in zip(files, documents, strict=True) if document is None]
     if strategies:
         raise ConfigError(
             "Strategies can be compared for a model on a cluster",
             expected="--model, --cluster and --global-batch, or files of meshwright plan --json",
             got=f"neither, and the strategies {', '.join(strategies)}",
-            fix="say what they are for",
+            fix="name the model, the cluster and the batch",
         )
     known = [document for document in documents if document is not None]
     models = [each["model"] for each in known]
@@ -362,7 +346,7 @@ def _written(
 
 
 def _elsewhere(difference: Difference, here: Any, there: Any) -> Difference:
-    """Return another cluster is a change, too."""
+    """Add the change of the cluster, if it changes."""
     if here == there:
         return difference
     before, after = _where(here), _where(there)

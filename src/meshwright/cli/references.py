@@ -1,4 +1,4 @@
-"""``module:function`` references of a training file."""
+"""Import and call what ``module:function`` references name."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
+from torch import nn
+
+from meshwright.errors import ConfigError, MeshwrightError, ModelError, did_you_mean
 
 
 def find_modules_beside(folder: Path) -> None:
-    """Put a folder first on the import path, as Python does for a script that lies in it."""
+    """Put a folder first on the import path, as Python does for a script in it."""
     sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
 
 
 def resolve_reference(reference: str, key: str) -> Callable[..., Any]:
-    """Imports what ``module:name`` refers to.
+    """Import what ``module:name`` refers to.
 
     Args:
         reference: The reference.
@@ -48,7 +50,7 @@ def resolve_reference(reference: str, key: str) -> Callable[..., Any]:
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function names an argument.
 
-    ``**kwargs`` do not count: nobody knows what they are passed on to.
+    ``**kwargs`` do not count: what they are passed on to is unknown.
     """
     try:
         return name in inspect.signature(function).parameters
@@ -71,12 +73,12 @@ def call_reference(
         function: The function or class.
         reference: Its ``module:name``.
         arguments: Keyword arguments.
-        key: Table of the training file that names it, for errors.
-        expected: What it shall return, for errors.
+        key: Table of the training file, or the option, that names it, for errors.
+        expected: What it has to return, for errors.
         error_cls: Class of the error.
 
     Raises:
-        MeshwrightError: Of that class, when it fails with any other error, saying where.
+        MeshwrightError: ``error_cls``, when it fails with any other error, saying where.
     """
     try:
         return function(**arguments)
@@ -87,8 +89,25 @@ def call_reference(
             f"The {key} function {reference} failed",
             expected=expected,
             got=f"{type(error).__name__}: {error} ({where_raised(error)})",
-            fix=f"correct {key}.args or the function; --traceback shows where",
+            fix=f"correct {'' if key.startswith('-') else f'{key}.args or '}the function; --traceback shows where",
         ) from error
+
+
+def call_model_reference(function: Callable[..., Any], reference: str, arguments: Mapping[str, Any], key: str) -> Any:
+    """Call a function that builds a model; see :func:`call_reference`.
+
+    Raises:
+        ModelError: When it fails or returns something else.
+    """
+    model = call_reference(function, reference, arguments, key=key, expected="a torch.nn.Module", error_cls=ModelError)
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"The {key} function {reference} returned no model",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            fix="return the model",
+        )
+    return model
 
 
 def _not_imported(module_name: str, where: str, error: BaseException) -> ConfigError:
@@ -102,7 +121,7 @@ def _not_imported(module_name: str, where: str, error: BaseException) -> ConfigE
 
 
 def where_raised(error: BaseException) -> str:
-    """File and line in which an error was raised."""
+    """Return the file and line in which an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or frames[-1].filename == __file__:
         return "by the call itself"

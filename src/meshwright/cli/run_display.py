@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cli.run_files import METRICS, TENSORBOARD, MetricsFile, tell_unwritten
+from meshwright.cli.run_files import METRICS, TENSORBOARD, MetricsFile, report_unwritten
 from meshwright.cli.session import Session
 from meshwright.cli.train_data import Corpus
 from meshwright.errors import readable_bytes
@@ -28,10 +28,10 @@ UNKNOWN = "–"
 
 
 class TrainingProgress(Progress):
-    """A bar over the steps, and one line of numbers; nothing where there is no terminal.
+    """A progress bar over the steps with one line of figures; invisible without a terminal.
 
     Attributes:
-        above: Stands over the bar for as long as it is set.
+        above: Shown above the bar while it is set.
     """
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
@@ -44,7 +44,7 @@ class TrainingProgress(Progress):
 
     @property
     def visible(self) -> bool:
-        """Return whether anybody can see it."""
+        """Return whether there is a terminal to draw on."""
         return not self.disable
 
     def show(self, step: int, line: str, eta_s: float | None) -> None:
@@ -53,15 +53,15 @@ class TrainingProgress(Progress):
         self.update(self._steps_task, completed=step, eta=duration(eta_s))
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Return what is above, the bar and the line, for rich."""
+        """Return the renderable above, the bar and the line."""
         if self.above is not None:
             yield self.above
         yield self.make_tasks_table(self.tasks)
-        yield Text(getattr(self, "_line", ""))  # rich asks before __init__ is done
+        yield Text(getattr(self, "_line", ""))  # rich calls this before __init__ is done
 
 
 def status_line(record: Mapping[str, Any], smoothed_loss: float | None) -> str:
-    """One step in one line of 80 columns."""
+    """Format a step's record as one line of 80 columns."""
     return "  ".join(
         (
             f"loss {smoothed_loss if smoothed_loss is not None else record['loss']:.3f}",
@@ -75,18 +75,18 @@ def status_line(record: Mapping[str, Any], smoothed_loss: float | None) -> str:
 
 
 def speed(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the median of steps, in tokens/s, or in samples/s where samples are no tokens."""
+    """Format the steps' median speed in tokens/s, or in samples/s where samples are no tokens."""
     unit = "tokens" if records[0]["tokens_per_s"] is not None else "samples"
     return f"{readable_count(statistics.median(record[f'{unit}_per_s'] for record in records))} {unit}/s"
 
 
 def percent(fraction: float | None) -> str:
-    """``"41 %"``; a dash when unknown."""
+    """Format a fraction as ``"41 %"``; None as a dash."""
     return UNKNOWN if fraction is None else f"{100 * fraction:.0f} %"
 
 
 def readable_count(value: float) -> str:
-    """``"12.3k"``."""
+    """Format a number as ``"12.3k"``."""
     for unit in ("", "k", "M"):
         if value < 1000:
             return f"{value:.3g}{unit}"
@@ -95,7 +95,7 @@ def readable_count(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """``"1:02:03"`` or ``"2:03"``; a dash when unknown."""
+    """Format seconds as ``"1:02:03"`` or ``"2:03"``; None as a dash."""
     if seconds is None:
         return UNKNOWN
     minutes, rest = divmod(round(seconds), 60)
@@ -103,7 +103,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-# --- What rank 0 shows and writes while it trains: plan, progress, metrics, TensorBoard.
+# --- During the run
 
 _SMOOTHING = 0.9
 _LINES_BELOW = 4  # the bar, the line, and room for a prompt
@@ -111,10 +111,10 @@ _SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")
 
 
 class Observer:
-    """Tells of one run, on rank 0. A context: leaving it closes files and gives the terminal back.
+    """Rank 0's display and records of a run, as a context manager that closes files and releases the terminal.
 
     Attributes:
-        records: Every line of ``metrics.jsonl``, those before a resume included.
+        records: All lines of ``metrics.jsonl``, those before a resume included.
     """
 
     def __init__(self, session: Session) -> None:
@@ -127,13 +127,14 @@ class Observer:
         self.records = self._metrics.records
         self._board = _tensorboard(session) if self._run.tensorboard else None
         self._progress = TrainingProgress(self._console, self._run.steps, session.state.step)
-        self._started_s = 0.0  # end of the first step, which is slower than the others and would spoil the ETA
+        # The ETA counts from the end of the first step, which is slower than the others.
+        self._started_s = 0.0
         self._smoothed: float | None = None
 
     def __enter__(self) -> Self:
         table = plan_table(self._plan)
         if self._progress.visible and len(self._console.render_lines(table)) < self._console.height - _LINES_BELOW:
-            self._progress.above = table  # until it can be told with what was measured
+            self._progress.above = table  # until the first step has measured the memory
         else:
             self._console.print(table)
         self._progress.start()
@@ -151,25 +152,25 @@ class Observer:
 
     @contextlib.contextmanager
     def _board_errors(self) -> Iterator[None]:
-        """End the events, and not the run, where they cannot be written."""
+        """Stop writing events, instead of ending the run, where they cannot be written."""
         try:
             yield
         except OSError as error:
             self._board = None
-            tell_unwritten(self._session.run_dir / TENSORBOARD, error, "its events end here")
+            report_unwritten(self._session.run_dir / TENSORBOARD, error, "its events end here")
 
     def show_measured(self, measured: Mapping[str, int]) -> None:
-        """Print the plan with what the first step really held beside it."""
+        """Print the plan with the memory that the first step has measured."""
         self._print_instead(plan_table(self._plan, measured))
 
     def _print_instead(self, table: RenderableType | None) -> None:
-        """Print a table for good, in the place of the one above the bar."""
+        """Print a table, in place of the one above the bar."""
         self._progress.above = None
         if table is not None:
             self._console.print(table)
 
     def show_step(self, record: dict[str, Any]) -> None:
-        """Write one step down, and show it."""
+        """Record one step, and show it."""
         self._metrics.append(record)
         with self._board_errors():
             if self._board is not None:
@@ -184,7 +185,7 @@ class Observer:
             self._console.print(line, soft_wrap=True, highlight=False)
 
     def rewind(self, step: int) -> None:
-        """Forget what came after a step."""
+        """Drop all records after a step."""
         self._metrics.rewind(step)
         self._first_step, self._smoothed = step + 1, None
         with self._board_errors():
@@ -213,23 +214,23 @@ def _tensorboard(session: Session) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    # Events of steps that a resumed run repeats are hidden behind the new ones.
+    # Hide earlier events of steps that a resumed run repeats.
     return SummaryWriter(str(session.run_dir / TENSORBOARD), purge_step=session.state.step + 1)
 
 
-# --- The short report at the end of a run.
+# --- The report at the end
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 56
 
 
 def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_bytes: int) -> None:
-    """Print what came of a run.
+    """Print the report of a run.
 
     Args:
         session: The run, after its last step.
         records: Its lines of ``metrics.jsonl``.
-        peak_bytes: The largest rank's peak memory.
+        peak_bytes: Largest peak memory of any rank.
     """
     steps = session.state.step
     checkpoints = sorted(session.store.directory.glob("step-*"))
@@ -248,10 +249,10 @@ def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_by
         table.add_row(label, text)
     console = PlainConsole()
     console.print(table)
-    # Outside of the table, so that it can be copied.
+    # Outside of the table, so that users can copy it.
     wanted = session.prepared.config.run.steps
     command = session.options.resume_command(session.run_dir, wanted if steps < wanted else 2 * steps)
-    console.print(f"Go on with it:\n  {command}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"Resume it with:\n  {command}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _short(path: Path) -> str:
@@ -294,11 +295,11 @@ def _memory_text(session: Session, peak_bytes: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve of block characters: means of equal stretches, from the lowest to the highest.
+    """Draw a curve of block characters: each is the mean of an equal part, scaled from the lowest to the highest.
 
     Args:
-        values: Numbers; infinities and nan are left out.
-        width: Most characters.
+        values: Numbers; infinities and nan are ignored.
+        width: Maximum number of characters.
     """
     count = min(width, len(values))
     parts = [values[len(values) * i // count : len(values) * (i + 1) // count] for i in range(count)]
@@ -308,8 +309,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not known:
         return ""
     lowest, span = min(known), max(known) - min(known)
-    return "".join(" " if math.isnan(mean) else _bar((mean - lowest) / span if span else 0.0) for mean in means)
-
-
-def _bar(height: float) -> str:
-    return _BARS[min(int(height * len(_BARS)), len(_BARS) - 1)]
+    heights = [(mean - lowest) / span if span else 0.0 for mean in means]
+    top = len(_BARS) - 1
+    return "".join(" " if math.isnan(each) else _BARS[min(int(each * len(_BARS)), top)] for each in heights)

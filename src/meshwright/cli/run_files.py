@@ -1,4 +1,4 @@
-"""Write what commands leave on disk: single files, and the directory of a run."""
+"""Write the files of commands: single files, and the directory of a run with its metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.store.tensor_files import write_text
 
 
 def check_writable(option: str, path: Path | None, fix: str = "name another file") -> None:
-    """Refuse a file that cannot be written, before anything is worked out.
+    """Refuse a file that cannot be written, before any work is done.
 
     Raises:
         ConfigError: Naming the option.
@@ -40,34 +40,34 @@ def _what_is_wrong(path: Path) -> str:
     if _is_special(path):
         return "" if os.access(path, os.W_OK) else "which this user may not write"
     try:
-        tempfile.TemporaryFile(dir=folder).close()  # only an attempt tells: of folders that refuse even root, too
+        tempfile.TemporaryFile(dir=folder).close()  # only an attempt shows it: some folders refuse even root
     except OSError as error:
         return f"in whose directory nothing can be written: {error.strerror}"
     return ""
 
 
 def _is_special(path: Path) -> bool:
-    """A device or a pipe, such as /dev/stdout: there is nothing to put in its place."""
+    """Return whether it is a device or a pipe, such as /dev/stdout, which cannot be replaced."""
     return path.exists() and not path.is_file()
 
 
 def write(option: str, path: Path, text: str) -> None:
-    """Write a file, whole or not at all, and say so on standard error.
+    """Write a file atomically, and report it on standard error.
 
     Raises:
-        ConfigError: When that fails.
+        ConfigError: When it cannot be written.
     """
     write_whole(path, text, f"{option} {path} cannot be written")
     sys.stderr.write(f"meshwright: wrote {path}\n")
 
 
 def write_whole(
-    path: Path, text: str, told: str, fix: str = "name another file", *, makes_folder: bool = False
+    path: Path, text: str, failure: str, fix: str = "name another file", *, makes_folder: bool = False
 ) -> None:
-    """Write a file under its name only when it is complete.
+    """Write a file atomically: it gets its name only when it is complete.
 
     Raises:
-        ConfigError: As ``told``, when that fails.
+        ConfigError: With the message ``failure``, when it cannot be written.
     """
     try:
         if makes_folder:
@@ -78,21 +78,23 @@ def write_whole(
         write_text(path.resolve(), text)
     except (OSError, CheckpointError) as error:
         raise ConfigError(
-            told,
+            failure,
             expected="a directory in which this user may write",
             got=error.got if isinstance(error, CheckpointError) else error.strerror or str(error),
             fix=fix,
         ) from error
 
 
-# --- The directory of a run: who may write into it, and what lies where.
+# --- The directory of a run
 #
-# RUN_DIR/config.json     the training file as resolved      metrics.jsonl   one object per step
-# strategy.json   the strategy as applied            checkpoints/    see meshwright.store
-# tensorboard/    events, where tensorboard is installed
-# anomalies.jsonl     one object per step that was skipped, undone, or ended the run: its loss and its samples
-# model_config.json   the config of a transformers model, for meshwright checkpoint export
-# adapters.json       the config and names of adapters of peft, for the same
+# config.json        the training file as resolved
+# strategy.json      the strategy as applied
+# metrics.jsonl      one object per step
+# anomalies.jsonl    one object per step that was skipped, undone, or ended the run: its loss and its samples
+# checkpoints/       see meshwright.store
+# tensorboard/       events, where tensorboard is installed
+# model_config.json  the config of a transformers model, for meshwright checkpoint export
+# adapters.json      the config and names of adapters of peft, for the same
 
 CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ADAPTERS, ANOMALIES = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json", "adapters.json",
@@ -102,7 +104,7 @@ _RUNS = Path("runs")
 
 
 def default_run_dir(file: Path) -> Path:
-    """A directory that does not exist yet, named after the training file and the time."""
+    """Return a directory that does not exist yet, named after the training file and the time."""
     name = f"{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = (_RUNS / (name if number == 1 else f"{name}-{number}") for number in range(1, 1000))
     return next(path for path in candidates if not path.exists())
@@ -114,10 +116,7 @@ def is_restart(directory: Path | None) -> bool:
 
 
 def begun_run_dir(file: Path) -> Path | None:
-    """Return the directory that :func:`default_run_dir` gave an earlier attempt of this launch, the newest; None.
-
-    None.
-    """
+    """Return the newest directory that :func:`default_run_dir` gave an earlier attempt of this launch; None: none."""
     name = launch_id()
     found = [path for path in _RUNS.glob(f"{file.stem}-*") if _was_begun_by(name, path)] if name is not None else []
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
@@ -132,10 +131,10 @@ def _was_begun_by(launch: str | None, directory: Path) -> bool:
 
 
 def check_run_dir(directory: Path, *, resume: bool) -> None:
-    """Refuse to overwrite a run, and to resume one that has no checkpoint. Changes nothing.
+    """Refuse to overwrite a run, and to resume one without a checkpoint; nothing is changed.
 
     Raises:
-        ConfigError: When ``directory`` holds a run, or cannot hold one.
+        ConfigError: When ``directory`` contains a run, or cannot contain one.
         CheckpointError: When there is nothing to resume.
     """
     if directory.exists() and not directory.is_dir():
@@ -148,10 +147,10 @@ def check_run_dir(directory: Path, *, resume: bool) -> None:
     present = [name for name in (CONFIG, STRATEGY, METRICS, CHECKPOINTS) if (directory / name).exists()]
     if present:
         raise ConfigError(
-            f"{directory} holds a run already; nothing was overwritten",
+            f"{directory} contains a run already; nothing was overwritten",
             expected="a directory without one",
             got=", ".join(present),
-            fix="go on with it by --resume, name another --out, or move it away",
+            fix="resume it with --resume, name another --out, or move it away",
         )
 
 
@@ -167,7 +166,7 @@ def _check_resumable(directory: Path) -> None:
 
 
 def write_document(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all.
+    """Write a document of a run atomically, and its directory if there is none.
 
     Raises:
         ConfigError: When it cannot be written.
@@ -176,7 +175,7 @@ def write_document(path: Path, text: str) -> None:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: appended to after every step, so that a run can be watched and loses nothing when killed.
+    """The file ``metrics.jsonl``, appended to after every step so that a killed run loses no line.
 
     Args:
         path: The file.
@@ -188,59 +187,61 @@ class MetricsFile:
         self.records = [record for record in _read_lines(path) if record["step"] <= resumed_step]
         write_document(path, "".join(map(line_of, self.records)))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
-        self._pending = b""  # what the disk had no room for
-        self._told = False
+        self._pending = b""  # lines for which the disk had no room
+        self._reported = False
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one line. Infinities and nan, which JSON lacks, become null.
+        """Append one line; infinities and nan, which JSON lacks, become null.
 
-        Where the disk is full this is told once; the lines are kept and written when there is room again.
+        A full disk is reported once. Its lines stay pending and are written when there is room again.
         """
         self.records.append(record)
         self._pending += line_of(record).encode()
         try:
             while self._pending:
                 self._pending = self._pending[self._file.write(self._pending) :]
-            self._told = False
+            self._reported = False
         except OSError as error:
-            if not self._told:
-                tell_unwritten(self._path, error, "its lines are written when there is room again")
-            self._told = True
+            if not self._reported:
+                report_unwritten(self._path, error, "its lines are written when there is room again")
+            self._reported = True
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of later steps, which will be taken again."""
+        """Drop the lines of later steps, which will be repeated."""
         self._file.close()
         self.records[:] = [record for record in self.records if record["step"] <= step]
         try:
             write_document(self._path, "".join(map(line_of, self.records)))
             self._pending = b""
         except ConfigError as error:
-            tell_unwritten(self._path, error, f"lines after step {step} that were undone stay in it")
+            report_unwritten(self._path, error, f"lines after step {step} that were undone stay in it")
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file, and report lines that could not be written."""
         if self._pending:
-            tell_unwritten(self._path, "no room until the end", f"{len(self._pending.splitlines())} lines are missing")
+            report_unwritten(
+                self._path, "no room until the end", f"{len(self._pending.splitlines())} lines are missing"
+            )
         self._file.close()
 
 
 def line_of(record: dict[str, Any]) -> str:
-    """A record as a line of JSON; infinities and nan, which JSON lacks, become null."""
+    """Return a record as a line of JSON; infinities and nan, which JSON lacks, become null."""
     return json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n"
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Add a line to a file of records; one that cannot be written is told instead."""
+    """Append a line to a file of records; report one that cannot be written."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line_of(record))
     except OSError as error:
-        tell_unwritten(path, error, f"it lacks {line_of(record).strip()}")
+        report_unwritten(path, error, f"it lacks {line_of(record).strip()}")
 
 
-def tell_unwritten(path: Path, error: object, consequence: str) -> None:
-    """Say on stderr that a file which only tells of the run cannot be written: no reason to end the run."""
+def report_unwritten(path: Path, error: object, consequence: str) -> None:
+    """Report on stderr that a file of records cannot be written, which is no reason to end the run."""
     print(
         f"meshwright: {path} cannot be written ({error}); training goes on, and {consequence}. What to do: make room "
         "on the disk, for the next checkpoint needs some",
@@ -259,7 +260,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # cut off by the end of the process that wrote it
+            continue  # the process that wrote it was killed within the line
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records

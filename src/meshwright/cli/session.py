@@ -1,4 +1,4 @@
-"""Build or resume everything a rank holds while it trains."""
+"""Build or resume everything that a rank needs to train: model, optimizer, data, checkpoints and run directory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.cli.ranks import check_launched
 from meshwright.cli.run_files import (
     ADAPTERS,
     CHECKPOINTS,
@@ -26,9 +27,9 @@ from meshwright.cli.run_files import (
 )
 from meshwright.cli.train_data import Loaded
 from meshwright.cli.train_options import Options, Prepared, prepare, unless_given
-from meshwright.cost.device_specs import half_peak_flops_per_s
+from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, RepeatedStream
-from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
+from meshwright.errors import CheckpointError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.runtime import (
     check_equal,
@@ -51,14 +52,14 @@ from meshwright.strategy import Strategy
 from meshwright.training.accelerate import accelerate
 from meshwright.training.accelerated import Accelerated
 
-# Values that decide what comes next in the data or in the schedule: a change of them is said aloud on resuming.
-_TOLD_ON_RESUME = ("data", "optimizer", "run.seed", "run.batch_size", "run.steps")
-_KEPT_BY_CHECKPOINT = ("lr", "weight_decay", "betas", "eps", "momentum")
+# Values that decide what comes next in the data or in the schedule: a change of them is reported on resuming.
+_REPORTED_ON_RESUME = ("data", "optimizer", "run.seed", "run.batch_size", "run.steps")
+_SAVED_IN_CHECKPOINT = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
 @dataclass
 class Session:
-    """One rank's training run, between two steps."""
+    """State of one rank's training run between two steps."""
 
     options: Options
     prepared: Prepared
@@ -67,9 +68,9 @@ class Session:
     store: CheckpointStore
     state: TrainingState
     order: GlobalOrder | RepeatedStream
-    """Of the samples of the whole run."""
+    """Order of the samples of the whole run."""
     peak_flops_per_s: float | None
-    """Of all ranks together; None when a device is not known."""
+    """Peak of all ranks together; None when a device is not known."""
     tokens_per_sample: int | None
     """None where samples are no tokens."""
 
@@ -98,15 +99,8 @@ def _join(options: Options) -> Prepared:
     """Check the request and make this process a rank; what fails on any rank is raised on all."""
     prepared, failure = None, None
     try:
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        if options.nproc is not None and options.nproc != world and "RANK" in os.environ:
-            raise ConfigError(
-                "--nproc differs from what the launcher started",
-                expected=str(world),
-                got=str(options.nproc),
-                fix="leave --nproc out under a launcher",
-            )
-        prepared = prepare(options, world)
+        check_launched("--nproc", options.nproc)
+        prepared = prepare(options, int(os.environ.get("WORLD_SIZE", "1")))
     except MeshwrightError as error:
         failure = error
     if prepared is None:
@@ -122,12 +116,9 @@ def _join(options: Options) -> Prepared:
 
 
 def _run_dir(options: Options, prepared: Prepared) -> tuple[Path, bool]:
-    """Return the run's directory, and whether an earlier attempt of this launch may have saved there.
-
-    Equal on every rank.
-    """
+    """Return the run's directory, and whether an earlier attempt of this launch may have saved there; collective."""
     own = prepared.run_dir or begun_run_dir(options.file)
-    # An agent counts the failures of its own machine: one that has joined later knows of none.
+    # An elastic agent counts the failures of its own machine only: one that joined later has seen none.
     restarted = any(gather_objects(is_restart(own)))
     if restarted and own is None:
         print_rank("meshwright: started again, from the beginning: no --out names the run", file=sys.stderr, flush=True)
@@ -183,7 +174,7 @@ def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore
     now, strategy = state.extra, state.strategy
     info = store.load(state)
     then = earlier_config(info.extra, info.path)
-    # The checkpoint to come describes this run, not the one that was resumed.
+    # The next checkpoint describes this run, not the one that was resumed.
     state.extra, state.strategy = now, strategy
     ranks = "" if info.world_size == world_size() else f", written by {info.world_size} ranks"
     print_rank(f"meshwright: resuming after step {info.step} from {info.path}{ranks}", file=sys.stderr, flush=True)
@@ -191,15 +182,15 @@ def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore
     for line in [*changed, *_change_of_strategy(info.strategy, accelerated.strategy, prepared.strategy is None)]:
         print_rank(f"meshwright: since then {line}", file=sys.stderr, flush=True)
     if not info.rng_restored:
-        # Other ranks than those whose generators were saved: at least their dropout masks shall not repeat.
+        # The saved generators belong to another number of ranks: reseed, so that dropout masks do not repeat.
         seed_replica(prepared.config.run.seed + info.step, accelerated.replica)
 
 
 def earlier_config(extra: object, where: object) -> dict[str, dict[str, object]]:
-    """Return the tables of the training file that a checkpoint was written under; none where it says nothing of them.
+    """Return the tables of the training file that a checkpoint was written under; none where it has none.
 
     Raises:
-        CheckpointError: When what it says is no training file.
+        CheckpointError: When what it has is no training file.
     """
     try:
         then = json.loads(extra.get("config", "{}"))  # type: ignore[attr-defined]
@@ -216,22 +207,22 @@ def earlier_config(extra: object, where: object) -> dict[str, dict[str, object]]
 
 
 def changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object]]) -> list[str]:
-    """Return what differs between two training files in ways that a run which is resumed has to know, in lines."""
+    """Return one line for each key whose change matters to a resumed run."""
     lines = []
     for table, values in now.items():
         for key, value in values.items():
             name = f"{table}.{key}"
             before = then.get(table, {}).get(key)
-            if before != value and (table in _TOLD_ON_RESUME or name in _TOLD_ON_RESUME):
-                kept = "; the checkpoint's value goes on" if key in _KEPT_BY_CHECKPOINT else ""
-                lines.append(f"{name} has changed from {before!r} to {value!r}{kept}")
+            if before != value and (table in _REPORTED_ON_RESUME or name in _REPORTED_ON_RESUME):
+                stays = "; the checkpoint's value stays in use" if key in _SAVED_IN_CHECKPOINT else ""
+                lines.append(f"{name} has changed from {before!r} to {value!r}{stays}")
     return lines
 
 
 def _change_of_strategy(then: str, now: Strategy, planned: bool) -> list[str]:
     try:
         before = str(Strategy(then))
-    except StrategyError:  # of another version: it is told, not applied
+    except StrategyError:  # another version wrote it: it is only shown
         before = then
     ranks = f"{world_size()} ranks" if world_size() > 1 else "one rank"
     why = f", planned anew for {ranks}" if planned else ""
@@ -257,7 +248,7 @@ def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accele
 
 
 def _transformers_config(model: nn.Module) -> str | None:
-    """Return what ``save_pretrained`` would write as ``config.json``; None for a model of another kind."""
+    """Return what ``save_pretrained`` would write as ``config.json``; None for a model of another library."""
     model = unwrapped(model)
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_diff_dict"):
@@ -273,24 +264,25 @@ def _peak_flops_per_s(device: torch.device) -> float | None:
     if device.type == "cuda":
         own = half_peak_flops_per_s(torch.cuda.get_device_name(device))
     else:
-        synchronize()  # all ranks at once: they share the machine while they train, too
+        # All ranks measure at once: they share the machine while they train, too.
+        synchronize()
         own = measured_flops_per_s(device)
     every = gather_objects(own)
     return None if None in every else sum(every)
 
 
-# --- A run that trains adapters of peft: what its directory says of them, for ``meshwright checkpoint export``.
+# --- Adapters of peft: what the run directory records of them, for ``meshwright checkpoint export``
 
 _ADAPTER = "default"  # what peft calls it where nobody does
 
 
 def adapters_of(model: nn.Module) -> str | None:
-    """A document of a model's adapters, or None where it has none; collective, for ranks may hold different parts.
+    """Return a document of a model's adapters, or None where it has none; collective: ranks may hold different parts.
 
     Returns:
         JSON: ``config``, peft's own, and ``names``: those in peft's files to those in checkpoints.
     """
-    peft = sys.modules.get("peft")  # a model of a library that nobody has imported is not there
+    peft = sys.modules.get("peft")  # not imported: the model cannot be one of peft's
     with same_on_every_rank():
         entries = model_entries(model)
         is_adapted = peft is not None and isinstance(entries.module, peft.PeftModel)

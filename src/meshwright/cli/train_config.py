@@ -27,14 +27,14 @@ _Betas = Annotated[tuple[float, ...], Field(strict=False, min_length=2, max_leng
 
 
 class Table(BaseModel):
-    """Base of all tables: immutable, and a key that is not known is an error."""
+    """Base of all tables: immutable, with unknown keys refused."""
 
-    # TOML has types of its own: a text where a number belongs is a mistake, not a number.
+    # TOML is typed: text where a number belongs is a mistake, not a number.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelTable(Table):
-    """What is trained."""
+    """Model to train."""
 
     source: Annotated[str, Field(pattern=f"^(hf:.+|{_REFERENCE})$")] = Field(
         description="'module:function' that returns the model (modules beside this file are found first), or 'hf:PATH' "
@@ -54,7 +54,7 @@ class ModelTable(Table):
 
 
 class DataTable(Table):
-    """What it is trained on."""
+    """Data to train on."""
 
     source: str | list[str] = Field(
         default="stdlib",
@@ -75,7 +75,7 @@ class DataTable(Table):
 
     @property
     def function(self) -> str | None:
-        """Return the reference to a function that returns samples; None where the source is text."""
+        """Return the reference to the function that returns samples; None where the source is text."""
         is_function = isinstance(self.source, str) and re.fullmatch(_REFERENCE, self.source)
         return str(self.source) if is_function else None
 
@@ -87,7 +87,7 @@ class DataTable(Table):
 
 
 class StrategyTable(Table):
-    """How it is distributed."""
+    """Strategy of distribution."""
 
     methods: str | list[Any] = Field(
         default="auto",
@@ -102,7 +102,8 @@ class StrategyTable(Table):
         description="what 'auto' predicts seconds with: a file of meshwright calibrate, or a preset's name",
     )
     time_limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="seconds in which 'auto' runs the best few; noted in the file of cluster"
+        default=None,
+        description="seconds in which 'auto' runs the best few plans; what they teach is saved in the file of cluster",
     )
 
     @field_validator("methods")
@@ -124,12 +125,12 @@ class StrategyTable(Table):
 
     @property
     def is_automatic(self) -> bool:
-        """Return whether Meshwright chooses."""
+        """Return whether Meshwright chooses the strategy."""
         return self.file is None and self.methods == "auto"
 
 
 class OptimizerTable(Table):
-    """How weights are updated. Keys left out keep the optimizer's own defaults."""
+    """Optimizer and schedule. Keys left out keep the optimizer's own defaults."""
 
     name: Annotated[str, Field(pattern=f"^([a-z_0-9]+|{_REFERENCE})$")] = Field(
         default="adamw",
@@ -158,13 +159,13 @@ class OptimizerTable(Table):
 
 
 class RunTable(Table):
-    """How long, how large, where."""
+    """Length, batch size and place of the run."""
 
     steps: _Count = Field(default=1000, description="optimizer steps of the whole run")
     batch_size: _Count = Field(default=8, description="sequences per step over all ranks")
     num_micro_batches: _Count = Field(default=1, description="parts into which each rank cuts its share of a batch")
     num_workers: _NonNegative = Field(
-        default=0, description="processes of each rank that load samples ahead of its steps; 0 for streams"
+        default=0, description="processes per rank that load samples ahead of its steps; 0 for streams"
     )
     checkpoint_every: _Count | None = Field(
         default=None, description="steps between checkpoints; default: one at the end"
@@ -172,17 +173,17 @@ class RunTable(Table):
     keep_checkpoints: _Count = Field(default=2, description="newest checkpoints kept")
     save_frozen: bool = Field(
         default=True,
-        description="save parameters that are not trained too; without them the model function must make them again, "
-        "equal, when the run is resumed",
+        description="save frozen parameters, too; without them the model function must return equal ones when the run "
+        "is resumed",
     )
     background_checkpoints: bool = Field(
         default=False, description="write checkpoints while training goes on, from a copy in host memory"
     )
     grace_s: Annotated[float, Field(gt=0)] = Field(
-        default=25.0, description="seconds that a run has to save and leave after SIGTERM or Ctrl-C"
+        default=25.0, description="seconds for saving a checkpoint after SIGTERM or Ctrl-C"
     )
     hang_limit_s: Annotated[float, Field(gt=0)] = Field(
-        default=300.0, description="seconds without a new step after which the rank that holds up the others is named"
+        default=300.0, description="seconds without a new step after which the rank that blocks the others is named"
     )
     seed: _NonNegative = Field(default=0, description="seed of weights, order of samples and dropout")
     nproc: _Count | None = Field(
@@ -190,12 +191,12 @@ class RunTable(Table):
     )
     log_every: _Count = Field(default=10, description="steps between printed lines where there is no terminal")
     memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="GB (10^9 bytes) that one rank may plan with; default: what the device has"
+        default=None, description="usable device memory of one rank in GB (10^9 bytes); default: all of it"
     )
     device: Literal["auto", "cpu"] = Field(default="auto", description="'auto' (CUDA where there is some) or 'cpu'")
     tensorboard: bool = Field(default=True, description="write TensorBoard events, if it is installed")
     out: str | None = Field(
-        default=None, description="run directory; default: runs/<name of this file>-<time>, where you are"
+        default=None, description="run directory; default: runs/<name of this file>-<time> in the working directory"
     )
 
 
@@ -209,7 +210,7 @@ class TrainConfig(Table):
     run: RunTable = RunTable()
 
 
-# --- Reading a training file: TOML and ``--set`` into a validated config, with every mistake named at once.
+# --- Reading
 
 _HELP = "meshwright train --help-config lists every key"
 
@@ -220,7 +221,7 @@ def read_config(file: Path, changes: Sequence[str] = (), overrides: Mapping[str,
     Args:
         file: TOML file.
         changes: ``table.key=value`` texts, as ``--set`` takes them; later ones win.
-        overrides: Values by dotted key that win over all; None leaves a key as it is.
+        overrides: Values by dotted key that take precedence over all; None leaves a key as it is.
 
     Raises:
         ConfigError: When the file cannot be read, or naming every key that is wrong.
@@ -235,7 +236,7 @@ def read_config(file: Path, changes: Sequence[str] = (), overrides: Mapping[str,
 
 
 def parse_config(content: Mapping[str, Any], where: str) -> TrainConfig:
-    """Validates the content of a training file.
+    """Validate the content of a training file.
 
     Raises:
         ConfigError: Naming every key that is wrong.
@@ -261,10 +262,10 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text, whose integers have 64 bits: Python's own have no end, and long ones no text.
+    """Parse a TOML text, and refuse integers beyond 64 bits, which TOML does not have.
 
     Raises:
-        ValueError: When it is none.
+        ValueError: When it is no TOML.
     """
     content = tomllib.loads(text)
     left: list[Any] = [content]
@@ -310,7 +311,7 @@ def _explained(error: ValidationError, where: str) -> ConfigError:
     expected: dict[str, list[str]] = {}
     got: dict[str, str] = {}
     for each in error.errors():
-        # Deeper parts of the location name alternatives of a type, which a user has not written.
+        # Deeper parts of the location name alternatives of a union type, which no user has written.
         names = [str(part) for part in each["loc"][:2]]
         key = ".".join(names)
         got.setdefault(key, _got(each, key))
@@ -328,7 +329,7 @@ def _explained(error: ValidationError, where: str) -> ConfigError:
 
 def _expected(each: Any, names: list[str]) -> str:
     if each["type"] == "extra_forbidden":
-        known = _keys(names[:-1])
+        known = list(_table(names[:-1]).model_fields)
         hint = did_you_mean(names[-1], known) or f"; keys are {', '.join(known)}"
         return f"no such key{hint}"
     if each["type"] == "missing":
@@ -337,7 +338,7 @@ def _expected(each: Any, names: list[str]) -> str:
         return "a table"
     message = each["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if each["type"] == "string_pattern_mismatch":
-        return _description(names) or message
+        return _table(names[:-1]).model_fields[names[-1]].description or message
     return message
 
 
@@ -356,21 +357,13 @@ def _table(names: list[str]) -> type[BaseModel]:
     return table
 
 
-def _keys(names: list[str]) -> list[str]:
-    return list(_table(names).model_fields)
-
-
-def _description(names: list[str]) -> str | None:
-    return _table(names[:-1]).model_fields[names[-1]].description
-
-
-# --- ``meshwright train --help-config``: every key of a training file, from the models that validate it.
+# --- ``meshwright train --help-config``, made from the models that validate a training file
 
 _WIDTH = 100
 
 
 def config_help() -> str:
-    """All tables and keys with type, default and description, as TOML comments one could paste into a file."""
+    """Return all tables and keys with type, default and description, as TOML to paste into a file."""
     lines = ["# A training file for: meshwright train FILE.toml", "# Relative paths start at the file's own folder."]
     for name, field in TrainConfig.model_fields.items():
         table: type[Table] = field.annotation  # type: ignore[assignment]
@@ -418,7 +411,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _limits(entry: FieldInfo) -> Iterator[tuple[str, Any]]:
-    # Limits sit on the field itself, or on the inner type of an optional key; both print alike.
+    # Limits are on the field itself, or on the inner type of an optional key; both print alike.
     found = re.findall(r"\b(Ge|Gt|Le)\((?:ge|gt|le)=([\d.]+)\)", f"{entry.metadata} {entry.annotation}")
     symbols = {"Ge": "≥", "Gt": ">", "Le": "≤"}
     return ((symbols[kind], limit) for kind, limit in found)

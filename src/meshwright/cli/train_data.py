@@ -1,4 +1,4 @@
-"""Find and load the data that a training file names: a token corpus, or samples of the user's function."""
+"""Find and load the data that a training file names: a text corpus, or samples from the user's function."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from meshwright.runtime.terminal import PlainConsole
 
 @dataclass(frozen=True)
 class Loaded:
-    """A dataset, the order in which a whole run sees it, and what is known of its samples."""
+    """A dataset with the order of the whole run's samples, and what is known of a sample."""
 
     dataset: Dataset[Any]
     order: GlobalOrder | RepeatedStream
     tokens_per_sample: int | None
     sample_batch: Any = None
-    """A batch of one, for predictions; None where ``dataset`` can be indexed."""
+    """A batch of one sample, for predictions; None where ``dataset`` can be indexed."""
     model_input_format: str | None = None
 
     def start_at(self, samples_seen: int) -> None:
-        """Pass over what a run has seen before."""
+        """Skip the samples that the run has seen before."""
         self.order.start = samples_seen
 
     def loader_args(self, batch_size: int, num_workers: int = 0) -> dict[str, Any]:
-        """For ``accelerate(dataloader_args=)``.
+        """Return the keywords for ``accelerate(dataloader_args=)``.
 
         Raises:
-            ConfigError: When several processes are to read a stream: each would read all of it.
+            ConfigError: When several processes would read a stream: each would read all of it.
         """
         given = {"batch_size": batch_size, "num_workers": num_workers}
         if isinstance(self.order, GlobalOrder):
@@ -66,7 +66,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Samples:
-    """A function that returns a dataset, and its arguments."""
+    """A user's function that returns a dataset, with its arguments."""
 
     function: Callable[..., Any]
     reference: str
@@ -75,10 +75,10 @@ class Samples:
     vocab_size: None = None  # its samples need not be tokens
 
     def load(self, seed: int) -> Loaded:
-        """Call the function. Collective.
+        """Call the function; collective.
 
         Raises:
-            DataError: On every rank, when it fails, returns no dataset, or the ranks' differ in length.
+            DataError: On every rank, when it fails, returns no dataset, or the ranks' datasets differ in length.
         """
         with same_on_every_rank():
             made = self._made(seed)
@@ -104,7 +104,7 @@ def find_samples(table: DataTable) -> Samples:
     """Find the function that ``data.source`` names, without calling it.
 
     Raises:
-        ConfigError: When it is not there.
+        ConfigError: When it does not exist.
     """
     assert table.function is not None
     function = resolve_reference(table.function, "data.source")
@@ -147,19 +147,19 @@ def _batch_of_one(sample: Any) -> Any:
 
 
 def _tokens(batch: Any) -> int | None:
-    """Return the tokens of a sample; None where it has none."""
+    """Return the number of tokens per sample; None where samples are no tokens."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.dtype == torch.long:
         return ids.shape[1]
     return None
 
 
-# --- The data of a training file: files, tokenizer, and the token cache, built where everybody can see it grow.
+# --- Text: files, tokenizer and token cache
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text files and how they become tokens."""
+    """Text files, and the tokenizer and cache for them."""
 
     files: tuple[Path, ...]
     tokenizer: Tokenizer
@@ -168,11 +168,11 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Return the ids of the tokenizer."""
+        """Return the number of the tokenizer's ids."""
         return self.tokenizer.vocab_size
 
     def load(self, seed: int) -> Loaded:
-        """Sequences of the text in an endless order. Collective.
+        """Return the text as sequences in an endless order; collective.
 
         Raises:
             DataError: On every rank, when it cannot be read or is shorter than one sequence.
@@ -182,10 +182,10 @@ class Corpus:
 
 
 def find_corpus(table: DataTable, folder: Path) -> Corpus:
-    """Find the files and load the tokenizer; tokenizes nothing yet.
+    """Find the files and load the tokenizer, without tokenizing anything.
 
     Raises:
-        DataError, ConfigError: When a file or the tokenizer is not there.
+        DataError, ConfigError: When a file or the tokenizer does not exist.
     """
     cache_dir = _default_cache() if table.cache_dir is None else folder / Path(table.cache_dir).expanduser()
     files = tuple(find_files(table.source, folder))
@@ -197,7 +197,7 @@ def _default_cache() -> Path:
 
 
 def tokenized(corpus: Corpus, seq_len: int) -> TokenDataset:
-    """Return the corpus as sequences; one rank of each machine tokenizes it if nobody has before. Collective.
+    """Return the corpus as sequences; one rank per machine tokenizes it unless a cache exists. Collective.
 
     Raises:
         DataError: On every rank, when it cannot be read or is shorter than one sequence.
@@ -212,7 +212,7 @@ def tokenized(corpus: Corpus, seq_len: int) -> TokenDataset:
 def _build_cache(corpus: Corpus) -> Path:
     console = PlainConsole()
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    # Without a terminal a bar is noise; and only one rank may draw.
+    # Only one rank may draw, and only on a terminal.
     visible = console.is_terminal and rank() == 0 and sys.stdout is not None
     with Progress(*columns, console=console, transient=True, disable=not visible) as progress:
         task = None

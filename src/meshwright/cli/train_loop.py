@@ -30,40 +30,39 @@ from meshwright.store.entries import generator_tensors, set_generators
 from meshwright.store.manifest import step_name
 from meshwright.training.accelerated import StepResult
 
-_ROLLBACKS = 3
-"""To one checkpoint, each with other batches behind it."""
+_ROLLBACKS = 3  # to one checkpoint, each followed by other batches
 _DONE = {"skip": "skipped", "warn": "taken", "rollback": "rolled back"}
 
 
 class Anomalies:
-    """What a training loop does about steps that ``skip_nonfinite`` and ``loss_spike`` object to.
+    """Records, and rolls back or saves, steps that ``skip_nonfinite`` and ``loss_spike`` report.
 
     Args:
-        session: Between two steps.
-        observer: On rank 0; None on the others.
+        session: The run.
+        observer: Rank 0's display; None on the others.
     """
 
     def __init__(self, session: Session, observer: Observer | None) -> None:
         self._session, self._observer = session, observer
         names = session.accelerated.strategy.names
-        self._looks = "skip_nonfinite" in names or "loss_spike" in names
-        self._generators = generator_tensors() if self._looks else {}
+        self._active = "skip_nonfinite" in names or "loss_spike" in names
+        self._generators = generator_tensors() if self._active else {}
         self._rollbacks: dict[int, int] = {}  # by the step of the checkpoint
 
     def begin(self) -> None:
-        """Before a step: if it ends the run, its random numbers have not been drawn."""
-        if self._looks:
+        """Save the generators before a step: if it ends the run, its random numbers must not count as drawn."""
+        if self._active:
             self._generators = generator_tensors()
 
     def end(self, error: UnsoundStepError) -> None:
-        """A step has ended the run: its samples are written down and the state before it is saved; collective."""
+        """Record the samples of the step that ended the run, and save the state before it; collective."""
         session, state = self._session, self._session.state
         what = "loss spike" if isinstance(error, LossSpikeError) else "not finite"
         self._write(what, "stopped", state.step + 1, state.samples_seen, {"message": str(error)})
         set_generators(self._generators)
         try:
             session.store.wait()
-        except CheckpointError as failed:  # of an earlier state: this one is to be saved all the same
+        except CheckpointError as failed:  # of an earlier state: save this one all the same
             error.add_note(f"An earlier checkpoint is missing: {failed}")
         saved = session.store.newest()
         if saved is None or saved.name != step_name(state.step):
@@ -72,34 +71,34 @@ class Anomalies:
         error.add_note(f"in {session.run_dir / ANOMALIES}.")
 
     def look(self, result: StepResult) -> bool:
-        """After a step that was counted: writes it down where it did not reach the weights or was a spike.
+        """Record a completed step that skipped its update or was a loss spike, and roll back where the method says so.
 
         Returns:
-            Whether the run went back to a checkpoint: collective then.
+            Whether the run went back to a checkpoint, which is collective.
         """
-        if not self._looks or not (result.skipped or result.spike):
+        if not self._active or not (result.skipped or result.spike):
             return False
         state, batch_size = self._session.state, self._session.prepared.config.run.batch_size
-        told = {"loss": float(result.loss), "grad_norm": float(result.grad_norm)}
+        figures = {"loss": float(result.loss), "grad_norm": float(result.grad_norm)}
         what, done = "loss spike" if result.spike else "not finite", _DONE[result.spike or "skip"]
-        self._write(what, done, state.step, state.samples_seen - batch_size, told)
+        self._write(what, done, state.step, state.samples_seen - batch_size, figures)
         if result.spike != "rollback":
             return False
         self._roll_back()
         return True
 
-    def _write(self, what: str, done: str, step: int, first: int, told: Mapping[str, object]) -> None:
-        """The samples are indices into the dataset, null of a stream; ``first_sample`` is their position in the run."""
+    def _write(self, what: str, done: str, step: int, first: int, figures: Mapping[str, object]) -> None:
+        # ``samples`` are indices into the dataset, null for a stream; ``first_sample`` is their position in the run.
         if self._observer is None:
             return
         batch_size = self._session.prepared.config.run.batch_size
         order = self._session.order
-        samples = order.samples(first, batch_size) if isinstance(order, GlobalOrder) else None  # a stream numbers none
-        record = {"step": step, "what": what, "done": done, **told, "first_sample": first, "samples": samples}
+        samples = order.samples(first, batch_size) if isinstance(order, GlobalOrder) else None
+        record = {"step": step, "what": what, "done": done, **figures, "first_sample": first, "samples": samples}
         append_line(self._session.run_dir / ANOMALIES, record)
 
     def _roll_back(self) -> None:
-        """Load the newest checkpoint and go on with the batches that come now: those in between are left out."""
+        """Load the newest checkpoint and continue with the next batches; those in between are skipped."""
         session, state = self._session, self._session.state
         spiked, seen = state.step, state.samples_seen
         now = state.extra, state.strategy
@@ -114,7 +113,7 @@ class Anomalies:
             raise self._error(what, "resume from an earlier checkpoint, or with a lower learning rate")
         if self._observer is not None:
             self._observer.rewind(info.step)
-        text = f"back from step {spiked} to step {info.step}; the batches in between are left out"
+        text = f"back from step {spiked} to step {info.step}; the batches in between are skipped"
         print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
 
     def _error(self, what: str, fix: str) -> LossSpikeError:
@@ -126,19 +125,19 @@ class Anomalies:
         return error
 
 
-# --- The training loop of ``meshwright train``: steps, checkpoints, and rank 0 telling what happens.
+# --- Steps and checkpoints
 
 _ASK_REPLICAS_EVERY = 10
 
 
 def train(options: Options) -> int:
-    """Train, as one rank of the world; collective.
+    """Train as one rank of the world; collective.
 
     Returns:
         0, or 128 + the signal that ended the run early, after a checkpoint.
 
     Raises:
-        MeshwrightError: What ``open_session`` or a checkpoint raises.
+        MeshwrightError: As ``open_session`` and saving do.
     """
     session = open_session(options)
     run, start = session.prepared.config.run, session.state.step
@@ -160,7 +159,7 @@ def train(options: Options) -> int:
 
 
 def _steps(session: Session, observer: Observer | None, signals: StopSignals, watch: Watch) -> int:
-    """Steps and checkpoints up to the end of the run, or to the signal that is returned."""
+    """Train and save up to the end of the run; return the signal that ended it early, or 0."""
     run, start, accelerated = session.prepared.config.run, session.state.step, session.accelerated
     assert accelerated.dataloader is not None
     batches = iter(accelerated.dataloader)
@@ -180,10 +179,10 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
                 continue
         step = session.state.step
         is_last = step == run.steps
-        # Replicas that meet rarely are not made to wait for each other after every step.
+        # With an outer optimizer replicas synchronize rarely: do not make them wait for each other after every step.
         asked = signals.asked() if outer is None or step % _ASK_REPLICAS_EVERY == 0 else 0
         if is_last and outer is not None:
-            outer.synchronize()  # else the end of the last block would be in no weights
+            outer.synchronize()  # otherwise the last local steps would be lost
         if is_last or asked or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
             with watch.paused():
                 session.store.save(session.state, non_blocking=run.background_checkpoints and not (is_last or asked))
@@ -193,7 +192,7 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
 
 
 def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *, is_first: bool) -> StepResult:
-    """One optimizer step, counted and told."""
+    """Take one optimizer step, count it and show it."""
     accelerated, state = session.accelerated, session.state
     assert accelerated.optim is not None
     lr = float(accelerated.optim.param_groups[0]["lr"])
@@ -213,8 +212,9 @@ def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *
 
 
 def _record(session: Session, result: StepResult, lr: float, started_s: float) -> dict[str, Any]:
-    """One line of ``metrics.jsonl``."""
-    loss, grad_norm = float(result.loss), float(result.grad_norm)  # waits for the device: only now is the step over
+    """Return the step's line of ``metrics.jsonl``."""
+    # Reading the loss waits for the device: only then is the step over.
+    loss, grad_norm = float(result.loss), float(result.grad_norm)
     step_time_s = time.perf_counter() - started_s
     samples = session.prepared.config.run.batch_size
     tokens = samples * session.tokens_per_sample if session.tokens_per_sample is not None else None
@@ -233,7 +233,7 @@ def _record(session: Session, result: StepResult, lr: float, started_s: float) -
 
 
 def _mfu(session: Session, step_time_s: float) -> float | None:
-    """Model FLOPs utilisation, as PaLM defines it (Chowdhery et al. 2022): recomputed operations do not count."""
+    """Return the model FLOPs utilisation of PaLM (Chowdhery et al. 2022), without recomputed operations."""
     accelerated, flops = session.accelerated, session.accelerated.plan.step.flops
     if flops is None or session.peak_flops_per_s is None:
         return None

@@ -1,4 +1,4 @@
-"""Find the model and the optimizer that a training file names."""
+"""Find the model, the loss and the optimizer that a training file names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cli.references import call_reference, resolve_reference, takes
+from meshwright.cli.references import call_model_reference, resolve_reference, takes
 from meshwright.cli.train_config import ModelTable, OptimizerTable
 from meshwright.errors import ConfigError, ModelError, did_you_mean, join_names
 from meshwright.loss import next_token_loss
@@ -28,23 +28,28 @@ from meshwright.optim import (
     get_galore_param_groups,
     muon_param_groups,
 )
-from meshwright.planner.config_models import check_config_path, model_of_config, predicts_next_token, read_model_config
+from meshwright.planner.config_models import (
+    check_config_path,
+    config_path,
+    model_of_config,
+    predicts_next_token,
+    read_model_config,
+)
 
-_HF = "hf:"
 _KEY = "model.source"
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """How to make a model, and how it is called and judged."""
+    """A model that can be built, and how it is called and its loss computed."""
 
     build: Callable[[int | None, int | None], nn.Module]
-    """(vocab_size, seq_len), None where the data has none -> model with random weights."""
+    """``build(vocab_size, seq_len)`` returns it with random weights; the arguments are None where the data has none."""
     loss_func: Callable[[Any, Any], Any] | None
-    """None: the loss that the model's output carries."""
+    """``loss_func(model_input, model_output)``; None: the model's output carries the loss."""
     prepare_input: Callable[[Any, torch.device], Any]
     model_input_format: str | None
-    """As of ``accelerate``; for samples of a function it depends on what a sample is."""
+    """As in ``accelerate``; None: it follows from the samples."""
 
 
 def model_source(table: ModelTable, folder: Path, *, of_text: bool = True) -> ModelSource:
@@ -52,21 +57,22 @@ def model_source(table: ModelTable, folder: Path, *, of_text: bool = True) -> Mo
 
     Args:
         table: The table.
-        folder: Of the training file; its modules are importable already.
-        of_text: Whether batches are token ids; of any other the model's output carries the loss, unless one is named.
+        folder: The training file's folder, which is on the import path already.
+        of_text: Whether batches are token ids. For other batches the model's output carries the loss, unless one is
+            named.
 
     Raises:
-        ConfigError: When something it names is not there.
+        ConfigError: When something that it names does not exist.
     """
     loss = resolve_reference(table.loss, "model.loss") if table.loss is not None else None
-    judged = next_token_loss if of_text and loss is None else loss
-    if not table.source.startswith(_HF):
+    loss_func = next_token_loss if of_text and loss is None else loss
+    path = config_path(table.source, folder)
+    if path is None:
         function = resolve_reference(table.source, _KEY)
-        return ModelSource(functools.partial(_from_function, function, table), judged, to_device, None)
-    path = folder / Path(table.source.removeprefix(_HF)).expanduser()
+        return ModelSource(functools.partial(_from_function, function, table), loss_func, to_device, None)
     check_config_path(path, _KEY)
-    build = functools.partial(_from_hf, path, table, judged is next_token_loss)
-    return ModelSource(build, judged, _by_name, "unpack_dict")
+    build = functools.partial(_from_hf, path, table, loss_func is next_token_loss)
+    return ModelSource(build, loss_func, _by_name, "unpack_dict")
 
 
 def _by_name(batch: Any, device: torch.device) -> Any:
@@ -79,22 +85,7 @@ def _from_function(
 ) -> nn.Module:
     known = {"vocab_size": vocab_size, "seq_len": seq_len}
     fitting = {name: value for name, value in known.items() if value is not None and takes(function, name)}
-    model = call_reference(
-        function,
-        table.source,
-        {**fitting, **table.args},
-        key="model",
-        expected="a torch.nn.Module",
-        error_cls=ModelError,
-    )
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"The model function {table.source} returned no model",
-            expected="a torch.nn.Module",
-            got=type(model).__name__,
-            fix="return the model",
-        )
-    return model
+    return call_model_reference(function, table.source, {**fitting, **table.args}, "model")
 
 
 def _from_hf(
@@ -105,7 +96,7 @@ def _from_hf(
     model = model_of_config(config, path)
     if must_be_causal and not predicts_next_token(model, config):
         raise ConfigError(
-            f"{type(model).__name__} is no causal language model, and text is for predicting the next token",
+            f"{type(model).__name__} is no causal language model, and text trains next-token prediction",
             expected="the config of one, such as GPT-2's or Llama's",
             got=f"model.source = {table.source!r} with data.source a text",
             fix="let data.source = 'module:function' return samples with labels (examples/bert), or name a model.loss",
@@ -125,19 +116,19 @@ def _check_sizes(config: Any, vocab_size: int | None, seq_len: int | None) -> No
             )
 
 
-# --- The optimizer of a training file.
+# --- The optimizer
 
 _KEYS = ("weight_decay", "betas", "eps", "momentum")
 
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """What a training file's optimizer stands for."""
+    """An optimizer that training files can name."""
 
     build: Callable[..., Optimizer]
     arguments: dict[str, Any] = field(default_factory=dict)
     groups: Callable[..., list[dict[str, Any]]] | None = None
-    """``groups(model, **own)`` makes parameter groups; keywords of its own are taken out of ``args``."""
+    """``groups(model, **own)`` returns parameter groups; its own keywords are taken out of ``args``."""
 
 
 _KNOWN: dict[str, NamedOptimizer] = {
@@ -145,7 +136,7 @@ _KNOWN: dict[str, NamedOptimizer] = {
     "adamw": NamedOptimizer(torch.optim.AdamW, {"fused": True}),
     "sgd": NamedOptimizer(torch.optim.SGD),
     "lamb": NamedOptimizer(Lamb),
-    # A training file always has a rate; relative steps would contradict it.
+    # A training file always sets a learning rate, which relative steps would ignore.
     "adafactor": NamedOptimizer(Adafactor, {"relative_step": False, "scale_parameter": False}),
     "came": NamedOptimizer(CAME),
     "galore": NamedOptimizer(GaLoreAdamW, groups=get_galore_param_groups),
@@ -156,7 +147,7 @@ _KNOWN: dict[str, NamedOptimizer] = {
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer with all that ``accelerate`` is told of it."""
+    """An optimizer as ``accelerate`` takes it."""
 
     build: Callable[..., Optimizer]
     arguments: dict[str, Any]
@@ -164,7 +155,7 @@ class OptimizerChoice:
 
 
 def optimizer_of(table: OptimizerTable) -> OptimizerChoice:
-    """Return the optimizer's class, its keyword arguments and how it groups parameters.
+    """Return the class, keyword arguments and parameter groups of a training file's optimizer.
 
     Raises:
         ConfigError: When there is no such class, or it does not take a key that is set.

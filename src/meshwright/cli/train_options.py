@@ -1,4 +1,4 @@
-"""What ``meshwright train`` was asked for: the command line, and everything it names found and checked."""
+"""Read the command line of ``meshwright train``, and find and check everything that it names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from meshwright.cli.ranks import num_ranks
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_files import check_run_dir, is_restart
 from meshwright.cli.train_config import StrategyTable, Table, TrainConfig, read_config
@@ -23,7 +22,7 @@ from meshwright.strategy import Strategy
 
 @dataclass(frozen=True)
 class Options:
-    """The command line."""
+    """Options of ``meshwright train``."""
 
     file: Path
     nproc: int | None = None
@@ -74,7 +73,7 @@ class Prepared:
 
     @property
     def backend(self) -> str | None:
-        """Backend for ``init_distributed``."""
+        """Return the backend for ``init_distributed``; None: by device."""
         return "gloo" if self.config.run.device == "cpu" else None
 
 
@@ -98,7 +97,8 @@ def prepare(options: Options, world: int) -> Prepared:
         raise ConfigError(
             "--resume needs the run to go on with", expected="--out RUN_DIR", got="no --out", fix="name the directory"
         )
-    if run_dir is not None and not is_restart(run_dir):  # which has written there itself
+    # A restarted launch has written into its directory itself.
+    if run_dir is not None and not is_restart(run_dir):
         check_run_dir(run_dir, resume=options.resume)
     of_text = config.data.function is None
     model = model_source(config.model, folder, of_text=of_text)
@@ -123,15 +123,17 @@ def _cluster(table: StrategyTable, folder: Path) -> str | None:
     if name is None:
         return None
     name = str(folder / Path(name).expanduser()) if Path(name).suffix else name
-    find_cluster(name)  # what is wrong with it is told before anything is started
+    find_cluster(name)  # reports what is wrong with it before anything is started
     return name
 
 
 def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> None:
     axes = dict(resolve(strategy or Strategy(), world).axes)
     replicas = axes.get("data", 1) * axes.get("zero", 1)
-    said = strategy.get("gradient_accumulation") if strategy is not None else None
-    micro_batches = said.num_micro_batches if isinstance(said, GradientAccumulation) else config.run.num_micro_batches
+    method = strategy.get("gradient_accumulation") if strategy is not None else None
+    micro_batches = config.run.num_micro_batches
+    if isinstance(method, GradientAccumulation):
+        micro_batches = method.num_micro_batches
     parts = replicas * micro_batches
     if config.run.batch_size % parts:
         below = config.run.batch_size // parts * parts
@@ -145,23 +147,17 @@ def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> 
 
 
 def unless_given(strategy: Strategy | None, method: str, table: Table, key: str) -> Any:
-    """A value of the configuration; None where it is a default and a method of the strategy says the same thing."""
+    """Return a value of the configuration; None where it is a default and a method of the strategy sets the same."""
     is_default = key not in table.model_fields_set
     return None if strategy is not None and method in strategy and is_default else getattr(table, key)
 
 
 def number_of_processes(config: TrainConfig) -> int:
-    """Ranks to start on this machine: as configured, else one per CUDA device, else one.
+    """Return the ranks to start on this machine: as configured, else one per CUDA device, else one.
 
     Raises:
         ConfigError: When there are fewer CUDA devices than ranks.
     """
-    devices = torch.cuda.device_count() if config.run.device == "auto" else 0
-    if devices and config.run.nproc is not None and config.run.nproc > devices:
-        raise ConfigError(
-            "There are more processes than CUDA devices",
-            expected=f"at most {devices}",
-            got=f"{config.run.nproc}",
-            fix="use a smaller --nproc, or train on the CPU with --set run.device=cpu",
-        )
-    return config.run.nproc or devices or 1
+    cpu = "train on the CPU with --set run.device=cpu"
+    on_cuda = config.run.device == "auto"
+    return num_ranks(config.run.nproc, on_cuda=on_cuda, otherwise=1, option="--nproc", use_cpu=cpu)

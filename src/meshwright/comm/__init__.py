@@ -48,7 +48,6 @@ if TYPE_CHECKING:
         all_gather as all_gather,
         all_reduce as all_reduce,
         broadcast as broadcast,
-        gather_result as gather_result,
         reduce_scatter as reduce_scatter,
     )
     from meshwright.comm.point_to_point import (

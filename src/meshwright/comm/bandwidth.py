@@ -1,9 +1,9 @@
-"""How fast collectives are, by message size.
+"""Benchmarks of collectives by message size.
 
 Sizes and bandwidths are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md there), so that figures can be compared:
 ``size_bytes`` is the whole message (what every rank holds after an all-gather or before a reduce-scatter), the
-algorithm bandwidth is size / time, and the bus bandwidth corrects it by what each rank has to send, so that it can be
-held against the speed of the link whatever the number of ranks.
+algorithm bandwidth is size / time, and the bus bandwidth corrects it by what each rank has to send, so that it compares
+with the speed of the link whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BENCHMARK_OPS = ("all_gather", "reduce_scatter", "send_recv", "all_reduce", "all
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective at one size; times are those of the slowest rank."""
+    """Timings of one collective at one size, on the slowest rank."""
 
     op: str
     size_bytes: int
@@ -44,14 +44,14 @@ class Measurement:
 
 
 def bus_factor(op: str, num_ranks: int) -> float:
-    """Bus bandwidth / algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
+    """Return the ratio of bus to algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
     share = (num_ranks - 1) / num_ranks
     factors = {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "all_to_all": share}
     return {**factors, "send_recv": 1.0}[op]
 
 
 def benchmark_sizes(min_bytes: int, max_bytes: int) -> list[int]:
-    """``min_bytes``, doubled up to ``max_bytes``.
+    """Return ``min_bytes``, doubled up to ``max_bytes``.
 
     Raises:
         ConfigError: When they are no range.
@@ -111,12 +111,12 @@ def benchmark_collectives(
 
 
 def default_max_bytes(device: torch.device) -> int:
-    """Return the largest message worth measuring where nobody has said: seconds in all on either kind of device."""
+    """Return the default for the largest message, which takes seconds in all on either kind of device."""
     return 2**24 if device.type == "cpu" else 2**30
 
 
 def check_benchmark(ops: Sequence[str], iterations: int, warmup: int) -> None:
-    """Refuse collectives that cannot be measured, and counts that measure nothing; communicates with nobody.
+    """Refuse unknown collectives and counts that measure nothing; not collective.
 
     Raises:
         ConfigError: Naming the argument.
@@ -182,7 +182,7 @@ def _measure(
 
 
 def benchmark_operation(op: str, message: torch.Tensor, members: Members) -> Callable[[], None]:
-    """Return the bare collective, one of ``BENCHMARK_OPS``, on buffers made beforehand.
+    """Return a function that runs the bare collective on preallocated buffers.
 
     ``message`` is cut by all ranks.
     """
@@ -200,7 +200,7 @@ def benchmark_operation(op: str, message: torch.Tensor, members: Members) -> Cal
 
 
 def _to_neighbour(message: torch.Tensor, members: Members) -> Callable[[], None]:
-    """Even ranks send to the next odd one; the last of an odd number of ranks looks on."""
+    """Send from even ranks to the next odd one; the last of an odd number of ranks does nothing."""
     peer = members.rank ^ 1
     if peer >= members.size:
         return lambda: None
@@ -223,7 +223,7 @@ def _host_times_s(run: Callable[[], None], iterations: int) -> list[float]:
 
 
 def _device_times_s(run: Callable[[], None], iterations: int) -> list[float]:
-    """Measured between events on the stream: the host's launches do not count as long as it keeps ahead."""
+    """Measure between events on the stream, which leaves out the host's launches as long as it keeps ahead."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
     events[0].record()
     for event in events[1:]:
@@ -234,7 +234,7 @@ def _device_times_s(run: Callable[[], None], iterations: int) -> list[float]:
 
 
 def benchmark_table(measurements: Sequence[Measurement]) -> Table:
-    """A table for people: one row per collective and size, times in ms or µs, bandwidths in 10^9 bytes per second."""
+    """Format measurements as a table: times in ms or µs, bandwidths in 10^9 bytes per second."""
     first = measurements[0]
     title = f"Collectives on {first.num_ranks} ranks, {first.dtype}, median of {first.iterations}"
     table = Table(title=title, title_justify="left")

@@ -1,4 +1,4 @@
-"""Collectives that gradients pass through, and `gather_result`, which has none."""
+"""Collectives that gradients pass through."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.comm.transport import (
     reduced_to_root,
 )
 from meshwright.errors import ConfigError, LaunchError, did_you_mean
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
 
 Gradient = Literal["replicated", "partial"]
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
@@ -46,7 +46,7 @@ def all_reduce(
         x: Tensor of one shape and dtype on all ranks, on the CPU or the CUDA device.
         op: ``"sum"``, ``"avg"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"``.
         group: Process group or DeviceMesh of one axis; None means the world.
-        grad: What the ranks do with the result; see the module.
+        grad: What the ranks do with the result; see :mod:`meshwright.comm`.
         comm: BMTrain's name for ``group``.
 
     Returns:
@@ -71,7 +71,7 @@ def all_gather(x: torch.Tensor, group: Group = None, grad: Gradient = "partial",
     Args:
         x: Tensor of one shape and dtype on all ranks.
         group: Process group or DeviceMesh of one axis; None means the world.
-        grad: What the ranks do with the result; see the module.
+        grad: What the ranks do with the result; see :mod:`meshwright.comm`.
         comm: BMTrain's name for ``group``.
 
     Returns:
@@ -129,7 +129,7 @@ def broadcast(x: torch.Tensor, root: int = 0, group: Group = None, *, comm: Grou
 
     The result has a gradient on every rank when the root's ``x`` requires one: in backward all of them send theirs to
     the root, so all must call it. On the other ranks the values of ``x`` are not used, and its gradient is zero. Hosts
-    tell each other of this before the tensor is sent, on CUDA too.
+    exchange this before the tensor is sent, on CUDA too.
 
     Args:
         x: Tensor of one shape and dtype on all ranks.
@@ -199,7 +199,7 @@ class _AllReduce(Function):
 
 
 def _product(x: torch.Tensor, members: Members) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the product over ranks, and that of the other ranks: not product / x, which is 0 / 0 where x is 0."""
+    """Return the product over ranks, and that of the other ranks: product / x would be 0 / 0 where x is 0."""
     rows = gathered(x, members)
     rows = rows.float() if x.dtype in HALF else rows
     others = torch.cat([rows[: members.rank], rows[members.rank + 1 :]])
@@ -207,7 +207,7 @@ def _product(x: torch.Tensor, members: Members) -> tuple[torch.Tensor, torch.Ten
 
 
 def _share_of_extreme(x: torch.Tensor, extreme: torch.Tensor, members: Members) -> torch.Tensor:
-    """1 / the number of holders where this rank holds the extreme, else 0."""
+    """Return 1 / the number of holders where this rank holds the extreme, else 0."""
     holds = (x == extreme).float()
     return (holds / reduced(holds, "sum", members)).to(x.dtype)
 
@@ -277,34 +277,3 @@ def _check_average(call: str, op: str, x: torch.Tensor) -> None:
             got=str(x.dtype),
             fix="convert x, or use op='sum'",
         )
-
-
-# --- Results of all ranks in one tensor, for logs and evaluation.
-
-
-def gather_result(x: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Join the results of all ranks along dim 0, on every rank (BMTrain).
-
-    Without gradient: it is for predictions and measurements. In training use ``all_gather``.
-
-    Args:
-        x: Tensor on any device, contiguous or not, alike on all ranks but for dim 0. A scalar counts as ``(1,)``.
-        group: Process group or DeviceMesh of one axis; None means the world.
-
-    Returns:
-        A new tensor ``(sum of all ranks' x.shape[0], *x.shape[1:])`` on the device of ``x``, in the order of the group.
-
-    Raises:
-        LaunchError: On every rank, when dtypes or other dims differ; before ``init_distributed``.
-    """
-    members = members_of(group)
-    headers = exchange(Header.of("gather_result", x), members)
-    check_alike(headers, ("call", "dtype", "row_shape"), members)
-    rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
-    lengths = [header.shape[0] if header.shape else 1 for header in headers]
-    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    # A group without a CPU backend carries CUDA tensors only.
-    carried = padded if members.backend(x.device) else padded.to(members.host_device)
-    every = gathered(carried, members).to(x.device)
-    return torch.cat([part[:length] for part, length in zip(every, lengths, strict=True)])

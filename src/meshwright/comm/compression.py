@@ -17,7 +17,7 @@ _FP8 = torch.float8_e4m3fn
 
 
 def encode(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tensor:
-    """Quantises rows, each part of them in blocks of its own.
+    """Quantise rows, each part of them in its own blocks.
 
     Args:
         parts: Floating tensors of shape ``(num_rows, elements of the part)``; at least one.
@@ -38,7 +38,7 @@ def encode(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tensor:
 def decode(
     message: torch.Tensor, sizes: Sequence[int], encoding: Encoding, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """Return the parts that :func:`encode` turned into bytes, in fp32 and rounded to ``dtype``.
+    """Decode the parts that :func:`encode` turned into bytes, in fp32 and rounded to ``dtype``.
 
     Args:
         message: Bytes ``(num_rows, …)``, contiguous or not.
@@ -62,7 +62,7 @@ def decode(
 
 
 def _in_blocks(parts: Sequence[torch.Tensor], block_size: int) -> torch.Tensor:
-    """``(num_rows, blocks, block_size)``, the last block of every part filled up with zeros."""
+    """Return ``(num_rows, blocks, block_size)``, with the last block of every part padded with zeros."""
     num_rows, sizes = parts[0].shape[0], [part.shape[1] for part in parts]
     if len(parts) == 1 and sizes[0] % block_size == 0:
         return parts[0].reshape(num_rows, -1, block_size)
@@ -74,7 +74,7 @@ def _in_blocks(parts: Sequence[torch.Tensor], block_size: int) -> torch.Tensor:
 
 
 def _places(sizes: Sequence[int], encoding: Encoding) -> Iterator[tuple[int, int]]:
-    """Where the codes of every part begin among those of whole blocks, and how many bytes they are; runs in one."""
+    """Yield the runs ``(start, length)`` of the codes that travel, among those of padded blocks, in bytes."""
     start, first, length = 0, 0, 0
     for size in sizes:
         per_byte = 2 if encoding.kind == "int4" else 1
@@ -90,7 +90,7 @@ def _places(sizes: Sequence[int], encoding: Encoding) -> Iterator[tuple[int, int
 
 
 def _padded_codes(codes: torch.Tensor, sizes: Sequence[int], encoding: Encoding) -> torch.Tensor:
-    """Return the codes of whole blocks, contiguous: what does not travel is zero."""
+    """Return the codes of whole blocks, contiguous; what does not travel is zero."""
     width = sum(-(-size // encoding.block_size) for size in sizes) * encoding.block_size
     width //= 2 if encoding.kind == "int4" else 1
     if codes.shape[1] == width:
@@ -121,25 +121,25 @@ def _values_of(codes: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tens
     return torch.stack([codes & 15, codes >> 4], dim=-1).view(torch.int8) - 8
 
 
-# --- Rows of several tensors in one message: large ones in few bits, small ones as they are.
+# --- Rows of several tensors in one message: large ones are quantised, small ones are not.
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What lies side by side in a row, and how it travels.
+    """Layout of the tensors in a row, and their encoding.
 
-    A message has the quantised parts of a row first, and behind them the others' bytes.
+    A message has the quantised parts of a row first, then the bytes of the others.
     """
 
     sizes: tuple[int, ...]
     """Elements of every part, in the order in which they lie in a row."""
     quantised: tuple[bool, ...]
-    """Which of them travel in few bits."""
+    """Which of them are quantised."""
     encoding: Encoding | None
-    """How; None: all travel as they are."""
+    """Encoding of those; None: nothing is quantised."""
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Turn rows ``(num_rows, elements)`` of floats into messages ``(num_rows, bytes)``."""
+        """Pack rows ``(num_rows, elements)`` of floats into messages ``(num_rows, bytes)``."""
         parts = rows.split(self.sizes, dim=1)
         large, small = self._sorted(parts)
         pieces = [encode(large, self.encoding)] if large and self.encoding is not None else []
@@ -148,11 +148,11 @@ class Packing:
         return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
 
     def unpack(self, messages: torch.Tensor, sent: torch.dtype, rows: torch.Tensor) -> None:
-        """Fill rows ``(num_rows, elements)`` with what messages say.
+        """Unpack messages into rows ``(num_rows, elements)``.
 
         Args:
             messages: Bytes ``(num_rows, bytes)``.
-            sent: The type in which small parts travel.
+            sent: Type of the parts that are not quantised.
             rows: To be overwritten; of any floating type.
         """
         large, small = self._sorted(rows.split(self.sizes, dim=1))
@@ -179,7 +179,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Nodes:
-    """A group of ranks in its two levels: rank ``node * per_node + place`` of it is the ``place``-th on its node."""
+    """A group of ranks in two levels: rank ``node * per_node + place`` is the ``place``-th on its node."""
 
     within: dist.ProcessGroup
     """The ranks of this node."""
@@ -203,7 +203,7 @@ class Route:
 
 
 def route(group: dist.ProcessGroup, per_node: int | None) -> Route:
-    """Find the way of a group's messages; collective over the world, in which all groups are cut alike.
+    """Build the route of a group's messages; collective over the world, in which all groups are cut alike.
 
     Args:
         group: Its ranks lie node by node.
@@ -220,9 +220,9 @@ def route(group: dist.ProcessGroup, per_node: int | None) -> Route:
 
 
 def gathered_messages(message: torch.Tensor, way: Route) -> torch.Tensor:
-    """Every rank's message of equal size, ``(ranks, bytes)``; over nodes, between them first.
+    """Gather every rank's message of equal size, ``(ranks, bytes)``; first between nodes, then within them.
 
-    So each message enters a node once, and its ranks hand the messages on to each other.
+    Each message enters a node once, and its ranks exchange the messages there.
     """
     if way.nodes is None:
         return _gathered(message, way.group)
@@ -233,15 +233,15 @@ def gathered_messages(message: torch.Tensor, way: Route) -> torch.Tensor:
 
 
 def reduced_row(rows: torch.Tensor, packing: Packing, way: Route) -> torch.Tensor:
-    """Return the sum over ranks of the row that is this rank's, ``(elements,)``, added up in fp32 (fp64 for fp64).
+    """Return the sum over ranks of this rank's row, ``(elements,)``, added up in fp32 (fp64 for fp64).
 
     One all-to-all of packed rows. Over nodes two: ranks of a node add up what they have for each place, then nodes
     exchange these sums, packed once more, so that each sum leaves its node once (qgZ of ZeRO++, Wang et al. 2023).
 
     Args:
         rows: ``(ranks, elements)``: row ``r`` is for rank ``r``.
-        packing: How they travel.
-        way: Who communicates.
+        packing: Layout of a row.
+        way: Ranks that communicate.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     if way.nodes is None:
@@ -260,7 +260,7 @@ def _gathered(message: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _exchanged(rows: torch.Tensor, packing: Packing, group: dist.ProcessGroup, wide: torch.dtype) -> torch.Tensor:
-    """All-to-all of rows in equal runs, one for every rank; what has arrived, unpacked."""
+    """Exchange rows all-to-all in equal runs, one for every rank, and unpack what arrives."""
     sent = packing.pack(rows)
     arrived = torch.empty_like(sent)
     dist.all_to_all_single(arrived, sent, group=group)

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a tensor before they send it: a few words in a message of fixed size."""
+"""Headers: what ranks exchange about a tensor before they send it, in a message of fixed size."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Header:
 
     @property
     def wants_gradient(self) -> bool:
-        """Return whether the sender's tensor is part of a graph."""
+        """Return whether the sender's tensor requires a gradient."""
         return self.gradient == _REQUIRED
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Return the shape without dim 0."""
+        """Shape without dim 0."""
         return self.shape[1:]
 
     @property
@@ -63,7 +63,7 @@ class Header:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return the dtype that ``dtype`` names."""
+        """The dtype that ``dtype`` names."""
         return getattr(torch, self.dtype)
 
     def encode(self) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Header:
 
     @classmethod
     def decode(cls, message: torch.Tensor) -> Header:
-        """Return the inverse of :meth:`encode`; takes a tensor on any device.
+        """Decode what :meth:`encode` made, from a tensor on any device.
 
         Raises:
             LaunchError: When the message is no header: the other rank called something else.
@@ -119,7 +119,7 @@ class Header:
 
 
 def exchange(header: Header, members: Members) -> list[Header]:
-    """Every rank's header, in the order of the group; one small all-gather."""
+    """Gather every rank's header, in the order of the group, with one small all-gather."""
     own = header.encode()
     rows = gathered(own.to(members.host_device), members).cpu()
     return [header if torch.equal(row, own) else Header.decode(row) for row in rows]
@@ -148,7 +148,7 @@ def check_alike(headers: Sequence[Header], fields: Sequence[str], members: Membe
 
 
 def check_call(call: str, x: torch.Tensor, members: Members, *, backward_communicates: bool) -> None:
-    """Compare this call with the other ranks', on the CPU; on CUDA the host does not wait for that.
+    """Compare this call with the other ranks', on the CPU only: on CUDA the host would have to wait.
 
     Args:
         call: The function with its arguments.
@@ -170,7 +170,7 @@ def check_call(call: str, x: torch.Tensor, members: Members, *, backward_communi
 
 
 def on_all_ranks(error: MeshwrightError, members: Members) -> MeshwrightError:
-    """Mark an error that all ranks of the group raise; a program prints it once where the group is the world."""
+    """Mark an error that all ranks of the group raise, so that a program prints it once if that is the world."""
     error.agreed = members.size == dist.get_world_size()  # type: ignore[attr-defined]
     return error
 

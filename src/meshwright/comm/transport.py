@@ -26,16 +26,13 @@ class Members:
     size: int
 
     def backend(self, device: torch.device) -> str | None:
-        """Return the backend by which tensors on ``device`` travel in this group, such as ``"nccl"``.
-
-        None if they cannot.
-        """
+        """Return the backend that carries tensors on ``device`` in this group, such as ``"nccl"``, or None."""
         pairs = dist.get_backend_config(self.group).split(",")  # "cpu:gloo,cuda:nccl"
         return dict(pair.split(":") for pair in pairs).get(device.type)
 
     @property
     def host_device(self) -> torch.device:
-        """Return where small messages to the host travel: the CPU, or the CUDA device of a group that is NCCL alone."""
+        """Device of small messages to the host: the CPU, or the CUDA device of a group with NCCL alone."""
         host = torch.device("cpu")
         return host if self.backend(host) else torch.device("cuda", torch.cuda.current_device())
 
@@ -110,8 +107,8 @@ _MADE: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 def groups_of_ranks(wanted: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup]:
     """Return the groups of the given ranks, made once per world; collective over the world.
 
-    All ranks make all groups, in one order: torch names a group that its members make alone by their ranks, and one
-    that is made a second time finds what the first has left in the store, and waits for ever.
+    All ranks make all groups, in one order. torch names a group that its members make alone by their ranks; made a
+    second time, it would find the leftovers of the first in the store, and wait forever.
 
     Args:
         wanted: Ascending ranks of every group that this rank belongs to and needs; others may need other groups.
@@ -124,7 +121,7 @@ def groups_of_ranks(wanted: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup
     return [_MADE[ranks][1] for ranks in wanted]
 
 
-# --- The collectives themselves, without gradients: what gloo and NCCL each need to give the same answer.
+# --- Collectives without gradients: what gloo and NCCL each need to give the same answer.
 
 # torch 2.13 has renamed them and warns about the old names; torch 2.11 knows only those.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -173,7 +170,7 @@ def reduce_scattered(x: torch.Tensor, op: str, members: Members) -> torch.Tensor
 
 
 def exchanged(x: torch.Tensor, members: Members) -> torch.Tensor:
-    """All-to-all along dim 0, of one entry per rank: the r-th goes to rank r, and rank r's comes r-th."""
+    """Exchange entries of dim 0 all-to-all: the r-th goes to rank r, and rank r's arrives r-th."""
     arrived = _like(x)
     dist.all_to_all_single(arrived, x.contiguous(), group=members.group)
     return arrived
@@ -191,7 +188,7 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 
 def _summand(x: torch.Tensor, op: str, members: Members) -> torch.Tensor:
-    """A copy to reduce in: gloo adds halves in halves, where 40000 + 40000 is infinite before it is averaged."""
+    """Copy a tensor to reduce in: gloo adds halves in halves, where 40000 + 40000 overflows before it is averaged."""
     wide = x.dtype in HALF and op in ("sum", "avg", "prod") and members.backend(x.device) != "nccl"
     return x.to(torch.float32 if wide else x.dtype, copy=True, memory_format=torch.contiguous_format)
 
@@ -208,38 +205,38 @@ def _finished(total: torch.Tensor, op: str, x: torch.Tensor, members: Members) -
 
 
 class Pending:
-    """A collective under way; torch keeps what it reads alive.
+    """A collective under way; torch keeps its inputs alive.
 
     Args:
         work: What to wait for.
-        finish: Gives the result, once ``work`` is done.
+        finish: Returns the result, once ``work`` is done.
     """
 
     def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
         self._work, self._finish = work, finish
 
     def wait(self) -> torch.Tensor:
-        """Return the result; on CUDA the stream waits, not the host."""
+        """Wait and return the result; on CUDA the stream waits, not the host."""
         self._work.wait()
         return self._finish()
 
 
 def gather_async(x: torch.Tensor, members: Members) -> Pending:
-    """:func:`gathered`, under way."""
+    """Start :func:`gathered`."""
     every = x.new_empty(members.size * x.numel())
     work = all_gather_flat(every, x.contiguous().view(-1), group=members.group, async_op=True)
     return Pending(work, lambda: every.view(members.size, *x.shape))
 
 
 def reduce_async(x: torch.Tensor, members: Members) -> Pending:
-    """:func:`reduced` with ``op="sum"``, under way."""
+    """Start :func:`reduced` with ``op="sum"``."""
     total = _summand(x, "sum", members)
     work = dist.all_reduce(total, group=members.group, async_op=True)
     return Pending(work, lambda: total.to(x.dtype))
 
 
 def reduce_scatter_async(x: torch.Tensor, members: Members) -> Pending:
-    """:func:`reduce_scattered` with ``op="sum"``, under way."""
+    """Start :func:`reduce_scattered` with ``op="sum"``."""
     parts = _summand(x, "sum", members)
     own = parts.new_empty(x.numel() // members.size)
     work = reduce_scatter_flat(own, parts.view(-1), group=members.group, async_op=True)

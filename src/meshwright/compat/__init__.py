@@ -1,4 +1,4 @@
-"""Other systems' names and habits, over the rooms below; nothing below imports them."""
+"""Other systems' names and habits over the rooms below, which never import them."""
 
 from typing import TYPE_CHECKING
 

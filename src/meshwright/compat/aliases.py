@@ -1,4 +1,4 @@
-"""Names and modules that users know from other places of the package than where they live.
+"""Documented names and modules that live elsewhere in the package.
 
 See [Note: documented names that moved] in :mod:`meshwright.runtime.lazy`.
 """
@@ -10,7 +10,7 @@ from meshwright.runtime.lazy import alias_modules, alias_name
 _BMTRAIN = "meshwright.compat.bmtrain"
 _COLOSSALAI = "meshwright.compat.colossalai"
 
-# Modules and all that lies below them.
+# Documented module -> where it lives; modules below it go along; after a colon, the only names that a module shows.
 MODULES = {
     "meshwright.accelerated": "meshwright.training.accelerated",
     "meshwright.atorch": "meshwright.compat.atorch",
@@ -22,13 +22,26 @@ MODULES = {
     "meshwright.booster.plugin": _COLOSSALAI,
     "meshwright.distributed": "meshwright.comm",
     "meshwright.nn.optimizer": f"{_COLOSSALAI}.optimizers",
+    "meshwright.nn.optimizer.adafactor": f"{_COLOSSALAI}.optimizers: Adafactor",
+    "meshwright.nn.optimizer.came": f"{_COLOSSALAI}.optimizers: CAME",
+    "meshwright.nn.optimizer.distributed_adafactor": f"{_COLOSSALAI}.optimizers: DistributedAdaFactor",
+    "meshwright.nn.optimizer.distributed_came": f"{_COLOSSALAI}.optimizers: DistributedCAME",
+    "meshwright.nn.optimizer.distributed_galore": f"{_COLOSSALAI}.optimizers: DistGaloreAwamW",
+    "meshwright.nn.optimizer.distributed_lamb": f"{_COLOSSALAI}.optimizers: DistributedLamb",
+    "meshwright.nn.optimizer.galore": (
+        f"{_COLOSSALAI}.optimizers: GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit get_galore_param_groups"
+    ),
+    "meshwright.nn.optimizer.lamb": f"{_COLOSSALAI}.optimizers: Lamb",
     "meshwright.optim.manager": f"{_BMTRAIN}.optim_manager",
     "meshwright.planning": "meshwright.planner",
     "meshwright.utils": f"{_BMTRAIN}.utils",
 }
 
-# Package -> module -> names; ``old=new`` where the name has changed, too.
+# Documented package -> where names live -> names; ``old=new`` if a name has changed, too.
 NAMES = {
+    "meshwright.comm": {
+        f"{_BMTRAIN}.utils": "gather_result",
+    },
     "meshwright.cost": {
         "meshwright.cost.step": "Wire=Compression",
     },
@@ -41,6 +54,7 @@ NAMES = {
         f"{_BMTRAIN}.distributed_module": "DistributedModule",
         f"{_BMTRAIN}.layers": "ColumnParallelLinear Linear RowParallelLinear VPEmbedding",
         f"{_BMTRAIN}.model_setup": "BMTrainModelWrapper grouped_parameters init_parameters",
+        f"{_BMTRAIN}.parallel_linear": "OpParallelLinear ReduceType",
         f"{_BMTRAIN}.parameter": "DistributedParameter ParameterInitializer",
         f"{_BMTRAIN}.pipeline_block_list": "PipelineTransformerBlockList",
     },
@@ -58,7 +72,7 @@ NAMES = {
 
 
 def install() -> None:
-    """Make every documented name importable; nothing is imported before somebody asks for it."""
+    """Register all aliases; a module is imported only when one of its names is used."""
     alias_modules(MODULES)
     for package, homes in NAMES.items():
         for module, names in homes.items():

@@ -1,4 +1,4 @@
-"""The door for users of ATorch: ``auto_accelerate`` with its arguments, order and three results."""
+"""ATorch's ``auto_accelerate``, over :func:`meshwright.accelerate`."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def auto_accelerate(
     save_strategy_to_file: str | None = None,
     **kargs: Any,
 ) -> tuple[bool, Accelerated | None, Strategy | None]:
-    """ATorch's ``auto_accelerate``: the same arguments in the same order, the same three results.
+    """Accelerate a model with ATorch's arguments, in its order, and its three results.
 
-    See :func:`accelerate` for what they mean; it raises where this returns False.
+    Arguments have the meaning that they have for :func:`accelerate`, which raises where this returns False. Others are:
 
-    Args:
-        load_strategy: The strategy, in any form that :class:`Strategy` reads; None chooses one.
-        finetune_strategy: Choose anew what a search decides of the methods of ``load_strategy``.
-        save_strategy_to_file: Path of a JSON file to write the strategy to; rank 0 writes it.
-        **kargs: ``verbose``; ``time_limit``: seconds in which the best few candidates may be run to choose the fastest
-            (None chooses by prediction alone); ``cluster``; ``find_unused_parameters``;
-            ``ignore_dryrun_on_load_strategy=False`` runs forward and backward once before returning; ``sample_batch``;
-            ``batch_size``; ``sampler_seed``; ``memory_limit``: bytes one rank may hold; ``loss_weight``.
+    - ``load_strategy``: the strategy, in any form that :class:`Strategy` reads; None chooses one.
+    - ``finetune_strategy``: search the configs of ``load_strategy``'s methods anew.
+    - ``save_strategy_to_file``: path of a JSON file to write the strategy to; rank 0 writes it.
+    - ``verbose``, ``cluster``, ``find_unused_parameters``, ``sample_batch``, ``batch_size``, ``sampler_seed``,
+      ``memory_limit`` (bytes one rank may use) and ``loss_weight``, as keywords only.
+    - ``time_limit``: seconds in which the best few candidates may be run to choose the fastest; None chooses by
+      prediction alone.
+    - ``ignore_dryrun_on_load_strategy``: False runs forward and backward once before returning.
 
     Returns:
         ``(status, result, best_strategy)``; ``(False, None, None)`` when it failed, with the reason printed on rank 0.

@@ -29,14 +29,16 @@ if TYPE_CHECKING:
         write_calibration as write_calibration,
     )
     from meshwright.cost.cluster import (
+        DEVICES as DEVICES,
         Cluster as Cluster,
+        Device as Device,
         Link as Link,
         find_cluster as find_cluster,
+        find_device as find_device,
         make_cluster as make_cluster,
         read_cluster as read_cluster,
         write_cluster as write_cluster,
     )
-    from meshwright.cost.device_specs import DEVICES as DEVICES, Device as Device, find_device as find_device
     from meshwright.cost.device_time import copies as copies
     from meshwright.cost.events import StepEvent as StepEvent, coalesced as coalesced, step_events as step_events
     from meshwright.cost.peak_memory import AVERAGING as AVERAGING, Peak as Peak, moments as moments, peak as peak
@@ -44,12 +46,9 @@ if TYPE_CHECKING:
         Memory as Memory,
         OffloadPlacement as OffloadPlacement,
         balanced_owners as balanced_owners,
-        element_bytes as element_bytes,
-        gathered_itemsize as gathered_itemsize,
         local_shape as local_shape,
         memory as memory,
         offload_placements as offload_placements,
-        padded_bytes as padded_bytes,
         pick_largest as pick_largest,
         shape_on as shape_on,
     )
@@ -76,23 +75,24 @@ if TYPE_CHECKING:
         Step as Step,
         Traffic as Traffic,
         Updating as Updating,
+        element_bytes as element_bytes,
+        gather_traffic as gather_traffic,
+        gathered_bytes as gathered_bytes,
+        gathered_itemsize as gathered_itemsize,
+        inline_traffic as inline_traffic,
+        mean_traffic as mean_traffic,
         names_class as names_class,
+        padded_bytes as padded_bytes,
         pass_flops as pass_flops,
+        reduce_traffic as reduce_traffic,
+        reduced_bytes as reduced_bytes,
+        send_boundaries as send_boundaries,
     )
     from meshwright.cost.step_time import (
         StepTime as StepTime,
         seconds_of as seconds_of,
         simulate as simulate,
         timeline as timeline,
-    )
-    from meshwright.cost.traffic import (
-        gather_traffic as gather_traffic,
-        gathered_bytes as gathered_bytes,
-        inline_traffic as inline_traffic,
-        mean_traffic as mean_traffic,
-        reduce_traffic as reduce_traffic,
-        reduced_bytes as reduced_bytes,
-        send_boundaries as send_boundaries,
     )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,4 +1,4 @@
-"""Activations: what forward saves for backward on one rank, and what recomputation makes of it."""
+"""Activations: what forward saves for backward on one rank, what recomputation makes of it, and what backward holds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ the list, and the number of its blocks is behind it. What belongs to several pla
 
 @functools.lru_cache(maxsize=512)
 def sums_of(ranges: tuple[tuple[int, int], ...], num_blocks: int, amounts: Placed) -> tuple[int, ...]:
-    """Return what of some amounts every stage has, the blocks from ``first`` to ``end`` of a list of ``num_blocks``.
+    """Return what every pipeline stage has of some amounts.
 
-    Kept, as every rank of a pipeline asks for the same.
+    The first stage also has what is before the blocks, the last what is behind them. Cached, since every rank of a
+    pipeline asks for the same.
 
-    The stage of the first block has also what is before the list, that of the last what is behind it.
+    Args:
+        ranges: First block and end of every stage.
+        num_blocks: Blocks of the whole list.
+        amounts: See ``Placed``.
     """
     stages: dict[int, list[int]] = {}
     for stage, (first, end) in enumerate(ranges):
@@ -33,11 +37,11 @@ def sums_of(ranges: tuple[tuple[int, int], ...], num_blocks: int, amounts: Place
     return tuple(found)
 
 
-# --- What runs for a moment takes beside what is saved: gradients of activations, of weights, results on their way.
+# --- Transient memory: gradients of activations and weights, and results on their way, beside what is saved.
 
 
 class Instant(NamedTuple):
-    """What is held at one moment of one place beside what the places up to it have saved, in one micro-batch.
+    """Memory held at one moment of a place's backward beside what forward saved up to there, for one micro-batch.
 
     Args:
         activations: Bytes that grow with the samples; negative where some of what is saved is free already.
@@ -51,7 +55,7 @@ class Instant(NamedTuple):
 
 
 class Transient(NamedTuple):
-    """Of one place of a model: before its blocks, one of them, or behind them.
+    """Memory held for a moment at one place of a model: before its blocks, in one of them, or behind them.
 
     Args:
         place: See :data:`~meshwright.cost.activations.Placed`.
@@ -72,7 +76,7 @@ class Transient(NamedTuple):
     remains: int = 0
 
     def most(self, *, with_gradients: bool) -> int:
-        """Return the most beside what is saved.
+        """Return the most bytes held beside what is saved.
 
         Args:
             with_gradients: Whether complete gradients of this place are held, and not added to others.
@@ -81,7 +85,10 @@ class Transient(NamedTuple):
 
 
 def outermost_instants(every: Iterable[Instant]) -> tuple[Instant, ...]:
-    """Return those of many instants at which most is held, for some number of samples, with complete gradients or without."""
+    """Return the instants that can be the fullest for some number of samples.
+
+    Complete gradients may count or not.
+    """
     instants = set(every)
     kept = {*_hull(instants, lambda m: m.weights + m.gradients), *_hull(instants, lambda m: m.weights)}
     return tuple(sorted(kept))
@@ -95,7 +102,8 @@ def _hull(instants: Iterable[Instant], constant: Callable[[Instant], int]) -> li
         if other is None or (constant(each), each) > (constant(other), other):
             best[each.activations] = each
     hull: list[Instant] = []
-    for each in (best[size] for size in sorted(best, reverse=True)):  # the most activations first
+    # The most activations first.
+    for each in (best[size] for size in sorted(best, reverse=True)):
         if hull and constant(each) <= constant(hull[-1]):
             continue
         while len(hull) > 1 and _is_below(hull[-2], hull[-1], each, constant):
@@ -105,12 +113,11 @@ def _hull(instants: Iterable[Instant], constant: Callable[[Instant], int]) -> li
 
 
 def _is_below(first: Instant, middle: Instant, last: Instant, constant: Callable[[Instant], int]) -> bool:
-    """Return whether the middle of three is on or below the line through the others."""
     run, rise = first.activations - last.activations, constant(last) - constant(first)
     return (constant(middle) - constant(first)) * run <= rise * (first.activations - middle.activations)
 
 
-# --- What forward keeps for backward on one rank, tensor by tensor, and what recomputation makes of it.
+# --- Saved tensors, one by one, and what recomputation makes of them.
 
 Running = tuple[int, ...]
 """The modules that run at some moment, by their numbers, outermost first; the model itself is left out."""
@@ -131,7 +138,7 @@ class TracedModule:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor that forward saves for backward, or that recomputation may keep instead."""
+    """A tensor that forward saves for backward, or that recomputation may keep instead."""
 
     num_bytes: int
     savers: tuple[Running, ...]  # for every time that it is saved; none: only recomputation may keep it
@@ -141,21 +148,22 @@ class SavedTensor:
     needed_from: int = -1  # the first place whose backward needs it: when that has run, it is free
 
     def is_kept(self, recomputed: Recomputed) -> bool:
-        """Return whether it lives from forward to backward while these modules are recomputed."""
+        """Return whether the tensor lives from forward to backward while these modules are recomputed."""
         return self.is_saved(recomputed) or self.is_kept_result(recomputed)
 
     def is_saved(self, recomputed: Recomputed) -> bool:
-        """Return whether autograd holds it then.
+        """Return whether autograd saves the tensor while these modules are recomputed.
 
-        What a module saves that is not recomputed, or an input of one that is.
+        It saves what other modules save, and the inputs of the recomputed ones.
         """
-        for running in self.savers:  # loops, as a search asks this of thousands of tensors for every plan
+        # A plain loop: a search asks this of thousands of tensors for every plan.
+        for running in self.savers:
             if _cover(running, recomputed) is None:
                 return True
         return not recomputed.keys().isdisjoint(self.inputs_of)
 
     def is_kept_result(self, recomputed: Recomputed) -> bool:
-        """Return whether a recomputed module holds it, as the result of an operator that it does not run again."""
+        """Return whether a recomputed module keeps the tensor as the result of an operator that it does not rerun."""
         for operator, running in self.results:
             module = _cover(running, recomputed)
             if module is not None and operator in recomputed[module]:
@@ -165,7 +173,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations of one operator in the same modules, in forward."""
+    """Floating-point operations of one operator inside the same modules, in forward."""
 
     operator: str
     running: Running
@@ -174,9 +182,9 @@ class Work:
     place: int = -1
 
     def is_recomputed(self, recomputed: Recomputed, *, to_the_end: bool) -> bool:
-        """Return whether recomputation runs it again.
+        """Return whether recomputation runs the operator again.
 
-        One that runs ``to_the_end`` does not stop at the last saved tensor.
+        Without ``to_the_end``, recomputation stops at the last saved tensor.
         """
         module = _cover(self.running if to_the_end else self.running[: self.num_needed], recomputed)
         return module is not None and self.operator not in recomputed[module]
@@ -184,14 +192,14 @@ class Work:
 
 @dataclass(frozen=True)
 class BlockSaves:
-    """What copying all that a model's first so many blocks save to the host would change."""
+    """Bytes that move if all that the first blocks save is copied to the host."""
 
     freed_bytes: int  # no longer saved on the device
     copied_bytes: int  # more where something is saved outside of these blocks, too
 
 
 class BackwardAt(NamedTuple):
-    """A micro-batch runs backward in a stage of a pipeline's rank; its stages are counted from 0 here."""
+    """A moment at which a micro-batch runs backward in one stage of a pipeline rank, whose stages count from 0."""
 
     stage: int
     held: tuple[int, ...]  # micro-batches of each stage that are kept
@@ -200,7 +208,7 @@ class BackwardAt(NamedTuple):
 
 @dataclass(frozen=True)
 class Activations:
-    """What forward saves for backward on one rank for one micro-batch; in a pipeline, for all that are in flight.
+    """Bytes that forward saves for backward on one rank: of a micro-batch, or of all in flight in a pipeline.
 
     The tensors, modules and work behind these bytes are left out of hashes: there are thousands of them.
     """
@@ -226,7 +234,7 @@ class Activations:
     returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
 
     def recompute(self, recomputed: Recomputed, *, to_the_end: bool = False) -> tuple[Activations, int]:
-        """Return activations with these modules recomputed, and the operations that they run again in a micro-batch.
+        """Return the activations with these modules recomputed, and the FLOPs that a micro-batch runs again.
 
         Args:
             recomputed: Modules of this rank among others.
@@ -236,7 +244,7 @@ class Activations:
         return dataclasses.replace(self, recomputed=recomputed).settled(), again
 
     def settled(self) -> Activations:
-        """With the sums that follow from tensors and modules."""
+        """Return the activations with all sums recomputed from tensors and modules."""
         working: dict[int, int] = {}
         places: dict[int, int] = {}  # where the recomputed modules are
         kept: list[dict[int, int]] = []
@@ -264,7 +272,7 @@ class Activations:
         )
 
     def _at_most(self, stages: Sequence[int]) -> int:
-        """Return the most that is held at one time, of what one micro-batch has in every stage."""
+        """Return the most that is held at one time, given what one micro-batch saves in every stage."""
         return max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
 
     def cut(
@@ -273,7 +281,7 @@ class Activations:
         in_flight: tuple[tuple[int, ...], ...],
         backward_at: tuple[BackwardAt, ...] = (),
     ) -> Activations:
-        """Return those of a pipeline rank.
+        """Return the activations of one pipeline rank.
 
         Args:
             stages: Of this rank: whether each has any of some places.
@@ -281,7 +289,8 @@ class Activations:
             backward_at: See the attribute.
         """
         every = [tensor for stage in self.stages for tensor in stage]
-        places = {tensor.places for tensor in every} | {(work.place,) for work in self.work}  # few, of many
+        # There are few places, and many tensors.
+        places = {tensor.places for tensor in every} | {(work.place,) for work in self.work}
         held = [{each for each in places if has(each)} for has in stages]
         return dataclasses.replace(
             self,
@@ -293,7 +302,7 @@ class Activations:
         ).settled()
 
     def first_blocks(self) -> tuple[BlockSaves, ...]:
-        """Return what copying all that the first block saves to the host would change; the first two; and so on."""
+        """Return what changes if all saves of the first block are copied to the host; of the first two; and so on."""
         freed, copied = [0] * len(self.blocks), [0] * len(self.blocks)
         for tensor in (tensor for stage in self.stages for tensor in stage):
             places = self._savers_in_blocks(tensor)
@@ -305,7 +314,7 @@ class Activations:
         return tuple(BlockSaves(sum(freed[: count + 1]), sum(copied[: count + 1])) for count in range(len(self.blocks)))
 
     def _savers_in_blocks(self, tensor: SavedTensor) -> set[int | None]:
-        """Return the blocks in which autograd saves it, and None for whatever is in no block."""
+        """Return the blocks in which autograd saves the tensor; None stands for anything outside the blocks."""
         found: set[int | None] = set()
         for running in tensor.savers:
             if _cover(running, self.recomputed) is None:
@@ -319,7 +328,7 @@ def _placed(amounts: Mapping[int, int]) -> Placed:
 
 
 def _cover(running: Running, recomputed: Recomputed) -> int | None:
-    """Return the recomputed module among those that run; None where none is."""
+    """Return the recomputed module among those that run, or None."""
     for module in running:
         if module in recomputed:
             return module

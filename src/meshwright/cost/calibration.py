@@ -13,19 +13,19 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 
-LEAST, MOST = 0.1, 10.0  # what is further off is no matter of a few factors
+LEAST, MOST = 0.1, 10.0  # of a learned ratio; beyond, something else is wrong
 MOST_CALL_S = 1.0
 
 
 @dataclass(frozen=True)
 class Learned:
-    """By how much longer things take in training steps than a calibration says.
+    """Ratios of measured to calibrated time, learned from training steps.
 
     Args:
-        computing: Kernels of blocks and of the update.
-        collectives: Their bytes.
-        call_s: Seconds that each collective takes beside what it was measured to.
-        num_runs: Candidates that it was learned from.
+        computing: Ratio of kernels, in blocks and in the update.
+        collectives: Ratio of the bytes of collectives.
+        call_s: Seconds that each collective takes beyond its calibration.
+        num_runs: Dry runs that the ratios were learned from.
     """
 
     computing: float = 1.0
@@ -34,7 +34,7 @@ class Learned:
     num_runs: int = 0
 
     def applied(self, known: Calibration) -> Calibration:
-        """Return the calibration with everything as long as it is."""
+        """Return the calibration scaled by these ratios."""
         devices = {name: self._efficiency(each) for name, each in known.devices.items()}
         return dataclasses.replace(
             known, devices=devices, constants=self._constants(known.constants), num_runs=self.num_runs
@@ -57,7 +57,7 @@ class Learned:
 
 
 def learned_from(data: Mapping[str, Any]) -> Learned:
-    """Read what ``dataclasses.asdict`` made of it.
+    """Read ratios from what ``dataclasses.asdict`` made of them.
 
     Raises:
         TypeError, ValueError: When it is something else.
@@ -73,7 +73,7 @@ def learned_from(data: Mapping[str, Any]) -> Learned:
     return found
 
 
-# --- How much of a device's and a link's stated peak real kernels and collectives reach: a few fitted numbers each.
+# --- Efficiencies and constants.
 
 FORMAT = "meshwright.efficiencies"
 _LEAST = 1e-12  # efficiencies are divided by
@@ -118,13 +118,13 @@ class Efficiency:
     send: float = 1.0
 
     def of_matmul(self, dtype: str) -> float:
-        """Of the peak of a precision, in large products."""
+        """Return the fraction of a precision's peak that large products reach."""
         if dtype == "fp4" and self.fp4 is not None:
             return self.fp4
         return self.fp8 if dtype in ("fp8", "fp4") else self.matmul
 
     def of_attention(self, dtype: str) -> tuple[float, float]:
-        """Of the peak in forward, and the speed of backward beside it."""
+        """Return the fraction of the peak in forward, and the speed of backward relative to it."""
         forward, backward = self.attention, self.attention_backward
         if dtype == "fp32":
             forward = forward if self.attention_fp32 is None else self.attention_fp32
@@ -132,13 +132,13 @@ class Efficiency:
         return forward, backward
 
     def of_collective(self, kind: str) -> float:
-        """Of what links reach, in one kind of collective; a broadcast travels as a send does."""
+        """Return the fraction of a link's rate that a collective reaches; a broadcast travels as a send does."""
         return getattr(self, "send" if kind == "broadcast" else kind)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What all devices share.
+    """Constants that all devices share.
 
     Args:
         gap_s: From the end of one kernel to the start of the next.
@@ -210,7 +210,10 @@ class Constants:
     per_core: float = 1.0
 
     def waits_s(self, ranks: int) -> float:
-        """Until the last of so many arrives: of independent delays the longest grows with the logarithm."""
+        """Return the seconds until the last of so many ranks arrives.
+
+        The longest of independent delays grows with the logarithm of their number.
+        """
         return self.wait_s * math.log2(ranks) if ranks > 1 else 0.0
 
 
@@ -222,7 +225,7 @@ class Calibration:
         devices: Efficiencies by family.
         constants: That go with them.
         machine: Where they were measured; None: nowhere alone.
-        num_runs: Candidates of dry runs that they were corrected by.
+        num_runs: Dry runs that they were corrected by.
     """
 
     devices: Mapping[str, Efficiency]
@@ -231,7 +234,7 @@ class Calibration:
     num_runs: int = 0
 
     def of(self, family: str) -> Efficiency:
-        """Of a device family; where it was never fitted, the default."""
+        """Return the efficiencies of a device family; the defaults where it was never fitted."""
         return self.devices.get(family) or self.devices.get("default") or Efficiency()
 
 
@@ -256,7 +259,7 @@ def read_calibration(text: str) -> Calibration:
 
 
 def calibration_from(data: Mapping[str, Any]) -> Calibration:
-    """Of the tables ``devices`` and ``constants``, ``machine``, and what was ``learned``.
+    """Build a calibration from the tables ``devices``, ``constants`` and ``learned``, and ``machine``.
 
     Raises:
         KeyError, TypeError, AttributeError, ValueError: When they are not what they should be.
@@ -279,13 +282,13 @@ def calibration_tables(calibration: Calibration) -> dict[str, Any]:
 
 
 def write_calibration(calibration: Calibration, **notes: Any) -> str:
-    """Return the JSON of a calibration; ``notes`` say where its numbers come from."""
+    """Return a calibration as JSON; ``notes`` say where its numbers come from."""
     return json.dumps({"format": FORMAT, **notes, **calibration_tables(calibration)}, indent=2) + "\n"
 
 
 @functools.cache
 def fitted() -> Calibration:
-    """Return the presets that the package carries, fitted to published runs."""
+    """Return the packaged presets, fitted to published runs."""
     return read_calibration((resources.files("meshwright.cost") / "efficiencies.json").read_text())
 
 

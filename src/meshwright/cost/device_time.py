@@ -1,34 +1,28 @@
-"""Seconds of one device's work: kernels, the optimizer's update, and copies to and from host and disk."""
+"""Seconds of a device's work: kernels, the optimizer's update, copies to host and disk, and collectives."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from meshwright.cost.cluster import Cluster
+from meshwright.cost.calibration import Constants, Efficiency
+from meshwright.cost.cluster import Cluster, Device
 from meshwright.cost.rank_memory import (
     average_bytes,
     copy_bytes,
-    element_bytes,
     held_bytes,
     keeps_state,
     offload_placements,
     shape_on,
     state_bytes,
 )
-from meshwright.cost.step import ATTENTION_BACKWARD_FLOPS, Copy, Step
-
-if TYPE_CHECKING:
-    from meshwright.cost.calibration import Constants, Efficiency
-    from meshwright.cost.device_specs import Device
-    from meshwright.cost.step import Op
+from meshwright.cost.step import ATTENTION_BACKWARD_FLOPS, Copy, Op, Step, element_bytes
 
 
 @dataclass(frozen=True)
 class Casts:
-    """Bytes moved for each element that is cast around the three products of a layer.
+    """Bytes moved per element that is cast around the three products of a layer.
 
     Args:
         input: In forward, of the layer's input.
@@ -46,11 +40,11 @@ class Casts:
 
     @property
     def listed(self) -> float:
-        """Of each operand of a product that is listed in backward by itself: the mean of all four that both have."""
+        """Bytes per operand of a backward product that is listed by itself: the mean over all four operands."""
         return (self.gradient + self.input_again + self.weight_again) / 4
 
     def times(self, factor: float) -> Casts:
-        """Return the same with more bytes, or fewer."""
+        """Scale all bytes by a factor."""
         parts = (self.input, self.weight, self.gradient, self.input_again, self.weight_again)
         return Casts(*(factor * part for part in parts))
 
@@ -73,11 +67,11 @@ CASTS: Mapping[str, Casts] = {
     "rowwise": _EACH,
     "mxfp8": _EACH,
 }
-"""Of products in 8 and 4 bits, by how tensors are scaled (``Op.scaling``)."""
+"""Casts of products in 8 and 4 bits, by ``Op.scaling``."""
 
 
 def casts_of(op: Op, rowwise_bytes: float) -> Casts:
-    """Of an op's products; none but in 8 and 4 bits.
+    """Return the casts of a product; all zero unless it runs in 8 or 4 bits.
 
     Args:
         op: A product.
@@ -107,7 +101,7 @@ _ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2), "fp4": (0.5, 2)}  # 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device with what it reaches: all that a kernel's time depends on."""
+    """A device with its efficiencies and constants: all that a kernel's time depends on."""
 
     device: Device
     efficiency: Efficiency
@@ -116,30 +110,30 @@ class Machine:
 
     @property
     def sustained(self) -> float:
-        """Fraction of the peak clock that the power allows, in the slowest of all devices: the others wait for it.
+        """Fraction of the peak clock that power allows in the slowest device, for which the others wait.
 
-        Of ``N`` speeds that are spread normally the least lies about ``sqrt(2 ln N)`` deviations below the mean.
+        The least of ``N`` normally distributed speeds lies about ``sqrt(2 ln N)`` deviations below the mean.
         """
         slowest = 1 + self.constants.spread * math.sqrt(2 * math.log(self.num_devices))
         return self.device.power_fraction**self.constants.power / slowest
 
     def matmul_flops_per_s(self, dtype: str) -> float:
-        """Return what large products reach."""
+        """Return the rate of large products."""
         fraction = self.efficiency.of_matmul(dtype)
         return self.device.peak_flops_per_s(dtype) * fraction * self.sustained
 
     @property
     def bytes_per_s(self) -> float:
-        """Return what memory-bound kernels reach."""
+        """Rate of memory-bound kernels."""
         return self.device.bandwidth_bytes_per_s * self.efficiency.memory
 
     def move_s(self, num_bytes: float) -> float:
-        """Return the seconds of a kernel's bytes: those that fit into the cache, and the others."""
+        """Return the seconds of a kernel's bytes, of which some fit into the cache."""
         cached = min(num_bytes, self.device.cache_bytes)
         return (cached / self.efficiency.cached + num_bytes - cached) / self.bytes_per_s
 
     def attention_flops_per_s(self, width: int, dtype: str, variant: str = "") -> float:
-        """Return what fused attention reaches with heads of a width."""
+        """Return the rate of fused attention with heads of a width."""
         slower = self.constants.flash1 if variant == "flash1" else 1.0
         fraction = self.constants.vendor if variant == "vendor" else self.efficiency.of_attention(dtype)[0] * slower
         narrow = 1.0 if variant == "flash1" else min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
@@ -148,7 +142,7 @@ class Machine:
 
 
 def forward_s(op: Op, machine: Machine) -> float:
-    """Return the seconds of an op in forward, all its ``count``."""
+    """Return the seconds of an op in forward, times its ``count``."""
     return 0.0 if op.moment == "backward" else _kernel_s(op, machine)
 
 
@@ -165,7 +159,7 @@ def _kernel_s(op: Op, machine: Machine) -> float:
 
 
 def backward_s(op: Op, machine: Machine) -> float:
-    """Return the seconds of its backward, recomputation included."""
+    """Return the seconds of an op in backward, recomputation included."""
     gap = machine.constants.gap_s
     again = forward_s(op, machine) * op.recomputed if op.recomputed else 0.0
     if op.moment == "forward":
@@ -191,7 +185,7 @@ def _functions_s(op: Op, machine: Machine) -> float:
 
 
 def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, cast_bytes: float) -> float:
-    """One product, and the casts before it."""
+    """Return the seconds of one product and the casts before it."""
     size_in, size_out = _ITEMSIZE[op.dtype]
     moved = machine.constants.tile * (size_in * (m * k + k * n) + size_out * m * n) + cast_bytes
     spent = 2 * m * n * k / (machine.matmul_flops_per_s(op.dtype) * _speed(op, machine)) + machine.move_s(moved)
@@ -199,7 +193,7 @@ def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, cast_bytes: floa
 
 
 def _speed(op: Op, machine: Machine) -> float:
-    """Of a product beside others of its precision."""
+    """Return the speed of a product relative to others of its precision."""
     early = machine.constants.early if op.variant == "early" else 1.0
     return early * (machine.constants.blocks if op.scaling in _BLOCKS else 1.0)
 
@@ -209,13 +203,13 @@ def _attention_s(op: Op, machine: Machine) -> float:
     return op.flops / machine.attention_flops_per_s(op.k, op.dtype, op.variant) + machine.move_s(moved)
 
 
-# --- Seconds of the optimizer's update: bound by the memory's bandwidth, or by the host that launches its kernels.
+# --- The optimizer's update: bound by memory bandwidth, or by the host that launches its kernels.
 
 _FP32_BYTES = 4
 
 
 def accumulated_bytes(step: Step, *, whole: bool) -> int:
-    """Of the gradients that micro-batches add up: whole ones, or this rank's shards."""
+    """Return the bytes of the gradients that micro-batches add up: whole ones, or this rank's shards."""
     axis = None if whole else step.gradients.axis
     return sum(
         count * math.prod(shape_on(step, parameter, axis)) * element_bytes(parameter, step.gradients.itemsize)
@@ -225,7 +219,10 @@ def accumulated_bytes(step: Step, *, whole: bool) -> int:
 
 
 def update_s(step: Step, machine: Machine) -> float:
-    """Clip (reads gradients), then read weights, gradients and state and write weights and state, each once."""
+    """Return the seconds of the update, bound by memory.
+
+    Clipping reads gradients; the optimizer reads weights, gradients and state, and writes weights and state.
+    """
     moved = 0
     for count, parameter in step.every_parameter():
         if not parameter.trainable:
@@ -241,7 +238,8 @@ def update_s(step: Step, machine: Machine) -> float:
         master = _FP32_BYTES if step.has_master(parameter) else 0
         gradient = element_bytes(parameter, step.gradients.itemsize)
         moved += count * (2 * state + numel * (2 * (weight + master) + 3 * gradient))
-        if step.average is not None:  # reads what was updated, reads and writes the average
+        # It reads the updated weight, and reads and writes the average.
+        if step.average is not None:
             moved += count * (numel * (master or weight) + 2 * average_bytes(step, parameter)) // step.average.every
     return moved / (machine.bytes_per_s * machine.efficiency.update)
 
@@ -258,13 +256,13 @@ def launched_s(step: Step, machine: Machine) -> float:
     return each * machine.constants.operator_s
 
 
-# --- Bytes that an offloading step moves between device, host and disk: what its copy streams and its disk must carry.
+# --- Copies of offloading between device, host and disk.
 
 
 def copies(step: Step) -> tuple[Copy, ...]:
-    """Every copy of a step on the rank that holds most; nothing where nothing is offloaded.
+    """List the copies of a step on the rank that holds most; none where nothing is offloaded.
 
-    Parameters and gradients travel in the type they are held in. On a CPU the same bytes move within its memory.
+    Parameters and gradients travel in the type they are stored in. On a CPU the same bytes move within its memory.
     """
     found = (*_activations(step), *_parameters(step), *_updates(step), *_disk(step))
     return tuple(copy for copy in found if copy.bytes_per_step > 0)
@@ -276,11 +274,11 @@ def _activations(step: Step) -> tuple[Copy, ...]:
 
 
 def _parameters(step: Step) -> tuple[Copy, ...]:
-    """Shards come for every gather, and their gradients leave after every reduction."""
+    """List the copies of offloaded shards: to the device for every gather, and their gradients back after reduction."""
     inside = outside = trained = 0
     names = [block.name for block in step.blocks for _ in block.parameters]
-    for name, home, (_, parameter) in zip(names, offload_placements(step), step.every_parameter(), strict=True):
-        size = home.parameters * held_bytes(step, parameter)
+    for name, placement, (_, parameter) in zip(names, offload_placements(step), step.every_parameter(), strict=True):
+        size = placement.parameters * held_bytes(step, parameter)
         inside, outside = (inside, outside + size) if name == "outside" else (inside + size, outside)
         trained += size if parameter.trainable else 0
     repeats = step.num_micro_batches if step.gathered == "unit" else 1
@@ -294,9 +292,9 @@ def _parameters(step: Step) -> tuple[Copy, ...]:
 
 def _updates(step: Step) -> tuple[Copy, ...]:
     early = late = 0
-    for home, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
-        early += home.gradients * held_bytes(step, parameter)
-        late += home.optimizer * held_bytes(step, parameter)
+    for placement, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
+        early += placement.gradients * held_bytes(step, parameter)
+        late += placement.optimizer * held_bytes(step, parameter)
     reductions = 1 if step.whole_gradients else step.num_micro_batches
     return (
         Copy("device", "host", early * reductions, "backward"),
@@ -309,13 +307,11 @@ def _disk(step: Step) -> tuple[Copy, ...]:
     if step.offloaded is None or not step.offloaded.on_disk:
         return ()
     size = sum(
-        home.copied * copy_bytes(step, parameter) + (home.count - home.on_device) * state_bytes(step, parameter)
-        for home, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True)
+        placement.copied * copy_bytes(step, parameter)
+        + (placement.count - placement.on_device) * state_bytes(step, parameter)
+        for placement, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True)
     )
     return Copy("disk", "host", size, "update"), Copy("host", "disk", size, "update")
-
-
-# --- Seconds of what is offloaded: copies between memories, and the update in host memory.
 
 
 @dataclass(frozen=True)
@@ -335,7 +331,7 @@ class OffloadTime:
     hides: bool = True
 
     def left_s(self, forward_s: float, backward_s: float) -> float:
-        """Return what does not hide behind so many seconds of forward and of backward."""
+        """Return the seconds that do not hide behind so many seconds of forward and of backward."""
         if not self.hides:
             return self.forward_s + self.backward_s
         return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
@@ -345,36 +341,34 @@ NO_COPIES = OffloadTime()
 
 
 def offload_time(step: Step, cluster: Cluster) -> OffloadTime:
-    """Return the copies of a step on a cluster."""
+    """Return the seconds of a step's copies on a cluster."""
     if step.offloaded is None and not (step.activations is not None and step.activations.offloaded_bytes):
         return NO_COPIES
     every = copies(step)
     forward, backward, update = (
-        _seconds([copy for copy in every if copy.moment == moment], step, cluster)
+        _copies_s([copy for copy in every if copy.moment == moment], step, cluster)
         for moment in ("forward", "backward", "update")
     )
     return OffloadTime(forward, backward, update, hides=not step.on_cpu)
 
 
 def offloaded_share(step: Step) -> float:
-    """Of the elements that train, those whose update runs in host memory."""
+    """Return the share of the trainable elements whose update runs in host memory."""
     if step.offloaded is None:
         return 0.0
     here = there = 0
-    for home, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
+    for placement, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
         if parameter.trainable:
-            numel = 1
-            for size in shape_on(step, parameter, step.optimizer.axis):
-                numel *= size
-            here += home.on_device * numel
-            there += (home.count - home.on_device) * numel
+            numel = math.prod(shape_on(step, parameter, step.optimizer.axis))
+            here += placement.on_device * numel
+            there += (placement.count - placement.on_device) * numel
     return there / (here + there) if here + there else 0.0
 
 
-def _seconds(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
-    """Return the slowest of the ways.
+def _copies_s(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
+    """Return the seconds of the slowest path.
 
-    Each direction of the link to the host, the host's memory under both, and the disk.
+    Paths are each direction of the link to the host, the host's memory under both, and the disk.
     """
     ways: dict[tuple[str, ...], float] = {}
     for copy in every:
@@ -389,3 +383,160 @@ def _seconds(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
             ways["host",] = ways.get(("host",), 0.0) + copy.bytes_per_step / cluster.host_memory.bytes_per_s
         ways[way] = ways.get(way, 0.0) + seconds
     return max(ways.values(), default=0.0)
+
+
+# --- Collectives over links of two tiers (alpha-beta).
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one mesh axis as they lie on nodes."""
+
+    size: int
+    in_node: int  # of them in one node
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return math.ceil(self.size / self.in_node)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A cluster's links with what collectives reach of them."""
+
+    cluster: Cluster
+    efficiency: Efficiency
+    constants: Constants
+
+    @property
+    def intra_bytes_per_s(self) -> float:
+        """Rate per device inside a node, in one direction."""
+        return self.cluster.intra.bytes_per_s * self.efficiency.intra
+
+    @property
+    def hop_s(self) -> float:
+        """Seconds from one node to the next."""
+        return self.cluster.inter.latency_s * self.constants.hop
+
+    @property
+    def inter_bytes_per_s(self) -> float:
+        """Rate per device between nodes, in one direction, when all of a node's devices send."""
+        return self.cluster.inter.bytes_per_s * self.efficiency.inter
+
+
+def group_of(
+    axes: tuple[tuple[str, int], ...],
+    names: tuple[str, ...],
+    devices_per_node: int,
+    counted_again: tuple[str, ...] = (),
+) -> Group:
+    """Return how the ranks along some axes (taken as one) lie on nodes; the first axis is innermost.
+
+    Args:
+        axes: Names and sizes.
+        names: Those taken as one.
+        devices_per_node: In one node.
+        counted_again: Axes whose ranks those behind them have, too.
+    """
+    stride, size, in_node = 1, 1, 1
+    for name, length in axes:
+        if name in names:
+            size *= length
+            in_node *= max(1, min(length, devices_per_node // stride))
+        stride *= 1 if name in counted_again else length
+    return Group(size, max(1, min(in_node, size)))
+
+
+def collective_s(kind: str, num_bytes: float, group: Group, network: Network, calls: int = 1) -> float:
+    """Return the seconds of ``calls`` collectives that carry ``num_bytes`` together.
+
+    Args:
+        kind: As in ``Traffic``; so is what ``num_bytes`` counts.
+        num_bytes: Payload of the whole tensors; of an all-to-all, what one rank has for all.
+        group: Who takes part. All groups of the axis run at once, so that each has its own devices' share of a node's
+            links and no more.
+        network: The links.
+        calls: Collectives that the bytes are cut into.
+    """
+    if group.size == 1 or num_bytes <= 0:
+        return 0.0
+    overhead = calls * network.constants.call_s
+    overhead += calls * network.constants.reduce_scatter_s if kind == "reduce_scatter" else 0.0
+    # Count a lower efficiency as more bytes.
+    num_bytes = num_bytes / network.efficiency.of_collective(kind)
+    if kind == "send":
+        link = network.intra_bytes_per_s if group.nodes == 1 else network.inter_bytes_per_s
+        return num_bytes / link + overhead + calls * _hop_s(group, network)
+    if kind == "all_to_all":
+        return _all_to_all_s(num_bytes, group, network) + overhead + calls * _hop_s(group, network)
+    # Pieces go from rank to rank in a pipeline: each link carries the whole.
+    if kind == "broadcast":
+        cards = group.in_node * network.inter_bytes_per_s
+        link = network.intra_bytes_per_s if group.nodes == 1 else min(network.intra_bytes_per_s, cards)
+        return num_bytes / link + overhead + calls * _ring_hops_s(group, network)
+    once = _ring_s(num_bytes, group, network)
+    if kind == "all_reduce":
+        # NCCL takes a tree where the ring's many hops cost more than its bytes.
+        return 2 * once + overhead + 2 * calls * min(_ring_hops_s(group, network), _tree_hops_s(group, network))
+    return once + overhead + calls * _ring_hops_s(group, network)
+
+
+def _ring_s(num_bytes: float, group: Group, network: Network) -> float:
+    """Return the seconds of an all-gather or reduce-scatter.
+
+    It runs inside nodes and between them at the same time, and the slower one counts.
+    """
+    inside = num_bytes * (group.size - 1) / group.size / network.intra_bytes_per_s if group.in_node > 1 else 0.0
+    if group.nodes == 1:
+        return inside
+    # Every node takes what it lacks through the links of its devices in this group.
+    across = num_bytes * (group.nodes - 1) / group.nodes / (group.in_node * network.inter_bytes_per_s)
+    return max(inside, across)
+
+
+def _all_to_all_s(num_bytes: float, group: Group, network: Network) -> float:
+    one = num_bytes / group.size  # what one rank has for another
+    inside = one * (group.in_node - 1) / network.intra_bytes_per_s
+    across = one * (group.size - group.in_node) / network.inter_bytes_per_s
+    return max(inside, across)
+
+
+def _ring_hops_s(group: Group, network: Network) -> float:
+    inside = (group.size - group.nodes) * network.cluster.intra.latency_s
+    return inside + (group.nodes if group.nodes > 1 else 0) * network.hop_s
+
+
+def _tree_hops_s(group: Group, network: Network) -> float:
+    inside = math.log2(group.in_node) * network.cluster.intra.latency_s if group.in_node > 1 else 0.0
+    return inside + 2 * math.log2(group.nodes) * network.hop_s if group.nodes > 1 else inside
+
+
+def _hop_s(group: Group, network: Network) -> float:
+    return network.cluster.intra.latency_s if group.nodes == 1 else network.hop_s
+
+
+# --- The ring of a context axis: keys and values travel while ranks attend to those they have.
+
+AXIS = "context"
+
+
+def ring_s(step: Step, network: Network, moment: str) -> float:
+    """Return the exposed seconds of a micro-batch's ring: what attention does not hide of keys and values.
+
+    Args:
+        step: After all ``cost`` twins.
+        network: What carries it, between devices that attend.
+        moment: ``"forward"`` or ``"backward"``.
+    """
+    sent = [each for each in step.traffic if each.moment == moment and each.axis == AXIS and each.kind == "send"]
+    if not sent:
+        return 0.0
+    group = group_of(step.axes, (AXIS,), network.cluster.devices_per_node, step.counted_again)
+    travels = sum(collective_s("send", each.bytes_per_step, group, network, each.calls) for each in sent)
+    cluster = network.cluster
+    machine = Machine(cluster.device, network.efficiency, network.constants, cluster.num_devices)
+    seconds = forward_s if moment == "forward" else backward_s
+    hides = sum(b.count * seconds(op, machine) for b in step.blocks for op in b.ops if op.kind == "attention")
+    waits = sum(each.calls * network.constants.waits_s(step.size(each.axis)) for each in sent)
+    return max(travels / step.num_micro_batches - hides, 0.0) + waits / step.num_micro_batches

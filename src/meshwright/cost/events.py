@@ -1,6 +1,6 @@
-"""The whole simulated step as events: every rank of a pipeline, every stream, every micro-batch, and what binds.
+"""The whole simulated step as events: every rank of a pipeline, every stream, every micro-batch, and the critical path.
 
-The same tasks that :func:`~meshwright.cost.simulate.simulate` counts, laid out in time; the last ends when it says.
+The same tasks that :func:`~meshwright.cost.step_time.simulate` counts, laid out in time; both end at the same moment.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 
 from meshwright.cost.calibration import Calibration, fitted
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.device_time import Network
 from meshwright.cost.scheduling import Action, StageTimes, Task, makespan_s, order, pass_tasks, play, schedule
 from meshwright.cost.step import Step
 from meshwright.cost.step_time import (
@@ -27,7 +28,6 @@ from meshwright.cost.step_time import (
     simulate,
     stage_times,
 )
-from meshwright.cost.traffic import Network
 
 Lane = Literal["compute", "collective", "gather", "reduce", "send", "copy", "update", "host"]
 
@@ -58,17 +58,17 @@ class StepEvent:
 
     @property
     def seconds(self) -> float:
-        """Return how long it took."""
+        """Duration."""
         return self.end_s - self.start_s
 
 
 def step_events(
     steps: Step | Sequence[Step], cluster: Cluster, calibration: Calibration | None = None
 ) -> tuple[StepEvent, ...]:
-    """Return a step as it runs on a cluster, in order of time.
+    """Lay out a step as it runs on a cluster, in order of time.
 
-    Steps of many equal blocks or micro-batches are simulated in part and continued; here all are laid out, and
-    stretched by the small factor by which that differs, so that the last event ends at ``step_time_s``.
+    :func:`simulate` plays steps of many equal blocks or micro-batches in part and extrapolates. Here all of them are
+    laid out, and stretched by the small difference, so that the last event ends at ``step_time_s``.
 
     Args:
         steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
@@ -78,7 +78,8 @@ def step_events(
     every = [steps] if isinstance(steps, Step) else list(steps)
     known = calibration or cluster.calibration or fitted()
     time = simulate(every, cluster, known)
-    distinct = {id(step): step for step in every}  # comparing steps takes longer than playing some of them twice
+    # By identity: comparing steps takes longer than playing some of them twice.
+    distinct = {id(step): step for step in every}
     played = {number: rank_of(step, cluster, known) for number, step in distinct.items()}
     ranks = [played[id(step)] for step in every]
     busy = time.step_time_s - time.copies_s - time.update_s - time.overhead_s
@@ -96,7 +97,7 @@ def step_events(
 
 
 def coalesced(events: Sequence[StepEvent], most: int) -> tuple[StepEvent, ...]:
-    """Return the same with fewer events: neighbours on one lane become one, until about ``most`` are left."""
+    """Merge neighbours on each lane until about ``most`` events are left."""
     together = -(-len(events) // most)
     if together <= 1:
         return tuple(events)
@@ -126,10 +127,7 @@ class _Score:
         return len(self.tasks) - 1
 
     def events(self, end_s: float, shares: Sequence[tuple[float, float]]) -> list[StepEvent]:
-        """Return what is played, ending at ``end_s``.
-
-        A share of each rank's computing is collectives that blocks wait for.
-        """
+        """Play the tasks, ending at ``end_s``, and split off the share of computing that waits for collectives."""
         played = schedule(self.tasks)
         whole = max((event.end_s for event in played), default=0.0)
         stretch = end_s / whole if whole else 1.0
@@ -149,7 +147,7 @@ def _split(event: StepEvent, shares: tuple[float, float]) -> Iterable[StepEvent]
 
 
 def _inline_shares(step: Step, rank: Rank, cluster: Cluster, known: Calibration) -> tuple[float, float]:
-    """Of what a rank computes in forward and in backward, the share that its blocks wait for collectives."""
+    """Return the shares of a rank's forward and backward in which its blocks wait for collectives."""
     network = Network(cluster, known.of(cluster.device.efficiency), known.constants)
     forward, backward = rank.passes.forward_total_s, rank.passes.backward_total_s
     waits = inline_s(step, network, "forward"), inline_s(step, network, "backward")
@@ -157,7 +155,7 @@ def _inline_shares(step: Step, rank: Rank, cluster: Cluster, known: Calibration)
 
 
 def _replicated(rank: Rank, micro_batches: int) -> _Score:
-    """All micro-batches of a rank without a pipeline; each begins when the one before has ended on every stream."""
+    """Lay out all micro-batches of a rank without a pipeline, one after the other."""
     score = _Score()
     before: tuple[int, ...] = ()
     for number in range(micro_batches):
@@ -179,7 +177,7 @@ def _micro_batch(rank: Rank, *, first: bool, last: bool) -> list[Task]:
 
 
 def _append(score: _Score, tasks: Sequence[Task], before: tuple[int, ...], label: str) -> tuple[int, ...]:
-    """Add a micro-batch behind what was there; return the last task of each stream."""
+    """Add a micro-batch after the tasks before it; return the last task of each stream."""
     offset, latest = len(score.tasks), dict[str, int]()
     for task in tasks:
         after = tuple(offset + index for index in task.after) + (() if task.stream in latest else before)
@@ -196,9 +194,9 @@ def _lane(task: Task) -> Lane:
 def _pipelined(
     steps: Sequence[Step], ranks: Sequence[Rank], cluster: Cluster, known: Calibration
 ) -> tuple[_Score, float]:
-    """Every rank's micro-batches in the order of the schedule, and when the last backward ends.
+    """Lay out every rank's micro-batches in the order of the schedule; return also when the last backward ends.
 
-    Ranks that share cores are laid out as if each had its own: what they wait for a core is in what they compute.
+    Ranks that share cores are laid out as if each had its own: the wait for a core is part of their computing time.
     """
     stages = steps[0].stages
     assert stages is not None
@@ -228,7 +226,7 @@ def _pipelined(
 
 
 def _back_to_back(times: Sequence[StageTimes], whole: float, micro_batches: int) -> _Score:
-    """Ranks that begin one after the other and then never wait: a schedule without a bubble, but for its beginning."""
+    """Lay out ranks that begin one after the other and then never wait, for schedules without a bubble."""
     ranks, slowest = len(times), max(each.forward_s + each.backward_s for each in times)
     later = (whole - slowest * micro_batches) / max(ranks - 1, 1)
     score = _Score()
@@ -241,7 +239,7 @@ def _back_to_back(times: Sequence[StageTimes], whole: float, micro_batches: int)
 
 
 def _source(action: Action, last: int) -> Action | None:
-    """Return what an action waits for on another stage, or its own forward."""
+    """Return the action that an action waits for: on another stage, or its own forward."""
     kind, stage, part = action
     if kind == "F":
         return ("F", stage - 1, part) if stage else None
@@ -249,7 +247,7 @@ def _source(action: Action, last: int) -> Action | None:
 
 
 def _beside(score: _Score, own: Rank, rank: int, computed: int, waits: tuple[int, ...], per_rank: int) -> None:
-    """The gathers or reductions of one micro-batch: they begin with the computing that they run beside."""
+    """Add the gathers or reductions of one micro-batch, beginning with the computing that they run beside."""
     task = score.tasks[computed]
     lane: Lane = "gather" if task.name.startswith("forward") else "reduce"
     if not (own.gathers_each if lane == "gather" else own.reduces_each):
@@ -260,7 +258,7 @@ def _beside(score: _Score, own: Rank, rank: int, computed: int, waits: tuple[int
 
 
 def _last_reductions(ranks: Sequence[Rank], end: float, busy: float, rounds: float) -> list[StepEvent]:
-    """Gather and reductions once a step, beside each rank's last backwards and what of them is left after these."""
+    """List the gathers and reductions once a step: beside each rank's last backwards, and beyond them."""
     slowest = max(ranks, key=lambda each: once_s(each) - each.passes.backward_total_s * rounds)
     found = []
     for rank, each in enumerate(ranks):
@@ -275,7 +273,7 @@ def _last_reductions(ranks: Sequence[Rank], end: float, busy: float, rounds: flo
 
 
 def _closing(ranks: Sequence[Rank], time: StepTime, busy: float) -> list[StepEvent]:
-    """Copies that did not hide, the update of every rank, and what is left of the step."""
+    """List the copies that did not hide, the update of every rank, and the overhead."""
     longest, begin = max(each.update_s for each in ranks), busy + time.copies_s
     updates = [
         StepEvent(rank, "update", "update", begin, begin + each.update_s, each.update_s == longest)

@@ -12,14 +12,13 @@ from typing import Literal
 from meshwright.cost.activations import Activations, BackwardAt, Transient
 from meshwright.cost.rank_memory import (
     Memory,
-    element_bytes,
     held_bytes,
     memory,
     whole_gradients,
     whole_weights,
     whole_weights_bytes,
 )
-from meshwright.cost.step import Step
+from meshwright.cost.step import Step, element_bytes
 
 AVERAGING = ("data", "sequence", "context")
 """The axes over which plain data parallelism averages gradients, that of the name of its traffic first."""
@@ -28,9 +27,9 @@ _BUCKET_BYTES = 250 * 2**20  # DDP sends so much at once, and does not wait for 
 
 
 def copied_out(step: Step) -> list[tuple[int, int]]:
-    """Return the moments of forward at which gathered weights are there twice: flat as they arrived, and in place.
+    """Return the moments of forward at which gathered weights exist twice: flat as they arrived, and in place.
 
-    What is flat is freed at once on a CPU; elsewhere only when the next unit has gathered its own.
+    The flat copy is freed at once on a CPU; elsewhere only when the next unit has gathered its own.
 
     Returns:
         Bytes of both, and of what is saved by then for backward.
@@ -42,7 +41,8 @@ def copied_out(step: Step) -> list[tuple[int, int]]:
     blocks = sorted(
         (size for block, size in every if block.name != "outside" for _ in range(block.count)), reverse=True
     )
-    arrives = 0 if step.shards_in_memory else 1  # where ranks share memory, weights are flat there
+    # Where ranks share memory, the flat weights lie there and are counted apart.
+    arrives = 0 if step.shards_in_memory else 1
     if not blocks:
         return [((1 + arrives) * outside, 0 if is_freed_at_once(step) else _saved_bytes(step))]
     first = (1 + arrives) * outside + (0 if is_freed_at_once(step) else blocks[0])
@@ -54,9 +54,9 @@ def copied_out(step: Step) -> list[tuple[int, int]]:
 
 
 def exchanged_in_memory(step: Step) -> int:
-    """A rank's share of the memory through which ranks of one host hand on weights and gradients of shards.
+    """Return a rank's share of the host memory through which ranks exchange weights and gradients of shards.
 
-    There is room for three units of gathered weights, which all ranks share, and for one of each rank's gradients.
+    It has room for three units of gathered weights, shared by all ranks, and for one unit of each rank's gradients.
     """
     if not step.shards_in_memory:
         return 0
@@ -68,14 +68,14 @@ def exchanged_in_memory(step: Step) -> int:
 
 
 def averages_in_buckets(step: Step) -> bool:
-    """Return whether DDP averages: gradients are parts of its buffers, which last."""
+    """Return whether DDP averages, so that gradients are views into its persistent buckets."""
     split = step.size("tensor") * step.size("expert") > 1
     averaged = math.prod(map(step.size, AVERAGING)) > 1
     return step.shard_axis is None and step.stages is None and averaged and not split
 
 
 def broadcast_bytes(step: Step) -> int:
-    """Of the model's buffers, those that lie packed at once while DDP takes them over from its first rank."""
+    """Return the bytes of the model's buffers that are packed at once while DDP broadcasts them from rank 0."""
     if not averages_in_buckets(step) or not any(p.trainable for _, p in step.every_parameter()):
         return 0
     filled, full = 0, []
@@ -88,15 +88,12 @@ def broadcast_bytes(step: Step) -> int:
 
 
 def is_freed_at_once(step: Step) -> bool:
-    """Return whether FSDP2 lets go of what it has gathered as soon as that is copied, as it does where gathers run apart."""
+    """Return whether FSDP2 frees a flat gather as soon as it is copied, as it does without a stream for gathers."""
     return step.on_cpu and step.compression is None
 
 
 def last_gathered_bytes(step: Step) -> int:
-    """Return what is flat yet behind the blocks in forward: the last block's weights.
-
-    Where there is none, the model's.
-    """
+    """Return the bytes still flat behind the blocks in forward: of the last block, or of a model without blocks."""
     if is_freed_at_once(step):
         return 0
     every = whole_weights(step)
@@ -109,21 +106,22 @@ def _saved_bytes(step: Step) -> int:
 
 
 def _saved_before_the_last_block(step: Step) -> int:
-    """Of one micro-batch; ranks of a pipeline gather before they hold several."""
+    """Return what one micro-batch has saved; ranks of a pipeline gather before they hold several."""
     known = step.activations
     if known is None or step.stages is not None:
         return 0
-    if not known.transients:  # nor is it known where something is saved
+    # Without transients the places of saved tensors are unknown, too.
+    if not known.transients:
         return known.saved_bytes - min(known.outside_bytes, known.saved_bytes)
     behind = known.transients[-1].place
     return sum(size for kept in known.kept_at for (place,), size in kept if place < behind - 1)
 
 
-# --- What a rank holds while one place of its model after the other runs backward.
+# --- Memory while the places of a model run backward, one after the other.
 
 
 def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]]:
-    """Yield whether a place lies behind the blocks, and what is held at its own peak.
+    """Yield whether a place lies behind the blocks, and the memory at its own peak in backward.
 
     Args:
         step: With transients.
@@ -177,7 +175,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
 
 
 def _received_bytes(step: Step, now: BackwardAt) -> int:
-    """Buffers for what stages receive: torch keeps one for every micro-batch, those that forward saves among them."""
+    """Return the bytes of receive buffers: torch keeps one per micro-batch, some of which forward has saved."""
     stages = step.stages
     if stages is None or stages.boundary_bytes is None:
         return 0
@@ -198,7 +196,7 @@ def _of_stage(step: Step, known: Activations, stage: int) -> list[Transient]:
 
 
 def _accumulates(step: Step, now: BackwardAt) -> bool:
-    """Return whether gradients are added to others, or copied to where they belong, as soon as they are complete."""
+    """Return whether gradients are added or copied to their place as soon as they are complete."""
     if step.shard_axis is not None and not step.whole_gradients:
         return False
     return now.accumulated[now.stage] or averages_in_buckets(step)
@@ -206,7 +204,7 @@ def _accumulates(step: Step, now: BackwardAt) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
-    """Those of parameters that are there already while a place runs backward."""
+    """Gradients of parameters that exist while a place runs backward."""
 
     step: Step
     whole: Memory
@@ -214,7 +212,7 @@ class _Gradients:
     now: BackwardAt
 
     def at(self, place: Transient) -> tuple[int, int]:
-        """As they last, and whole ones on their way to shards."""
+        """Return the bytes of lasting gradients, and of whole ones on their way to shards."""
         own = _of_stage(self.step, self.known, self.now.stage)
         later = sum(each.gradients for each in own if each.place > place.place)
         if self.step.shard_axis is not None:
@@ -239,7 +237,8 @@ class _Gradients:
         total = sum(each.gradients for each in self.known.transients)
         behind = self.known.transients[-1]
         waiting = behind.gradients if place.place < behind.place else 0
-        if self.step.shards_in_memory:  # where those lie that have been packed
+        # Packed gradients lie in shared memory, which is counted apart.
+        if self.step.shards_in_memory:
             every = []
         reduced = max((size for block, size in every if block.name != "outside"), default=0)
         on_way = waiting + (reduced if later > waiting else 0)
@@ -250,9 +249,9 @@ class _Gradients:
 
 
 def _exchanged_bytes(step: Step) -> int:
-    """Of a block whose gradients a CPU reduces: all of them packed, what arrives in their place, and the shard.
+    """Return the bytes in flight while a CPU reduces a block's gradients: packed, arriving, and the shard.
 
-    The shard alone where ranks share the memory of the others.
+    Only the shard where ranks share the memory of the others.
     """
     if not step.on_cpu or step.whole_gradients or step.size(step.shard_axis) == 1:
         return 0
@@ -265,9 +264,9 @@ def _largest_block(step: Step) -> int:
 
 
 def _weights(step: Step, place: int, behind: int) -> int:
-    """Whole weights while a place runs backward: its block's, those gathered next, and what is outside the blocks.
+    """Return the whole weights while a place runs backward: its block's, prefetched ones, and those outside blocks.
 
-    Those that a step gathers once are freed block by block in the last micro-batch alone.
+    Weights that are gathered once a step are freed block by block in the last micro-batch alone.
     """
     whole = whole_weights_bytes(step)
     if step.gathered == "nothing" or not whole:
@@ -283,18 +282,18 @@ def _weights(step: Step, place: int, behind: int) -> int:
     return outside + (largest * (1 + ahead) if 0 <= place < behind else 0)
 
 
-# --- Peak memory of a simulated step: what lives at each of its moments, and what an allocator has reserved by then.
+# --- The fullest moment of a step.
 
 Moment = Literal["gather", "loss", "recomputation", "reduction", "update"]
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most one rank holds.
+    """The most memory one rank holds in a step.
 
     Args:
-        moment: When: as forward gathers or receives weights and buffers, as the loss runs backward, as the last block
-            does, as the last gradients are reduced, or at the update.
+        moment: As forward gathers weights or receives buffers, at the start of backward, in the last block, as the last
+            gradients are reduced, or at the update.
         memory: By class, at that moment.
         allocated_bytes: Of tensors.
         reserved_bytes: Of the caching allocator, which keeps what it once took, stream by stream.
@@ -307,11 +306,11 @@ class Peak:
 
 
 def peak(step: Step, but_for: Collection[Moment] = ()) -> Peak:
-    """Return the moment at which a rank holds most, and how much.
+    """Return the fullest moment of a step.
 
     Args:
         step: What it computes.
-        but_for: Moments that are not looked at; never the update.
+        but_for: Moments to leave out; never the update.
     """
     every = {moment: held for moment, held in moments(step).items() if moment not in but_for}
     moment = max(every, key=lambda each: every[each].total)
@@ -319,12 +318,12 @@ def peak(step: Step, but_for: Collection[Moment] = ()) -> Peak:
 
 
 def moments(step: Step) -> dict[Moment, Memory]:
-    """Return what a rank holds at each moment that competes for the peak.
+    """Return the memory at each moment that competes for the peak.
 
-    Before a part of the model computes in forward, what was gathered is copied to where it is used. As the loss runs
-    backward everything that forward saved is alive, and no gradient but those that accumulate. When
-    the last block does (recomputed or not) what the loss kept is free. When the gradients outside the blocks are
-    reduced, nothing saved is left; at the update, all gradients are there, and what the optimizer holds for a moment.
+    Before a unit computes in forward, gathered weights are copied to where they are used (``gather``). At the start of
+    backward, all that forward saved is alive, and only accumulated gradients are (``loss``). When the last block runs
+    backward, what the loss saved is free (``recomputation``). When the gradients outside the blocks are reduced,
+    nothing saved is left (``reduction``). At the ``update`` all gradients exist, and the optimizer's temporaries.
     """
     most, known = memory(step), step.activations
     whole = dataclasses.replace(most, updating=0)
@@ -363,9 +362,10 @@ def moments(step: Step) -> dict[Moment, Memory]:
 
 
 def _at_update(step: Step, most: Memory) -> Memory:
-    """All gradients, and what the optimizer holds for a moment.
+    """Return the memory at the update: all gradients, and the optimizer's temporaries.
 
-    Of real modules FSDP2 has freed what it gathered, and DDP keeps its buffers beside fp32 gradients of half weights.
+    With a traced model FSDP2 has freed what it gathered, and DDP keeps its buckets beside fp32 gradients of half
+    weights.
     """
     known = step.activations
     real = known is not None and bool(known.transients)
@@ -378,9 +378,9 @@ def _at_update(step: Step, most: Memory) -> Memory:
 
 
 def _gradients(step: Step) -> tuple[int, int, int]:
-    """Whole gradients that accumulate, those of blocks that are computed and reduced, and of what is outside.
+    """Return whole gradients: accumulated, of the blocks that are computed and reduced, and of all outside blocks.
 
-    Two blocks at once; beside gradients that accumulate, which are there already, one.
+    Two blocks at once; one beside accumulated gradients, which exist already.
     """
     each = whole_gradients(step)
     accumulates = step.whole_gradients and step.num_micro_batches > 1
@@ -392,15 +392,15 @@ def _gradients(step: Step) -> tuple[int, int, int]:
 
 
 def _reserved(every: dict[Moment, Memory], weights: int) -> int:
-    """Return the allocator keeps blocks per stream.
+    """Return the bytes that the caching allocator has reserved, which it keeps per stream.
 
-    Gathered weights, and gradients as shards, come from streams of their own.
-
-    What computes allocates on one stream; what it holds there at its own peak stays reserved.
+    Gathered weights, and gradients as shards, come from streams of their own. All other memory of computing comes from
+    one stream, whose own peak stays reserved.
     """
 
     def computing(each: Memory) -> int:
-        twice = max(each.gradients - whole.gradients, 0)  # in DDP's buffers, too
+        # Gradients that are in DDP's buckets, too.
+        twice = max(each.gradients - whole.gradients, 0)
         kept = (each.activations or 0) + each.recomputation + each.returned + each.updating
         return kept + max(each.gathered - weights, 0) + twice
 

@@ -8,13 +8,22 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from meshwright.cost.step import Block, Buffer, Parameter, Placement, StateTensor, Step
+from meshwright.cost.step import (
+    Block,
+    Parameter,
+    Placement,
+    StateTensor,
+    Step,
+    element_bytes,
+    gathered_itemsize,
+    padded_bytes,
+)
 
 
 def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Give every thing one owner, the largest first to whoever has least (Graham's LPT rule).
+    """Assign every item one owner, the largest first to the least loaded rank (Graham's LPT rule).
 
-    No rank gets more than 4/3 of what the best division gives the fullest; equal on every rank that asks.
+    No rank gets more than 4/3 of the fullest rank's load in the best division. Every rank computes the same.
 
     Returns:
         The owner of each.
@@ -27,11 +36,11 @@ def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-# --- Which parameters are offloaded: one rule for the real job and for the simulated step.
+# --- Offload placement, by one rule for the real job and the simulated step.
 
 
 def pick_largest(keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], budget: float) -> set[int]:
-    """Take things, the largest first, as long as they fit into what is left of a budget.
+    """Choose items, the largest first, as long as they fit into what is left of a budget.
 
     Args:
         keys: Break ties between equal sizes, in the same way wherever the same things are asked about.
@@ -48,7 +57,7 @@ def pick_largest(keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], budget: 
 def pick_numbers(
     keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], counts: Sequence[int], budget: float
 ) -> list[int]:
-    """Return the same of things that there are several of: how many of each are chosen.
+    """Choose how many of each kind of item fit, as :func:`pick_largest` chooses items.
 
     Args:
         keys: As of :func:`pick_largest`.
@@ -56,7 +65,8 @@ def pick_numbers(
         counts: How many of each there are.
         budget: Most that the chosen may sum up to.
     """
-    chosen, left = [0] * len(sizes), budget + 1e-6  # a fraction of 1 must fit in spite of rounding
+    # The margin lets a fraction of 1 fit in spite of rounding.
+    chosen, left = [0] * len(sizes), budget + 1e-6
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], keys[place], place)):
         size, count = sizes[place], counts[place]
         if left >= size:
@@ -67,7 +77,7 @@ def pick_numbers(
 
 @dataclass
 class OffloadPlacement:
-    """How many of the equal instances of a parameter live where; every instance counts once."""
+    """Numbers of the equal instances of a parameter that are offloaded, by how far they are."""
 
     count: int  # instances in all
     parameters: int = 0  # the parameter itself is on the host, with its gradient and states
@@ -76,35 +86,41 @@ class OffloadPlacement:
 
     @property
     def on_device(self) -> int:
-        """Return the instances with nothing on the host."""
+        """Instances with nothing on the host."""
         return self.count - self.parameters - self.gradients - self.optimizer
 
     @property
     def copied(self) -> int:
-        """Return the instances with a copy of the parameter on the host, where it is updated."""
+        """Instances with a copy of the parameter on the host, where it is updated."""
         return self.gradients + self.optimizer
 
 
 def offload_placements(step: Step) -> list[OffloadPlacement]:
-    """Return the homes of the parameters of a step, in the order of ``every_parameter``."""
-    homes = [OffloadPlacement(count) for count, _ in step.every_parameter()]
+    """Return the offload placement of every parameter, in the order of ``every_parameter``.
+
+    The real job follows the same rule.
+    """
+    placements = [OffloadPlacement(count) for count, _ in step.every_parameter()]
     if step.offloaded is None:
-        return homes
-    _place_parameters(step, homes)
+        return placements
+    _place_parameters(step, placements)
     listed = [parameter for _, parameter in step.every_parameter()]
     keys, sizes = [_whole_shape(step, each) for each in listed], [whole_numel(step, each) for each in listed]
     trained = [size if each.trainable else 0 for size, each in zip(sizes, listed, strict=True)]
-    total = sum(home.count * size for home, size in zip(homes, trained, strict=True))
-    taken = sum(home.parameters * size for home, size in zip(homes, trained, strict=True))
-    left = [home.count - home.parameters if each.trainable else 0 for home, each in zip(homes, listed, strict=True)]
+    total = sum(placement.count * size for placement, size in zip(placements, trained, strict=True))
+    taken = sum(placement.parameters * size for placement, size in zip(placements, trained, strict=True))
+    left = [
+        placement.count - placement.parameters if each.trainable else 0
+        for placement, each in zip(placements, listed, strict=True)
+    ]
     offloaded = pick_numbers(keys, sizes, left, step.offloaded.optimizer * total - taken)
     early = [
         number if each.sharded or step.shard_axis is None else 0 for number, each in zip(offloaded, listed, strict=True)
     ]
     leaving = pick_numbers(keys, sizes, early, step.offloaded.gradients * total - taken)
-    for home, number, gone in zip(homes, offloaded, leaving, strict=True):
-        home.optimizer, home.gradients = number - gone, gone
-    return homes
+    for placement, number, gone in zip(placements, offloaded, leaving, strict=True):
+        placement.optimizer, placement.gradients = number - gone, gone
+    return placements
 
 
 def whole_numel(step: Step, parameter: Parameter) -> int:
@@ -117,8 +133,8 @@ def _whole_shape(step: Step, parameter: Parameter) -> tuple[int, ...]:
     return tuple(size * parts if dim == parameter.tensor_dim else size for dim, size in enumerate(parameter.shape))
 
 
-def _place_parameters(step: Step, homes: list[OffloadPlacement]) -> None:
-    """Parameters leave by unit of sharding: a block, or all that lies outside of the blocks."""
+def _place_parameters(step: Step, placements: list[OffloadPlacement]) -> None:
+    """Place parameters by unit of sharding: a block, or all that lies outside the blocks."""
     assert step.offloaded is not None
     if step.shard_axis is None or not step.offloaded.parameters:
         return
@@ -128,7 +144,7 @@ def _place_parameters(step: Step, homes: list[OffloadPlacement]) -> None:
     for number, block in zip(chosen, step.blocks, strict=True):
         for offset, parameter in enumerate(block.parameters):
             if parameter.sharded:
-                homes[first + offset].parameters = number
+                placements[first + offset].parameters = number
         first += len(block.parameters)
 
 
@@ -136,7 +152,7 @@ def _sharded_numel(step: Step, block: Block) -> int:
     return sum(whole_numel(step, parameter) for parameter in block.parameters if parameter.sharded)
 
 
-# --- Bytes of a simulated step on one rank, by class; exact for parameters, gradients, optimizer state and buffers.
+# --- Bytes by class; exact for parameters, gradients, optimizer states and buffers.
 
 _FP32_BYTES = 4
 _COMPUTING = ("activations", "recomputation", "returned")  # classes of which nothing is left at the update
@@ -169,9 +185,9 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Return the sum of the classes on the device, of activations and what an update holds the larger.
+        """Bytes on the device, where activations and the update's temporaries count as the larger of both.
 
-        Unknown ones are 0.
+        Unknown classes count 0.
         """
         names = (field.name for field in fields(self) if not field.name.startswith(("host_", "disk_")))
         computing = sum(map(self._sized, _COMPUTING))
@@ -179,7 +195,7 @@ class Memory:
 
     @property
     def host_total(self) -> int:
-        """Return the sum of all classes on the host."""
+        """Bytes in host memory."""
         return sum(self._sized(field.name) for field in fields(self) if field.name.startswith("host_"))
 
     def _sized(self, name: str) -> int:
@@ -192,11 +208,13 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
     Rank 0 of the sharding axis holds the most: shards are cut as ``torch.chunk`` does, the remainder last.
     """
     where = coordinate or {}
-    homes = offload_placements(step)
+    placements = offload_placements(step)
 
     def total(bytes_of: Callable[[Parameter], int], number_of: Callable[[OffloadPlacement], int]) -> int:
-        pairs = zip(homes, step.every_parameter(), strict=True)
-        return sum(number * bytes_of(parameter) for home, (_, parameter) in pairs if (number := number_of(home)))
+        pairs = zip(placements, step.every_parameter(), strict=True)
+        return sum(
+            number * bytes_of(parameter) for placement, (_, parameter) in pairs if (number := number_of(placement))
+        )
 
     def gradient(p: Parameter) -> int:
         return _local_bytes(step, p, step.gradients, where) if p.trainable else 0
@@ -211,44 +229,49 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         return copy_bytes(step, p, where)
 
     on_disk, known = step.offloaded is not None and step.offloaded.on_disk, step.activations
-    host_master, host_states = total(copied, lambda home: home.copied), total(states, lambda h: h.count - h.on_device)
-    host_scalars = total(scalars, lambda home: home.count - home.on_device) if on_disk else host_states
+    host_master, host_states = (
+        total(copied, lambda placement: placement.copied),
+        total(states, lambda h: h.count - h.on_device),
+    )
+    host_scalars = total(scalars, lambda placement: placement.count - placement.on_device) if on_disk else host_states
     return Memory(
-        parameters=total(lambda p: held_bytes(step, p, where), lambda home: home.count - home.parameters),
-        master=total(lambda p: _master_bytes(step, p, where), lambda home: home.on_device),
-        gradients=total(gradient, lambda home: home.on_device)
-        + total(lambda p: held_bytes(step, p, where), lambda home: home.optimizer),
-        optimizer=total(states, lambda home: home.on_device),
+        parameters=total(
+            lambda p: held_bytes(step, p, where), lambda placement: placement.count - placement.parameters
+        ),
+        master=total(lambda p: _master_bytes(step, p, where), lambda placement: placement.on_device),
+        gradients=total(gradient, lambda placement: placement.on_device)
+        + total(lambda p: held_bytes(step, p, where), lambda placement: placement.optimizer),
+        optimizer=total(states, lambda placement: placement.on_device),
         buffers=sum(buffer.numel * element_bytes(buffer, step.buffers_itemsize) for buffer in step.buffers),
         gathered=_gathered_bytes(step),
         activations=known.saved_bytes if known is not None else None,
         outer=_outer_bytes(step, where),
-        average=total(lambda p: average_bytes(step, p, where), lambda home: home.on_device),
+        average=total(lambda p: average_bytes(step, p, where), lambda placement: placement.on_device),
         recomputation=known.working_bytes if known is not None else 0,
         returned=known.returned_bytes if known is not None else 0,
-        updating=_updating_bytes(step, homes, where),
-        host_parameters=total(lambda p: held_bytes(step, p, where), lambda home: home.parameters),
+        updating=_updating_bytes(step, placements, where),
+        host_parameters=total(lambda p: held_bytes(step, p, where), lambda placement: placement.parameters),
         host_master=0 if on_disk else host_master,
-        host_gradients=total(copied, lambda home: home.copied) + total(gradient, lambda home: home.parameters),
+        host_gradients=total(copied, lambda placement: placement.copied)
+        + total(gradient, lambda placement: placement.parameters),
         host_optimizer=host_scalars,
         host_activations=known.offloaded_bytes if known is not None else 0,
-        host_average=total(lambda p: average_bytes(step, p, where), lambda home: home.count - home.on_device),
+        host_average=total(
+            lambda p: average_bytes(step, p, where), lambda placement: placement.count - placement.on_device
+        ),
         disk_master=host_master if on_disk else 0,
         disk_optimizer=host_states - host_scalars,
     )
 
 
 def held_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
-    """Return the bytes of one rank's part of a parameter, as the model holds it."""
+    """Return the bytes of one rank's part of a parameter, as the model stores it."""
     placement = Placement(step.parameters.axis, step.held_itemsize(parameter))
     return _local_bytes(step, parameter, placement, where or {})
 
 
 def copy_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
-    """Return the bytes of the host's copy of one rank's part of a parameter.
-
-    Fp32 for half where there are master weights.
-    """
+    """Return the bytes of the host's copy of one rank's part of a parameter: fp32 with master weights."""
     itemsize = element_bytes(parameter, step.parameters.itemsize)
     if step.master is not None and parameter.floating:
         itemsize = max(itemsize, _FP32_BYTES)
@@ -256,7 +279,7 @@ def copy_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None
 
 
 def average_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
-    """Return the bytes of the moving average of one rank's part of a parameter; 0 where none is kept."""
+    """Return the bytes of the moving average of one rank's part of a parameter; 0 without one."""
     if step.average is None or not parameter.trainable:
         return 0
     itemsize = step.average.itemsize or max(parameter.itemsize, _FP32_BYTES)
@@ -269,10 +292,7 @@ def state_bytes(step: Step, parameter: Parameter) -> int:
 
 
 def keeps_state(step: Step, parameter: Parameter, state: StateTensor) -> bool:
-    """Return whether the optimizer keeps a state at all.
-
-    One only for half precision where it updates a parameter in half.
-    """
+    """Return whether the optimizer keeps a state at all; some exist only for parameters in half precision."""
     return not state.only_for_half or element_bytes(parameter, step.optimizer.itemsize) < _FP32_BYTES
 
 
@@ -291,35 +311,10 @@ def local_shape(shape: tuple[int, ...], parts: int, index: int) -> tuple[int, ..
     return (max(0, min(shape[0], rows * (index + 1)) - rows * index), *shape[1:])
 
 
-def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
-    """Return the bytes of a parameter (or its gradient) in a collective over the sharding axis.
-
-    Every rank sends equal rows.
-    """
-    parts = step.size(step.shard_axis)
-    if not parameter.shape:
-        return itemsize
-    return math.ceil(parameter.shape[0] / parts) * parts * math.prod(parameter.shape[1:]) * itemsize
-
-
-def element_bytes(tensor: Parameter | Buffer, itemsize: int | None) -> int:
-    """Return the bytes per element under a precision; integer tensors keep their own."""
-    return itemsize if itemsize is not None and tensor.floating else tensor.itemsize
-
-
-def gathered_itemsize(step: Step, parameter: Parameter) -> int:
-    """Return the bytes per element of a parameter that is gathered."""
-    own = parameter.gather_itemsize
-    return own if own is not None else element_bytes(parameter, step.compute_itemsize)
-
-
 def shape_on(
     step: Step, parameter: Parameter, axis: str | None, where: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
-    """Return the shape of the part of a parameter that the rank at ``where`` holds, when an axis shards it (None.
-
-    Whole).
-    """
+    """Return the shape of a parameter's part on the rank at ``where`` when ``axis`` shards it (None: whole)."""
     where = where or {}
     if axis is None or not parameter.sharded:
         return parameter.shape
@@ -340,17 +335,18 @@ def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) ->
 
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
     shape = shape_on(step, parameter, step.optimizer.axis, where)
-    updated = step.optimizer.itemsize  # of what is updated; None: parameters and states are as they were given
+    # None: parameters and states are as they were given.
+    updated = step.optimizer.itemsize
     if not keeps_state(step, parameter, state):
         return 0
     itemsize = updated if updated is not None and state.dims and not state.own_type else state.itemsize
     return math.prod(shape[dim] for dim in state.dims) * state.numel_apart * itemsize
 
 
-def _updating_bytes(step: Step, homes: Sequence[OffloadPlacement], where: Mapping[str, int]) -> int:
-    """Return the most that the update of one group holds for a moment on the device.
+def _updating_bytes(step: Step, placements: Sequence[OffloadPlacement], where: Mapping[str, int]) -> int:
+    """Return the most bytes of temporaries on the device while one group is updated.
 
-    Methods that divide some of a group's parameters over another mesh than the rest have both updated apart.
+    Parameters of a group that are divided over another mesh are updated by themselves.
     """
     together: dict[Hashable, int] = {}
     apart: dict[Hashable, int] = {}
@@ -358,10 +354,10 @@ def _updating_bytes(step: Step, homes: Sequence[OffloadPlacement], where: Mappin
     def size(parameter: Parameter, tensors: tuple[StateTensor, ...]) -> int:
         return sum(_state_bytes(step, parameter, tensor, where) for tensor in tensors)
 
-    for home, (_, p) in zip(homes, step.every_parameter(), strict=True):
-        if p.updating is not None and p.trainable and home.on_device:
+    for placement, (_, p) in zip(placements, step.every_parameter(), strict=True):
+        if p.updating is not None and p.trainable and placement.on_device:
             key = (p.updating.group, p.tensor_dim is not None, p.expert is not None, p.sharded)
-            together[key] = together.get(key, 0) + home.on_device * size(p, p.updating.together)
+            together[key] = together.get(key, 0) + placement.on_device * size(p, p.updating.together)
             apart[key] = max(apart.get(key, 0), size(p, p.updating.apart))
     return max((together[key] + apart[key] for key in together), default=0)
 
@@ -372,7 +368,7 @@ def _outer_bytes(step: Step, where: Mapping[str, int]) -> int:
         return 0
     # Dealt out by the sizes of whole tensors, on which all ranks of a replica agree.
     held = [
-        (parameter.numel * _tensor_parts(step, parameter), _wide_bytes(step, parameter, where))
+        (whole_numel(step, parameter), _wide_bytes(step, parameter, where))
         for count, parameter in step.every_parameter()
         for _ in range(count)
         if parameter.trainable and parameter.floating
@@ -382,20 +378,16 @@ def _outer_bytes(step: Step, where: Mapping[str, int]) -> int:
     return outer.num_tensors * sum(size for (_, size), owner in zip(held, owners, strict=True) if owner == own)
 
 
-def _tensor_parts(step: Step, parameter: Parameter) -> int:
-    return step.size("tensor") if parameter.tensor_dim is not None else 1
-
-
 def _wide_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
     return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * max(parameter.itemsize, _FP32_BYTES)
 
 
 def _gathered_bytes(step: Step) -> int:
-    """Whole parameters and gradients that live at once beside the shards.
+    """Return the bytes of whole parameters and gradients that live at once beside the shards.
 
-    ``unit``: the parameters outside blocks stay whole through a step, and two blocks are whole at once (the one that
-    runs and the one prefetched). ``model``: all are whole from forward to backward. Gradients of two units are whole at
-    once (computed, and being reduced), or all of them while they accumulate.
+    ``unit``: parameters outside blocks stay whole through a step, and two blocks are whole at once (the one that runs
+    and the prefetched one). ``model``: all are whole from forward to backward. Gradients of two units are whole at once
+    (computed, and being reduced), or all of them while they accumulate.
     """
     gradients = whole_gradients(step)
     largest = max((size for _, size in gradients), default=0)
@@ -405,24 +397,25 @@ def _gathered_bytes(step: Step) -> int:
 
 
 def whole_weights_bytes(step: Step) -> int:
-    """Whole copies of sharded parameters that live at once."""
+    """Return the bytes of whole copies of sharded parameters that live at once."""
     weights = whole_weights(step)
     if step.gathered == "model":
         return sum(block.count * size for block, size in weights)
     inside = [size for block, size in weights if block.name != "outside"]
-    at_once = 1 if step.shards_in_memory else 2  # the next block's, gathered ahead, are in that memory
+    # Prefetched weights of the next block are in that memory, which is counted apart.
+    at_once = 1 if step.shards_in_memory else 2
     return sum(size for block, size in weights if block.name == "outside") + at_once * max(inside, default=0)
 
 
 def whole_weights(step: Step) -> list[tuple[Block, int]]:
-    """Per distinct block, the bytes of one's gathered weights."""
+    """Return every distinct block with the bytes of its gathered weights."""
     if not _gathers(step):
         return []
     return [(block, _whole_bytes(step, block, functools.partial(gathered_itemsize, step))) for block in step.blocks]
 
 
 def whole_gradients(step: Step) -> list[tuple[Block, int]]:
-    """Per distinct block, the bytes of one's gradients before they are reduced to shards."""
+    """Return every distinct block with the bytes of its gradients before they are reduced to shards."""
     if not _gathers(step):
         return []
     reduced = functools.partial(element_bytes, itemsize=step.reduce_itemsize)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of work.
+    """A piece of work on one stream.
 
     Args:
         name: What it is, for people.
@@ -37,7 +37,7 @@ class Event:
 
 
 def schedule(tasks: Sequence[Task]) -> list[Event]:
-    """Run tasks as early as their streams and what they wait for allow; mark the critical path."""
+    """Run tasks as early as their streams and dependencies allow, and mark the critical path."""
     free: dict[str, tuple[float, int]] = {}  # per stream: when it is free, and which task it ran last
     starts: list[float] = []
     ends: list[float] = []
@@ -58,7 +58,7 @@ def schedule(tasks: Sequence[Task]) -> list[Event]:
 
 
 def makespan_s(tasks: Sequence[Task]) -> float:
-    """When the last of them ends."""
+    """Return when the last task ends; as :func:`schedule`, without events."""
     free: dict[str, float] = {}
     ends: list[float] = []
     for task in tasks:
@@ -80,14 +80,14 @@ def _critical(ends: Sequence[float], cause: Sequence[int]) -> set[int]:
     return found
 
 
-# --- Forward and backward of one micro-batch on one rank, with the gathers and reductions that run beside them.
+# --- One micro-batch on one rank, with the gathers and reductions that run beside it.
 
-_PLAYED = 8  # of many blocks: after so many, each further one takes the same
+_PLAYED = 8  # blocks; each further one takes as long as the last
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of one micro-batch by block, without those beside computing."""
+    """Seconds of one micro-batch by block; collectives that run beside computing stand apart."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -104,32 +104,35 @@ class Passes:
 
     @property
     def forward_total_s(self) -> float:
-        """Computing in forward."""
+        """Seconds of computing in forward."""
         return sum(self.forward_s) + self.outside_forward_s
 
     @property
     def backward_total_s(self) -> float:
-        """Computing in backward."""
+        """Seconds of computing in backward."""
         return sum(self.backward_s) + self.outside_backward_s
 
     @property
     def compute_s(self) -> float:
-        """Computing in both."""
+        """Seconds of computing in both."""
         return self.forward_total_s + self.backward_total_s
 
     @property
     def all_gathers_s(self) -> float:
-        """All gathers of forward and backward, were they alone."""
+        """Seconds of all gathers of forward and backward, were they alone."""
         return self.gather_outside_s + (self.gather_forward_s + self.gather_backward_s) * len(self.forward_s)
 
     @property
     def all_reductions_s(self) -> float:
-        """All reductions, were they alone."""
+        """Seconds of all reductions, were they alone."""
         return self.reduce_outside_s + self.reduce_s * len(self.forward_s)
 
 
 def pass_s(passes: Passes, *, gather: bool, reduce: bool) -> float:
-    """Return the seconds of the micro-batch; of many blocks, the mean one is played a few times and then continued."""
+    """Return the seconds of the micro-batch.
+
+    Of many blocks, the mean one is played a few times, and the rest is extrapolated.
+    """
     count = len(passes.forward_s)
     if not (gather and passes.all_gathers_s) and not (reduce and passes.all_reductions_s):
         return passes.compute_s
@@ -195,25 +198,25 @@ def pass_tasks(passes: Passes, *, gather: bool, reduce: bool) -> list[Task]:
 
 
 def _slowed(passes: Passes, per_block_s: float, compute_s: float) -> float:
-    """Computing beside a collective shares memory and multiprocessors with it."""
+    """Return the slowdown of computing beside a collective, which shares memory and multiprocessors with it."""
     if compute_s <= 0:
         return 1.0
     busy = per_block_s * len(passes.forward_s) / compute_s
     return 1 + passes.interference * min(1.0, busy) + passes.shared * busy
 
 
-# --- Seconds of a pipeline: the order in which each rank computes, played through with each rank's own times.
+# --- A pipeline: the order in which each rank computes, played with each rank's own times.
 
 Action = tuple[str, int, int]  # F or B, the stage, the micro-batch
 SPLIT_BACKWARD = ("zbv", "dualpipev")  # schedules that leave gradients of weights for later
 
 _PLAYED_ACTIONS = 100_000
-_SETTLED_ROUNDS = 1  # after so many rounds over the ranks every further micro-batch takes the same
+_SETTLED_ROUNDS = 1  # rounds over the ranks, after which every further micro-batch takes the same
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one rank's part of one micro-batch takes.
+    """Seconds of one rank's part of one micro-batch.
 
     Args:
         forward_s: All its stages, forward.
@@ -228,9 +231,8 @@ class StageTimes:
 def order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Action]]:
     """Return what every rank computes, in order.
 
-    ``gpipe`` (Huang et al. 2019), ``1f1b`` (Narayanan et al. 2019) and ``interleaved`` (Narayanan et al. 2021, §2.2) as
-    they are; the schedules that split backward (``zbv``, ``dualpipev``) have an order of their own, see
-    :func:`pipeline_s`.
+    ``gpipe`` (Huang et al. 2019), ``1f1b`` (Narayanan et al. 2019) and ``interleaved`` (Narayanan et al. 2021, §2.2).
+    Schedules that split backward (``zbv``, ``dualpipev``) have no order here, see :func:`pipeline_s`.
     """
     return [_row(schedule, rank, ranks, stages_per_rank, micro_batches) for rank in range(ranks)]
 
@@ -251,7 +253,8 @@ def pipeline_s(
     slowest = max(each.forward_s + each.backward_s for each in times)
     if ranks == 1:
         return slowest * micro_batches
-    if ranks * ranks * stages_per_rank > _PLAYED_ACTIONS:  # of so many ranks: as if all were the slowest
+    # With so many ranks: as if all were the slowest.
+    if ranks * ranks * stages_per_rank > _PLAYED_ACTIONS:
         return slowest * micro_batches + (ranks - 1) * (slowest / stages_per_rank + 2 * hop_s)
     if schedule in SPLIT_BACKWARD:
         return _split_s(times, hop_s, stages_per_rank, micro_batches)
@@ -265,25 +268,27 @@ def pipeline_s(
     if settled == micro_batches:
         return whole
     each = _per_round(schedule, ranks, micro_batches)
-    rate = max((whole - played(settled - each)) / each, slowest)  # hops that the ranks wait for count, too
+    # Hops that the ranks wait for count, too.
+    rate = max((whole - played(settled - each)) / each, slowest)
     return whole + (micro_batches - settled) * rate
 
 
 def _split_s(times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, micro_batches: int) -> float:
-    """Schedules that split backward: gradients of weights wait until a rank has nothing else to do."""
+    """Return the seconds of schedules that split backward: gradients of weights fill a rank's idle time."""
     ranks, slowest = len(times), max(each.forward_s + each.backward_s for each in times)
     # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
     full = slowest * micro_batches + (ranks - 1) * (slowest / 6 / stages_per_rank + 2 * hop_s)
     # That takes enough micro-batches to fill all stages. Few of them follow the first one through all stages and back,
     # and no rank has anything to do meanwhile but gradients of weights; the first rank's last ones come at the end.
-    weights = [min(each.forward_s, each.backward_s / 2) for each in times]  # as much as forward, and no recomputation
+    # Gradients of weights take as long as forward, without recomputation.
+    weights = [min(each.forward_s, each.backward_s / 2) for each in times]
     there_and_back = [each.forward_s + each.backward_s - own for each, own in zip(times, weights, strict=True)]
     few = sum(there_and_back) + (micro_batches - 1) * max(there_and_back) + weights[0]
     return max(full, few + 2 * stages_per_rank * (ranks - 1) * hop_s)
 
 
 def settled_after(schedule: str, ranks: int, micro_batches: int) -> int:
-    """So many micro-batches show what all of them do: every further round of them takes as long as the last."""
+    """Return how many micro-batches to play before every further round takes as long as the last."""
     each = _per_round(schedule, ranks, micro_batches)
     return min(micro_batches, (_SETTLED_ROUNDS + 1) * each + micro_batches % each)
 
@@ -299,7 +304,7 @@ def _per_round(schedule: str, ranks: int, micro_batches: int) -> int:
 def play(
     rows: Sequence[Sequence[Action]], times: Sequence[StageTimes], hop_s: float, stages_per_rank: int
 ) -> list[tuple[int, Action, float]]:
-    """Play an order through: ``(rank, action, when it ends)``, as they end."""
+    """Play an order against time; return ``(rank, action, when it ends)``, as they end."""
     ranks, last = len(rows), len(rows) * stages_per_rank - 1
     done: dict[Action, float] = {}
     clock, position = [0.0] * ranks, [0] * ranks
@@ -326,7 +331,7 @@ def play(
 
 
 def ready_s(action: Action, last: int, hop_s: float, done: dict[Action, float]) -> float | None:
-    """When an action's input is there; None while what makes it has not been played."""
+    """Return when an action's input exists; None while what makes it has not been played."""
     kind, stage, part = action
     if kind == "F":
         source = ("F", stage - 1, part) if stage else None
@@ -358,7 +363,7 @@ def _row(schedule: str, rank: int, ranks: int, stages_per_rank: int, micro_batch
 def _passes(
     rank: int, ranks: int, per_rank: int, micro_batches: int, per_round: int
 ) -> tuple[list[Action], list[Action]]:
-    """A rank's forwards and its backwards: round by round, stage after stage."""
+    """Return a rank's forwards and its backwards: round by round, stage after stage."""
     forwards: list[Action] = []
     backwards: list[Action] = []
     for first in range(0, micro_batches, per_round):
@@ -369,13 +374,12 @@ def _passes(
     return forwards, backwards
 
 
-# --- A pipeline whose ranks take turns on fewer cores: what one leaves idle, another uses, as far as it has work.
-
-
 def play_on_cores(
     rows: Sequence[Sequence[Action]], times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, cores: int
 ) -> float:
-    """Return the seconds until the last action ends: whoever is ready first takes the core that is free first.
+    """Return the seconds until the last action ends when ranks take turns on fewer cores.
+
+    The rank that is ready first takes the core that is free first.
 
     Args:
         rows: What every rank computes, in order.

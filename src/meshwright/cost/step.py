@@ -1,4 +1,9 @@
-"""The simulated step: what one training step holds and sends on one rank, as plain immutable data."""
+"""The simulated step: what one training step computes, holds and sends on one rank, as plain immutable data.
+
+Methods change it by replacement (``cost(step) -> step``) in the way their ``apply`` changes the real job. Sizes are
+bytes, counts are numbers, and shapes are those of the whole tensor before data-parallel sharding (under
+``tensor_parallel``: of one tensor rank's part).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from meshwright.cost.activations import Placed, sums_of
+from meshwright.cost.activations import Activations, Placed, sums_of
 from meshwright.errors import StrategyError
-
-if TYPE_CHECKING:
-    from meshwright.cost.activations import Activations
 
 
 def names_class(reference: str, names: Iterable[str]) -> bool:
@@ -35,12 +37,12 @@ def names_class(reference: str, names: Iterable[str]) -> bool:
     return False
 
 
-# --- What is kept of the weights beside them, over many steps.
+# --- State that is kept beside the weights over many steps.
 
 
 @dataclass(frozen=True)
 class OuterState:
-    """What replicas keep to synchronise: tensors in fp32 (fp64 beside fp64) as large as what trains."""
+    """State that replicas keep to synchronise: fp32 tensors (fp64 beside fp64) as large as what trains."""
 
     num_tensors: int  # global weights, and the outer momentum
     split_axis: str | None = None  # dealt out over this axis, parameter by parameter; None: all on every rank
@@ -49,34 +51,34 @@ class OuterState:
 
 @dataclass(frozen=True)
 class Average:
-    """A moving average of what trains, sharded as it is, and on the host where its optimizer's copy is."""
+    """A moving average of what trains, sharded like it, and on the host where its optimizer's copy is."""
 
     itemsize: int | None = None  # bytes per element; None: as wide as the weights, fp32 at least
     every: int = 1  # steps from one update to the next
 
 
-# --- What travels in few bits: how many bytes stand for so many numbers, and which way they go between nodes.
+# --- Compression: bytes of compressed numbers, and the hierarchy of nodes they travel over.
 
 Kind = Literal["int8", "int4", "fp8"]
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Numbers in 8 or 4 bits; every block of them shares a scale."""
+    """Numbers in 8 or 4 bits with one scale per block of elements."""
 
     kind: Kind
     block_size: int  # elements that share a scale
     scale_bytes: int = 4  # 4: fp32, 2: bf16
 
     def num_bytes(self, numel: int) -> int:
-        """Return the bytes of so many neighbouring elements of one tensor, the last block shorter."""
+        """Return the bytes of neighbouring elements of one tensor, whose last block may be shorter."""
         codes = -(-numel // 2) if self.kind == "int4" else numel
         return codes + -(-numel // self.block_size) * self.scale_bytes
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How weights and gradients travel; None: as they are."""
+    """Compression of weights that are gathered and of gradients that are reduced; None: uncompressed."""
 
     gather: Encoding | None = None
     reduce: Encoding | None = None
@@ -90,7 +92,7 @@ class Compression:
         return encoding.num_bytes(numel)
 
     def neighbours(self, axes: Sequence[tuple[str, int]], axis: str) -> int | None:
-        """Return how many consecutive ranks along an axis share a node; None where one collective goes over them all.
+        """Return how many consecutive ranks along an axis share a node; None for one collective over them all.
 
         Args:
             axes: ``(name, size)``, innermost first: neighbours along an axis lie as many ranks apart as the axes
@@ -120,11 +122,7 @@ class Compression:
         return found
 
 
-# --- The simulated step: what one training step holds and sends on one rank, as plain immutable data.
-#
-# Methods change it by replacement (``cost(step) -> step``) in the way their ``apply`` changes the real job. Nothing
-# here imports torch; sizes are bytes, counts are numbers, and shapes are those of the whole tensor before data-parallel
-# sharding (under ``tensor_parallel``: of one tensor rank's part).
+# --- The step and its parts.
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
 Moment = Literal["forward", "backward", "update"]
@@ -134,7 +132,7 @@ BoundaryAxis = Literal["tensor", "sequence", "context", "expert"]
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor an optimizer keeps per parameter: which of the parameter's dims it has, and bytes per element."""
+    """A tensor that an optimizer keeps per parameter, as dims of the parameter and bytes per element."""
 
     dims: tuple[int, ...]  # () is a scalar such as a step counter, (0, 1) the shape of a matrix itself
     itemsize: int
@@ -145,7 +143,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class Updating:
-    """What an optimizer holds of a parameter for a moment while it updates it, beside its states; and what it runs."""
+    """Temporaries of an optimizer while it updates a parameter, and the operators that it runs."""
 
     together: tuple[StateTensor, ...]  # while the whole group is updated
     apart: tuple[StateTensor, ...]  # while its own turn lasts
@@ -155,7 +153,7 @@ class Updating:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the model, as it is given."""
+    """A parameter of the model, as it is given."""
 
     name: str
     shape: tuple[int, ...]
@@ -175,13 +173,13 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of the whole tensor."""
+        """Elements of the whole tensor."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One buffer of the model: whole on every rank."""
+    """A buffer of the model: whole on every rank."""
 
     numel: int
     itemsize: int
@@ -191,7 +189,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Op:
-    """One kernel of a forward pass for one micro-batch, as one rank of the tensor and sequence axes runs it.
+    """A kernel of one micro-batch, as one rank of the tensor and sequence axes runs it.
 
     A ``matmul`` is ``batch`` products ``[m, k] x [k, n]``. An ``attention`` is ``batch`` fused attentions (samples x
     heads) of ``m`` queries over ``n`` keys of width ``k``. A ``move`` reads and writes ``num_bytes``. Backward follows
@@ -229,7 +227,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Block:
-    """One distinct block, ``count`` times in the model; ``outside`` holds what is in no block."""
+    """A distinct block, ``count`` times in the model; ``outside`` holds all that is in no block."""
 
     name: str
     count: int
@@ -251,24 +249,27 @@ class Stages:
     schedule: str = "1f1b"  # in which order ranks compute
 
     def sums(self, amounts: Placed) -> tuple[int, ...]:
-        """Return what of some amounts every stage has."""
+        """Return what every stage has of some amounts."""
         return sums_of(self.ranges, self.num_blocks, amounts)
 
     def has(self, stage: int, places: tuple[int, ...]) -> bool:
-        """Return the stage of the first block has also what is before the list, that of the last what is behind it."""
+        """Return whether a stage has any of these places.
+
+        The first stage also has what is before the blocks, the last what is behind them.
+        """
         first, end = self.ranges[stage]
         behind = end + 1 if end == self.num_blocks else end
         return any(first <= place < behind or (place == -1 and first == 0 < end) for place in places)
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Return the stages of this rank."""
+        """Stages of this rank."""
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == self.here)
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A collective where what an axis divides, layers or tokens, begins or ends, in one micro-batch."""
+    """A collective of one micro-batch at which a region divided over an axis begins or ends."""
 
     kind: CollectiveKind
     moment: Moment
@@ -283,7 +284,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one class of state lives: the mesh axis that shards dim 0 (None: whole) and its bytes per element."""
+    """Mesh axis that shards dim 0 of one class of state (None: whole), and its bytes per element."""
 
     axis: str | None = None
     itemsize: int | None = None  # None: as the parameter was given
@@ -291,7 +292,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What host memory or a disk holds in place of the device, as fractions from 0 to 1 of elements; see ``homes``."""
+    """Fractions from 0 to 1 of elements that are in host memory or on a disk; see ``offload_placements``."""
 
     optimizer: float  # of the elements that train: their states, master weights and gradients at the update
     gradients: float = 0.0  # of the same: gradients that leave the device while backward runs
@@ -314,8 +315,8 @@ class Traffic:
     """One kind of collective in a step.
 
     ``bytes_per_step`` is the payload of the whole tensor: the output of an all-gather, the input of a reduce-scatter,
-    the buffer of an all-reduce, padding included. An ``all_to_all`` counts what this rank has for all, itself included,
-    a ``send`` what it sends to its neighbours.
+    the buffer of an all-reduce, padding included. For an ``all_to_all`` it is what this rank has for all ranks, itself
+    included; for a ``send`` what it sends to its neighbours.
     """
 
     kind: CollectiveKind
@@ -356,32 +357,30 @@ class Step:
     on_one_host: bool = False  # so is that of all ranks, and one host's: they hand on through memory that they share
     compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given
     whole_itemsize: int | None = None  # of floating ones left whole beside shards, with fp32 masters; None: as shards
-    reduce_itemsize: int | None = None  # bytes per element of gradients on the wire; None: as the gradient
+    reduce_itemsize: int | None = None  # bytes per element of gradients in collectives; None: as the gradient
     gathered: Literal["nothing", "unit", "model"] = "nothing"  # how much is whole at once while sharded
     gathers_ahead: bool = True  # backward gathers the next block while one computes
     waits_to_update: bool = False  # the host reads from the device whether to update (fp16's loss scale)
     whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
-    compression: Compression | None = (
-        None  # in how many bits weights are gathered and gradients reduced; None: as they are
-    )
+    compression: Compression | None = None  # of gathered weights and reduced gradients
     traffic: tuple[Traffic, ...] = ()
     counted_again: tuple[str, ...] = ()  # axes whose ranks those behind them have, too: of others' runs alone
 
     @property
     def shards_in_memory(self) -> bool:
-        """Return whether ranks hand on what they gather and reduce of shards through memory of their host."""
+        """Return whether ranks exchange shards through shared memory of their host."""
         return self.on_one_host and self.compression is None and self.size(self.shard_axis) > 1
 
     def size(self, axis: str | None) -> int:
-        """Ranks along an axis; 1 where the mesh has none of that name."""
+        """Return the number of ranks along an axis; 1 where the mesh has none of that name."""
         return dict(self.axes).get(axis, 1) if axis is not None else 1
 
     def held_itemsize(self, parameter: Parameter) -> int | None:
-        """Return the bytes per element of a floating parameter as the model holds it; None: as it is given."""
+        """Return the bytes per element of a floating parameter as the model stores it; None: as given."""
         return self.whole_itemsize if self._cast_whole(parameter) else self.parameters.itemsize
 
     def has_master(self, parameter: Parameter) -> bool:
-        """Return whether the optimizer updates an fp32 copy of a half parameter in its place."""
+        """Return whether the optimizer updates an fp32 copy in place of a half parameter."""
         return self.master is not None or self._cast_whole(parameter)
 
     def _cast_whole(self, parameter: Parameter) -> bool:
@@ -393,32 +392,171 @@ class Step:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def send(self, *traffic: Traffic) -> Step:
-        """Return the same step with more collectives; those over an axis of one rank, or of no bytes, send nothing."""
+        """Return the step with more collectives; those over an axis of one rank, or of no bytes, are dropped."""
         real = tuple(each for each in traffic if self.size(each.axis) > 1 and each.bytes_per_step > 0)
         return self.replace(traffic=self.traffic + real)
 
     def every_parameter(self) -> Iterator[tuple[int, Parameter]]:
-        """All distinct parameters with the number of times each is in the model."""
+        """Yield all distinct parameters with the number of times each is in the model."""
         for block in self.blocks:
             for parameter in block.parameters:
                 yield block.count, parameter
 
-
-# --- Seconds of one kernel: matrix products, fused attention and kernels bound by memory, forward and backward.
-#
-# A kernel takes the time of its arithmetic plus that of its bytes plus a gap. The sum, rather than the larger of the
-# two (a roofline), is what a tile's prologue and epilogue and the spread between its first and last block cost;
-# products of narrow matrices reach less of the peak for it.
 
 # FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.
 ATTENTION_BACKWARD_FLOPS = 2.5
 
 
 def pass_flops(op: Op) -> tuple[int, int]:
-    """Floating-point operations in forward and in backward, recomputation not counted."""
+    """Return the floating-point operations of forward and of backward, without recomputation."""
     forward = op.flops if op.moment != "backward" else 0
     if op.moment == "forward":
         return forward, 0
     if op.kind == "attention":
         return forward, round(op.flops * ATTENTION_BACKWARD_FLOPS)
     return forward, op.flops * (1 if op.moment == "backward" else 2)
+
+
+# --- Bytes per element.
+
+
+def element_bytes(tensor: Parameter | Buffer, itemsize: int | None) -> int:
+    """Return the bytes per element under a precision; integer tensors keep their own."""
+    return itemsize if itemsize is not None and tensor.floating else tensor.itemsize
+
+
+def gathered_itemsize(step: Step, parameter: Parameter) -> int:
+    """Return the bytes per element of a gathered parameter."""
+    own = parameter.gather_itemsize
+    return own if own is not None else element_bytes(parameter, step.compute_itemsize)
+
+
+def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
+    """Return the bytes of a parameter, or its gradient, in a collective over the sharding axis.
+
+    Every rank sends equally many rows.
+    """
+    parts = step.size(step.shard_axis)
+    if not parameter.shape:
+        return itemsize
+    return math.ceil(parameter.shape[0] / parts) * parts * math.prod(parameter.shape[1:]) * itemsize
+
+
+# --- Collectives at the boundaries of tensor, sequence and expert parallelism.
+
+
+def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> list[Traffic]:
+    """Return the collectives of boundaries in every micro-batch, by kind and moment; blocks wait for them."""
+    sent: dict[tuple[CollectiveKind, Moment], tuple[int, int]] = {}
+    for each in boundaries:
+        size, calls = sent.get((each.kind, each.moment), (0, 0))
+        sent[each.kind, each.moment] = size + each.num_bytes, calls + each.count
+    return [
+        Traffic(
+            kind,
+            axis,
+            size * step.num_micro_batches,
+            moment,
+            calls=calls * step.num_micro_batches,
+            per_micro_batch=True,
+            hidden=False,
+        )
+        for (kind, moment), (size, calls) in sent.items()
+    ]
+
+
+def send_boundaries(step: Step, axis: str) -> Step:
+    """Return the step with the traffic of its boundaries over ``axis`` in all micro-batches."""
+    return step.send(*inline_traffic(step, axis, (each for each in step.boundaries if each.axis == axis)))
+
+
+# --- Collectives of sharding and of data parallelism, compressed or not, over one level or two.
+
+_BUCKET_BYTES = 25 * 2**20  # what DDP reduces at once
+
+
+def gathered_bytes(step: Step, parameter: Parameter) -> int:
+    """Return the bytes of a parameter in an all-gather over the sharding axis, with equal rows from every rank."""
+    return _bytes(
+        step, parameter, gathered_itemsize(step, parameter), step.compression.gather if step.compression else None
+    )
+
+
+def reduced_bytes(step: Step, parameter: Parameter) -> int:
+    """Return the bytes of a parameter's gradient in a reduction over the sharding axis."""
+    size = element_bytes(parameter, step.reduce_itemsize)
+    return _bytes(step, parameter, size, step.compression.reduce if step.compression else None)
+
+
+def _bytes(step: Step, parameter: Parameter, size: int, encoding: Encoding | None) -> int:
+    if step.compression is None or encoding is None or not parameter.floating:
+        return padded_bytes(step, parameter, size)
+    ranks = step.size(step.shard_axis)
+    return ranks * step.compression.num_bytes(
+        encoding, parameter.numel, padded_bytes(step, parameter, 1) // ranks, size
+    )
+
+
+def gather_traffic(
+    step: Step, axis: str, num_bytes: int, moment: Moment, *, calls: int = 1, each: bool = False
+) -> tuple[Traffic, ...]:
+    """Return an all-gather of so many bytes; in a hierarchy one between nodes, then one within them.
+
+    Args:
+        step: What gathers.
+        axis: Over which.
+        num_bytes: Payload of the whole tensor.
+        moment: When.
+        calls: Collectives that the bytes are cut into.
+        each: Whether each micro-batch sends its part.
+    """
+    around = _between_nodes(step, axis, num_bytes)
+    sizes = (num_bytes,) if around is None else (around, num_bytes)
+    return tuple(Traffic("all_gather", axis, size, moment, calls=max(calls, 1), per_micro_batch=each) for size in sizes)
+
+
+def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, each: bool = False) -> tuple[Traffic, ...]:
+    """Return a reduce-scatter of so many bytes.
+
+    It is an all-to-all on CPUs and with compression; in a hierarchy one within nodes, then one between them.
+
+    Args:
+        step: What reduces.
+        axis: Over which.
+        num_bytes: Payload of the whole tensor.
+        calls: Collectives that the bytes are cut into.
+        each: Whether each micro-batch sends its part.
+    """
+    around = _between_nodes(step, axis, num_bytes)
+    calls = max(calls, 1)
+    if not step.on_cpu and (step.compression is None or (step.compression.reduce is None and around is None)):
+        return (Traffic("reduce_scatter", axis, num_bytes, "backward", calls=calls, per_micro_batch=each),)
+    sizes = (num_bytes,) if around is None else (num_bytes, around)
+    return tuple(Traffic("all_to_all", axis, size, "backward", calls=calls, per_micro_batch=each) for size in sizes)
+
+
+def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
+    """Return the mean over replicas of all whole gradients but experts': an all-reduce, or two legs if compressed.
+
+    Each gradient is cut into equal pieces, one for every rank; the owner of a piece forms its mean.
+    """
+    meant = [(count, p) for count, p in step.every_parameter() if p.trainable and p.expert is None]
+    trained = [(count, p, element_bytes(p, step.reduce_itemsize)) for count, p in meant]
+    compression = step.compression
+    if compression is None or (compression.reduce is None and compression.neighbours(step.axes, axis) is None):
+        total = sum(count * p.numel * size for count, p, size in trained)
+        return (Traffic("all_reduce", axis, total, "backward", calls=math.ceil(total / _BUCKET_BYTES) or 1),)
+    message = sum(
+        count * compression.num_bytes(compression.reduce, p.numel, math.ceil(p.numel / ranks), size)
+        for count, p, size in trained
+    )
+    return (
+        *reduce_traffic(step, axis, message * ranks),
+        *gather_traffic(step, axis, message * ranks, "backward"),
+    )
+
+
+def _between_nodes(step: Step, axis: str, num_bytes: int) -> int | None:
+    """Return the bytes of the collective between nodes, which one rank of each joins; None without hierarchy."""
+    neighbours = step.compression.neighbours(step.axes, axis) if step.compression is not None else None
+    return None if neighbours is None else num_bytes // neighbours

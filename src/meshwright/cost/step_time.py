@@ -11,13 +11,17 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.device_time import (
     NO_COPIES,
     Machine,
+    Network,
     OffloadTime,
     accumulated_bytes,
     backward_s,
+    collective_s,
     forward_s,
+    group_of,
     launched_s,
     offload_time,
     offloaded_share,
+    ring_s,
     update_s,
 )
 from meshwright.cost.scheduling import (
@@ -33,7 +37,6 @@ from meshwright.cost.scheduling import (
     schedule,
 )
 from meshwright.cost.step import Block, Op, Step, Traffic
-from meshwright.cost.traffic import Network, collective_s, group_of, ring_s
 
 _FORWARD_SHARE = 1 / 3  # of ``Step.flops``, where only their sum is known
 _MOMENTS = ("forward", "backward")
@@ -42,7 +45,7 @@ _SMALL_SHARE = 8  # of the largest messages: those that are small beside them
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's micro-batches.
+    """Seconds of one rank's micro-batches.
 
     Args:
         passes: A micro-batch; it gathers and reduces what every one does, or else what the first and the last do.
@@ -52,7 +55,7 @@ class Rank:
         gathers_each: Whether every micro-batch gathers, and not the first alone.
         reduces_each: Whether every micro-batch reduces, and not the last alone.
         accumulate_s: Of every micro-batch after the first, adding to the gradients.
-        copying: Between memories, where something is offloaded.
+        offload_time: Of copies between memories, where something is offloaded.
     """
 
     passes: Passes
@@ -66,7 +69,7 @@ class Rank:
 
 
 def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
-    """Return the seconds of one rank's micro-batch on a cluster."""
+    """Compute the seconds of one rank's micro-batches on a cluster."""
     efficiency = known.of(cluster.device.efficiency)
     machine = Machine(cluster.device, efficiency, known.constants, cluster.num_devices)
     network = Network(cluster, efficiency, known.constants)
@@ -98,10 +101,7 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
 
 
 def updated_s(step: Step, machine: Machine, cluster: Cluster, moved: OffloadTime) -> float:
-    """Return the seconds of the update.
-
-    Of the device, and then of what is in host memory, with the copies it waits for.
-    """
+    """Return the seconds of the update on the device and in host memory, with the copies it waits for."""
     here = max(update_s(step, machine), launched_s(step, machine) - _ahead_s(step, machine))
     share = 0.0 if step.on_cpu else offloaded_share(step)
     slower = machine.bytes_per_s * machine.efficiency.update / cluster.host_memory.bytes_per_s
@@ -109,7 +109,7 @@ def updated_s(step: Step, machine: Machine, cluster: Cluster, moved: OffloadTime
 
 
 def _ahead_s(step: Step, machine: Machine) -> float:
-    """By how much the host is ahead of the device when it comes to the update: as its launches leave it in backward."""
+    """Return the host's lead over the device at the update: backward's kernels take longer than their launches."""
     if step.waits_to_update:
         return 0.0
     blocks = (block for block in step.blocks if block.name != "outside")
@@ -122,7 +122,8 @@ def one_s(step: Step, traffic: Traffic, network: Network) -> float:
     """Return the seconds of a step's collectives of one kind, were they alone."""
     group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node, step.counted_again)
     known, calls = network.constants, traffic.calls
-    reduction = "all_to_all" if step.on_cpu else "reduce_scatter"  # of shards
+    # How shards of gradients are reduced.
+    reduction = "all_to_all" if step.on_cpu else "reduce_scatter"
     if traffic.hidden and traffic.kind in ("all_gather", reduction):
         bytes_s = collective_s(traffic.kind, traffic.bytes_per_step, group, network, 0 if known.shard_s else calls)
         return (bytes_s * known.sharded + calls * known.shard_s) / traffic.every
@@ -149,13 +150,16 @@ def inline_s(step: Step, network: Network, moment: str) -> float:
 
 
 def _met(waited_for: Sequence[Traffic]) -> list[Traffic]:
-    """Return those at which ranks wait for each other: small messages, of norms' gradients, follow others at once."""
+    """Return the collectives at which ranks wait for each other.
+
+    Small messages, such as gradients of norms, follow others at once.
+    """
     large = max((each.bytes_per_step / each.calls for each in waited_for), default=0.0) / _SMALL_SHARE
     return [each for each in waited_for if each.bytes_per_step / each.calls >= large]
 
 
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:
-    """Return what one micro-batch computes and gathers; reductions are left at nothing."""
+    """Return what one micro-batch computes and gathers; reductions are left at zero."""
     blocks = [block for block in step.blocks if block.name != "outside"]
     forward, backward, outside = _computing(step, blocks, machine)
     count = max(len(forward), 1)
@@ -187,10 +191,7 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
 def _computing(
     step: Step, blocks: list[Block], machine: Machine
 ) -> tuple[list[float], list[float], tuple[float, float]]:
-    """Return the seconds of every block's forward and backward, and of what is outside.
-
-    From the FLOPs alone without ops.
-    """
+    """Return the seconds of every block's forward and backward, and of all outside; without ops, from FLOPs alone."""
     outside = [op for block in step.blocks if block.name == "outside" for op in block.ops if _runs_here(step, op)]
     apart = _seconds(outside, machine)
     if any(block.ops for block in step.blocks):
@@ -208,17 +209,14 @@ def _computing(
 
 
 def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:
-    """Return the seconds of one block's forward and backward.
-
-    Of its kernels, or of launching them where these are short.
-    """
+    """Return the seconds of one block's forward and backward: of its kernels, or of launching short ones."""
     forward, backward = _seconds(ops, machine)
     launched = sum(_launch_s(op, machine) for op in ops if op.moment != "backward")
     return max(forward, launched), max(backward, _behind_s(ops, machine))
 
 
 def _behind_s(ops: Sequence[Op], machine: Machine) -> float:
-    """Of launching the kernels of a block's backward, and what it recomputes."""
+    """Return the seconds of launching a block's backward, recomputation included."""
     behind = sum(_launch_s(op, machine) for op in ops if op.moment != "forward" or op.recomputed)
     return behind + sum(_launch_s(op, machine) for op in ops if op.moment == "both" and op.recomputed)
 
@@ -229,7 +227,7 @@ def _launch_s(op: Op, machine: Machine) -> float:
 
 
 def _seconds(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:
-    """Forward and backward of kernels."""
+    """Return the seconds of kernels in forward and in backward."""
     forward = backward = 0.0
     for op in ops:
         slower = machine.constants.half_in_step if op.kind != "move" and op.dtype == "half" else 1.0
@@ -239,7 +237,7 @@ def _seconds(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:
 
 
 def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:
-    """Of the whole model, and of what is recomputed, were all their work large products."""
+    """Return forward's and backward's seconds as if all FLOPs were large products."""
     rate = machine.matmul_flops_per_s("half" if step.compute_itemsize == 2 else "fp32")
     whole = (step.flops or 0) / rate
     return whole * _FORWARD_SHARE, whole * (1 - _FORWARD_SHARE) + step.recompute_flops / rate
@@ -255,7 +253,7 @@ def _with_reduction(step: Step, passes: Passes, seconds: float) -> Passes:
 
 
 def _outside_share(step: Step) -> float:
-    """Of the parameters, what lies outside the blocks."""
+    """Return the share of the parameters that lies outside the blocks."""
     sizes = [(block.name, block.count * sum(p.numel for p in block.parameters)) for block in step.blocks]
     whole = sum(size for _, size in sizes)
     inside = sum(size for name, size in sizes if name != "outside")
@@ -267,17 +265,17 @@ def seconds_of(step: Step, traffic: Traffic, cluster: Cluster, known: Calibratio
     return one_s(step, traffic, Network(cluster, known.of(cluster.device.efficiency), known.constants))
 
 
-# --- The simulated step in seconds: streams for computing and for each direction of traffic, played through.
+# --- The whole step: streams for computing and for traffic, played against time.
 #
 # A rank computes its blocks on one stream. Collectives that can hide (gathers and reductions of parameters and
-# gradients) run on another, in the order in which FSDP2 issues them: one block ahead in forward and in backward. Those
-# that cannot (of tensor and sequence parallelism) are part of the blocks' time. Pipelines play each rank's times
-# through their schedule. Equal blocks are played a few times and continued.
+# gradients) run on another, in the order in which FSDP2 issues them: one block ahead in forward and in backward.
+# Collectives that cannot hide (of tensor and sequence parallelism) are part of the blocks' time. Pipelines play each
+# rank's times through their schedule. Of many equal blocks a few are played, and the rest is extrapolated.
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, and where they go: the parts add up to the whole."""
+    """Seconds of one step; the parts add up to the whole."""
 
     step_time_s: float
     compute_s: float  # kernels of all micro-batches on the slowest rank
@@ -290,7 +288,7 @@ class StepTime:
 
     @property
     def binds(self) -> str:
-        """Return the largest part."""
+        """Largest part of the step."""
         parts = {"compute": self.compute_s, "tensor or sequence collectives": self.inline_s}
         parts |= {"copies between memories": self.copies_s}
         parts |= {"data collectives": self.exposed_s, "pipeline bubble": self.bubble_s, "update": self.update_s}
@@ -301,7 +299,7 @@ class StepTime:
 def simulate(
     steps: Step | Sequence[Step], cluster: Cluster, calibration: Calibration | None = None, *, in_turn: bool = False
 ) -> StepTime:
-    """Return the seconds of a step on a cluster.
+    """Predict the seconds of a step on a cluster.
 
     Args:
         steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
@@ -352,7 +350,7 @@ def _copies_left_s(rank: Rank, micro_batches: int) -> float:
 
 
 def _replicated(rank: Rank, micro_batches: int, *, in_turn: bool) -> float:
-    """All micro-batches of a rank without a pipeline, one after the other."""
+    """Return the seconds of all micro-batches of a rank without a pipeline."""
 
     def one(first: bool, last: bool) -> float:
         gather, reduce = rank.gathers_each or first, rank.reduces_each or last
@@ -370,7 +368,7 @@ def _replicated(rank: Rank, micro_batches: int, *, in_turn: bool) -> float:
 def _pipelined(
     steps: Sequence[Step], ranks: Sequence[Rank], cluster: Cluster, known: Calibration, *, in_turn: bool
 ) -> tuple[float, float, float, float]:
-    """Return the seconds until the last backward, of computing, of collectives that did not hide, and of waiting."""
+    """Return the seconds until the last backward, of computing, of exposed communication, and of waiting."""
     step = steps[0]
     stages = step.stages
     assert stages is not None
@@ -386,7 +384,7 @@ def _pipelined(
 
 
 def played_s(step: Step, times: Sequence[StageTimes], hop: float, known: Calibration) -> float:
-    """Return the seconds until the last backward of a pipeline ends, on cores of its ranks' own or on those that they share."""
+    """Return the seconds until the last backward of a pipeline ends, on separate or shared cores."""
     stages = step.stages
     assert stages is not None
     per_rank, micro_batches = len(stages.ranks) // (max(stages.ranks) + 1), step.num_micro_batches
@@ -399,18 +397,19 @@ def played_s(step: Step, times: Sequence[StageTimes], hop: float, known: Calibra
 def _on_shared_cores(
     schedule: str, times: Sequence[StageTimes], hop: float, per_rank: int, micro_batches: int, known: Calibration
 ) -> float:
-    """Of ranks that take turns on cores; their times are those of ranks that all compute at once."""
+    """Return the seconds of ranks that take turns on cores; ``times`` are those of ranks that all compute at once."""
     turns = known.constants.per_core
     alone = [StageTimes(each.forward_s / turns, each.backward_s / turns) for each in times]
     cores = max(1, round(len(times) / turns))
-    if schedule in SPLIT_BACKWARD:  # they leave next to nothing idle, where there are micro-batches enough
+    # These schedules leave next to nothing idle if there are enough micro-batches.
+    if schedule in SPLIT_BACKWARD:
         busy = sum(each.forward_s + each.backward_s for each in alone) * micro_batches / cores
         return max(busy, pipeline_s(schedule, alone, hop, per_rank, micro_batches))
     return play_on_cores(order(schedule, len(times), per_rank, micro_batches), alone, hop, per_rank, cores)
 
 
 def _left_s(rank: Rank, collectives_s: float, computing_s: float) -> float:
-    """Of collectives beside computing, what does not hide behind it: on shared cores nothing does."""
+    """Return the exposed seconds of collectives beside computing: all of them on shared cores."""
     hidden = min(collectives_s, computing_s)
     return collectives_s - hidden * (1 - min(rank.passes.shared, 1.0))
 
@@ -424,13 +423,13 @@ def hop_s(step: Step, cluster: Cluster, known: Calibration) -> float:
 
 
 def once_s(rank: Rank) -> float:
-    """Gather and reductions of a pipeline's rank once a step: as its last backward runs, and only that hides them."""
+    """Return the seconds of a rank's collectives once a step, which only its last backward in a pipeline hides."""
     reductions = rank.last.all_reductions_s - (rank.passes.all_reductions_s if rank.reduces_each else 0.0)
     return reductions + (0.0 if rank.gathers_each else rank.passes.all_gathers_s)
 
 
 def last_rounds(ranks: int, stages: int, micro_batches: int) -> float:
-    """Micro-batches' backwards behind which a rank's reductions hide: they begin with its first stage that is done.
+    """Return how many backwards hide a rank's reductions, which begin with its first finished stage.
 
     A rank with several stages takes a round of micro-batches through each in turn.
     """
@@ -438,7 +437,7 @@ def last_rounds(ranks: int, stages: int, micro_batches: int) -> float:
 
 
 def stage_times(rank: Rank) -> StageTimes:
-    """Return what one micro-batch takes a rank of a pipeline, with the collectives that each one runs."""
+    """Return a pipeline rank's seconds for one micro-batch, with the collectives that each one runs."""
     passes = rank.passes
     forward = passes.forward_total_s
     if rank.gathers_each:

@@ -1,4 +1,4 @@
-"""From text files to global batches: corpus, tokenizer, cached tokens, order of samples, loader."""
+"""Data from text files to global batches: corpus, tokenizer, cached tokens, order of samples, loader."""
 
 from typing import TYPE_CHECKING
 

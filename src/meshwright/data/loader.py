@@ -18,15 +18,13 @@ _LOADER_ARGS = tuple(name for name in inspect.signature(DataLoader).parameters i
 
 
 class GlobalBatchLoader(DataLoader[Any]):
-    """A torch DataLoader that yields this replica's share of every global batch.
+    """A torch DataLoader that yields this replica's share of every global batch; made by :func:`global_batch_loader`.
 
-    Whoever walks it to its end begins the next epoch, with another order where it shuffles; whoever stops before begins
-    the same one again. Every rank must walk it alike. A run that is resumed says where: ``set_epoch``.
+    Iterating to the end begins the next epoch, with another order if it shuffles; stopping before repeats the same
+    epoch. Every rank must iterate alike. A resumed run calls ``set_epoch``.
 
-    Walking draws no random number of the process, as torch's loaders do at the start of an epoch: a run that is resumed
-    within one goes on with the same dropout. Workers are seeded by the epoch and the process's seed.
-
-    Made by :func:`global_batch_loader`.
+    Unlike torch's loaders, it draws no random number of the process at the start of an epoch: a run that is resumed
+    within one has the same dropout. Workers are seeded by the epoch and the process's seed.
     """
 
     def __init__(self, dataset: Dataset[Any], *, replica_batch_size: int, num_replicas: int, **options: Any) -> None:
@@ -35,20 +33,20 @@ class GlobalBatchLoader(DataLoader[Any]):
         self.global_batch_size = replica_batch_size * num_replicas
         self._seeds_workers = self.generator is None
         self.epoch = 0
-        """Of the walk that is under way, or comes next."""
+        """Number of the current iteration, or of the next one."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._seeds_workers:
             self.generator = _worker_seeds(self.epoch)
-        return self._walk(super().__iter__())  # workers start now, not with the first batch
+        return self._iterate(super().__iter__())  # workers start now, not with the first batch
 
-    def _walk(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _iterate(self, batches: Iterable[Any]) -> Iterator[Any]:
         yield from batches
         self.set_epoch(self.epoch + 1)
 
     @property
     def last_batch_size(self) -> int | None:
-        """Return the samples of this replica in the last batch of an epoch; None where there is no telling."""
+        """Return the number of this replica's samples in the last batch of an epoch; None if it is unknown."""
         if isinstance(self.dataset, IterableDataset) or not isinstance(self.sampler, Sized):
             return None
         try:
@@ -58,14 +56,14 @@ class GlobalBatchLoader(DataLoader[Any]):
         return rest if rest and not self.drop_last else self.replica_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order; call it before iterating. Reaches samplers and datasets with a ``set_epoch``."""
+        """Set the epoch, also of samplers and datasets with a ``set_epoch``; call it before iterating."""
         self.epoch = epoch
         forward_epoch(self.sampler, epoch)
         forward_epoch(self.dataset, epoch)
 
 
 def _worker_seeds(epoch: int) -> torch.Generator:
-    # The initial seed is the run's and the replica's, and checkpoints keep it beside the generator's state.
+    # The initial seed is the run's and the replica's, and checkpoints save it beside the generator's state.
     (word,) = np.random.SeedSequence([torch.initial_seed(), epoch]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(word))
 
@@ -81,19 +79,19 @@ def global_batch_loader(
 ) -> GlobalBatchLoader:
     """Make the DataLoader of one data-parallel replica.
 
-    The k-th batches of all replicas, put together, are the k-th batch of a single replica: the number of replicas
-    changes neither the batches nor their order. Only where the dataset's length does not divide is the last,
-    incomplete batch filled with up to ``num_replicas - 1`` samples from the start, so that all replicas take equally
-    many steps; with ``drop_last`` it is dropped on all of them.
+    The k-th batches of all replicas together are the k-th batch of a single replica: the number of replicas changes
+    neither the batches nor their order. Only if the dataset's length does not divide, the last, incomplete batch is
+    filled with up to ``num_replicas - 1`` samples from the start, so that all replicas take equally many steps; with
+    ``drop_last`` it is dropped on all of them.
 
     Args:
-        dataset: Map-style or iterable. Of an iterable one every replica takes every ``num_replicas``-th item, and
-            items behind the last complete round are left out.
-        loader_args: Keyword arguments of torch's DataLoader, left untouched, with two differences: ``batch_size`` is
+        dataset: Map-style or iterable. Of an iterable one, every replica takes every ``num_replicas``-th item; items
+            after the last complete round are left out.
+        loader_args: Keyword arguments of torch's DataLoader, not modified, with two differences: ``batch_size`` is
             global (default: ``num_replicas``), and ``shuffle`` is True by default. A ``sampler`` must yield the same
-            indices on every replica and is shared out. Of torch's DistributedSampler the order is taken, and divided
-            among the replicas there are, whatever its ``num_replicas`` and ``rank`` say.
-        replica: Index of this rank's replica; ranks that shall see the same batch share it.
+            indices on every replica, and is divided among them. A torch DistributedSampler gives the order, which is
+            divided among these replicas, whatever its ``num_replicas`` and ``rank`` are.
+        replica: Index of this rank's replica, equal on ranks that get the same batches.
         num_replicas: Number of data-parallel replicas.
         sampler_cls: Used instead of torch's DistributedSampler and called like it:
             ``sampler_cls(dataset, shuffle=, num_replicas=, rank=, seed=)``.
@@ -115,7 +113,7 @@ def global_batch_loader(
     if isinstance(dataset, IterableDataset):
         dataset = ShardedStream(dataset, replica, num_replicas)
     elif sampler is not None:
-        options["sampler"] = _shared_out(sampler, replica, num_replicas, drop_last)
+        options["sampler"] = _divided(sampler, replica, num_replicas, drop_last)
     else:
         shuffle = True if shuffle is None else bool(shuffle)
         order = {"shuffle": shuffle, "num_replicas": num_replicas, "rank": replica, "seed": sampler_seed}
@@ -155,11 +153,11 @@ def _check_batch_size(batch_size: Any, num_replicas: int) -> None:
 
 
 def numbers_that_divide(batch_size: int, parts: int = 1) -> str:
-    """Advice: the numbers of replicas that share a global batch out evenly, as in ``", or 1, 2 or 4 replicas"``.
+    """Return advice on numbers of replicas that divide a global batch, such as ``", or 1, 2 or 4 replicas"``.
 
     Args:
         batch_size: Samples in a step over all replicas.
-        parts: Micro-batches into which each replica cuts its share.
+        parts: Micro-batches per replica.
     """
     samples = batch_size // parts if batch_size % parts == 0 else 0
     found = [str(number) for number in range(1, samples + 1) if samples % number == 0]
@@ -216,8 +214,8 @@ def _check_order(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any, s
         )
 
 
-def _shared_out(sampler: Any, replica: int, num_replicas: int, drop_last: bool) -> ShardedSampler:
-    if type(sampler) is DistributedSampler:  # as code from DDP has it
+def _divided(sampler: Any, replica: int, num_replicas: int, drop_last: bool) -> ShardedSampler:
+    if type(sampler) is DistributedSampler:  # usual in code written for DDP
         return ShardedSampler(UndividedOrder(sampler), replica, num_replicas, drop_last or sampler.drop_last)
     _check_undivided(sampler)
     _check_same_on_every_replica(sampler, num_replicas)
@@ -225,7 +223,7 @@ def _shared_out(sampler: Any, replica: int, num_replicas: int, drop_last: bool) 
 
 
 def _check_undivided(sampler: Any) -> None:
-    """Refuse a sampler that yields one rank's part already: of that each replica would see a part."""
+    # A sampler that yields one rank's part already would be divided a second time.
     parts = getattr(sampler, "num_replicas", 1)
     if isinstance(parts, int) and parts > 1:
         raise DataError(
@@ -239,7 +237,7 @@ def _check_undivided(sampler: Any) -> None:
 
 def _check_same_on_every_replica(sampler: Any, num_replicas: int) -> None:
     # torch's random samplers without a generator draw from the global one, which is seeded per replica for dropout:
-    # replicas would share out different orders, and see some samples twice and others never.
+    # replicas would divide different orders, and see some samples twice and others never.
     draws_globally = isinstance(sampler, Sampler) and getattr(sampler, "generator", sampler) is None
     if draws_globally and num_replicas > 1:
         raise DataError(
@@ -252,7 +250,7 @@ def _check_same_on_every_replica(sampler: Any, num_replicas: int) -> None:
 
 def _make_sampler(dataset: Any, sampler_cls: type | None, order: dict[str, Any], drop_last: bool) -> Iterable[Any]:
     if sampler_cls is None:
-        # It must drop what the loader drops: otherwise a tail filled up for 4 replicas makes a batch that 1 drops.
+        # It must drop what the loader drops: a tail filled up for 4 replicas would be a batch that 1 replica drops.
         return DistributedSampler(dataset, drop_last=drop_last, **order)
     try:
         inspect.signature(sampler_cls).bind(dataset, **order)
@@ -267,20 +265,20 @@ def _make_sampler(dataset: Any, sampler_cls: type | None, order: dict[str, Any],
     return sampler
 
 
-# --- Which sample comes when, and on which replica: orders that do not depend on the number of ranks.
+# --- Orders of samples that do not depend on the number of ranks, and their division among replicas.
 
 
 class GlobalOrder(Sampler[int]):
     """The endless order of samples of a whole run, over all its epochs.
 
-    Sample number ``k``, counted over the whole run, is ``permutation_of_epoch(k // n)[k % n]``. The order depends on
-    the seed alone; so a run resumed at position ``p`` sees exactly what the uninterrupted run would have seen, on
-    however many ranks. Under ``ShardedSampler`` replica ``r`` of ``R`` sees numbers ``start + r``, ``start + r + R``, …
+    Sample ``k``, counted over the whole run, is ``permutation_of_epoch(k // n)[k % n]``. The order depends on the seed
+    alone: a run resumed at position ``p`` sees what the uninterrupted run would have seen, on any number of ranks.
+    Under ``ShardedSampler`` replica ``r`` of ``R`` sees samples ``start + r``, ``start + r + R``, …
 
     Args:
         num_samples: Length ``n`` of the dataset.
         seed: Seed of the run, 0 or more.
-        start: Position of the first sample: samples already seen, over all ranks.
+        start: Position of the first sample: the number of samples seen before, over all ranks.
         shuffle: False for the dataset's own order in every epoch.
 
     Raises:
@@ -308,10 +306,7 @@ class GlobalOrder(Sampler[int]):
             offset = 0
 
     def samples(self, first: int, count: int) -> list[int]:
-        """Return the indices of so many samples from a position on, for instance those of one batch.
-
-        ``start`` is ignored.
-        """
+        """Return the indices of ``count`` samples from position ``first`` on, such as one batch; ignores ``start``."""
         found: list[int] = []
         while len(found) < count:
             epoch, offset = divmod(first + len(found), self.num_samples)
@@ -322,8 +317,8 @@ class GlobalOrder(Sampler[int]):
         """Return the order within one epoch: int64 of shape (num_samples,)."""
         if not self.shuffle:
             return np.arange(self.num_samples)
-        # numpy promises the raw words of a bit generator for ever, the results of Generator.permutation only until
-        # the next version; and a run may be resumed after an update.
+        # numpy guarantees a bit generator's raw words for all versions, but not the results of Generator.permutation,
+        # and a run may be resumed after an update.
         words = np.random.PCG64([self.seed, epoch]).random_raw(self.num_samples)
         return np.argsort(words, kind="stable")
 
@@ -331,15 +326,15 @@ class GlobalOrder(Sampler[int]):
 class ShardedSampler(Sampler[Any]):
     """Every ``num_replicas``-th index of any sampler, beginning at ``replica``.
 
-    All replicas get equally many indices. When the sampler's length does not divide, the last round is filled with
-    indices from the start, as torch's DistributedSampler does; or it is dropped. The sampler must yield the same
-    indices on every replica.
+    All replicas get equally many indices. If the sampler's length does not divide, the last round is filled with
+    indices from the start, as torch's DistributedSampler does, or dropped. The sampler must yield the same indices on
+    every replica.
 
     Args:
         sampler: Any iterable of indices that can be iterated again for the next epoch; may be endless.
         replica: This replica's number, 0 to ``num_replicas - 1``.
         num_replicas: Number of replicas.
-        drop_last: Drops the incomplete last round instead of filling it.
+        drop_last: Drop the incomplete last round instead of filling it.
 
     Raises:
         DataError: When there is no such replica.
@@ -360,21 +355,21 @@ class ShardedSampler(Sampler[Any]):
             yield (round_ + tuple(itertools.islice(itertools.cycle(first), missing)))[self.replica]
 
     def __len__(self) -> int:
-        """Indices per replica; TypeError, as usual, when the sampler has no length."""
+        """Return the indices per replica; TypeError if the sampler has no length."""
         return _share(self.sampler, self.num_replicas, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler the epoch, if it listens."""
+        """Set the epoch of the sampler, if it has one."""
         forward_epoch(self.sampler, epoch)
 
 
 class UndividedOrder(Sampler[int]):
-    """The order that a torch DistributedSampler divides among its ranks, before it does.
+    """The order that a torch DistributedSampler divides among its ranks.
 
     A :class:`ShardedSampler` around it yields what the DistributedSampler would, on any number of replicas.
 
     Args:
-        sampler: Stays the one whose ``set_epoch`` counts: its owner goes on calling it.
+        sampler: Decides the epoch still, for user code goes on calling its ``set_epoch``.
     """
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
@@ -392,16 +387,16 @@ class UndividedOrder(Sampler[int]):
         return len(self.sampler.dataset)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler the epoch."""
+        """Set the epoch of the sampler."""
         self.sampler.set_epoch(epoch)
 
 
 class ShardedStream(IterableDataset[Any]):
     """Every ``num_replicas``-th item of a stream, beginning at ``replica``.
 
-    All replicas get equally many items: those behind the last complete round are left out, for a stream cannot be
-    asked for its start again. The stream must be the same on every replica. As always in torch, a stream that is read
-    by several DataLoader workers must share itself out between them (``torch.utils.data.get_worker_info``).
+    All replicas get equally many items: those after the last complete round are left out, for a stream cannot be
+    rewound to fill it. The stream must be the same on every replica. As always in torch, a stream that is read by
+    several DataLoader workers must divide itself among them (``torch.utils.data.get_worker_info``).
 
     Args:
         stream: The dataset.
@@ -425,16 +420,16 @@ class ShardedStream(IterableDataset[Any]):
                 yield mine
 
     def __len__(self) -> int:
-        """Items per replica; TypeError, as usual, when the stream has no length."""
+        """Return the items per replica; TypeError if the stream has no length."""
         return _share(self.stream, self.num_replicas, drop_last=True)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream the epoch, if it listens."""
+        """Set the epoch of the stream, if it has one."""
         forward_epoch(self.stream, epoch)
 
 
 def check_replica(replica: int, num_replicas: int) -> None:
-    """Refuse a replica that does not exist.
+    """Check that a replica exists.
 
     Raises:
         DataError: Unless ``0 <= replica < num_replicas``.
@@ -449,7 +444,7 @@ def check_replica(replica: int, num_replicas: int) -> None:
 
 
 def forward_epoch(listener: Any, epoch: int) -> None:
-    """Call ``listener.set_epoch(epoch)`` where there is such a method."""
+    """Call ``listener.set_epoch(epoch)`` if it has such a method."""
     set_epoch = getattr(listener, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -461,15 +456,12 @@ def _share(whole: Any, num_replicas: int, drop_last: bool) -> int:
     return len(whole) // num_replicas if drop_last else math.ceil(len(whole) / num_replicas)
 
 
-# --- A stream of samples for a whole run, over as many epochs as it takes.
-
-
 class RepeatedStream(IterableDataset[Any]):
-    """An iterable from its beginning again whenever it ends; its ``set_epoch``, if it has one, is told each time.
+    """An endless stream that iterates its source anew whenever it ends, setting its epoch if it has one.
 
     Args:
         source: Yields the same samples on every rank, each time that it is iterated.
-        start: Samples already seen, over all ranks: they are read and passed over, for a stream has no places.
+        start: Number of samples seen before, over all ranks; they are read and skipped, for a stream cannot seek.
 
     Raises:
         DataError: When iterating finds nothing: an empty source, or one that can be iterated only once.
@@ -483,7 +475,7 @@ class RepeatedStream(IterableDataset[Any]):
         while True:
             forward_epoch(self.source, epoch)
             count = 0
-            for count, item in enumerate(self.source, start=1):  # noqa: B007 - counted for what follows
+            for count, item in enumerate(self.source, start=1):  # noqa: B007 - used after the loop
                 if to_skip:
                     to_skip -= 1
                 else:

@@ -21,9 +21,9 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError, DataError
 
 STDLIB = "stdlib"
-"""The source name that stands for the Python standard library's own ``.py`` files."""
+"""Source name of the Python standard library's own ``.py`` files."""
 
-# Installed packages differ from machine to machine; tests and their data are hardly text anybody would learn from.
+# Installed packages differ from machine to machine; tests and their data are poor training text.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test"})
 _GLOB_CHARACTERS = frozenset("*?[")
 
@@ -33,7 +33,7 @@ def find_files(source: str | Sequence[str], base: Path) -> list[Path]:
 
     Args:
         source: ``"stdlib"``, a file path or a glob (``**`` crosses folders), or a sequence of these. ``~`` is expanded.
-        base: Folder against which relative paths and globs are read.
+        base: Folder that relative paths and globs start at.
 
     Returns:
         Absolute paths in sorted order; a file reached in several ways is listed once.
@@ -60,7 +60,7 @@ def _match(source: str, base: Path) -> list[Path]:
     if source == STDLIB:
         return _standard_library()
     pattern = os.path.abspath(base / Path(source).expanduser())
-    # A file whose name happens to hold glob characters is that file.
+    # A path that exists is no glob, even with glob characters in its name.
     names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
     files = [Path(name) for name in names if os.path.isfile(name)]
     if not files:
@@ -93,7 +93,7 @@ def _standard_library() -> list[Path]:
     return found
 
 
-# --- Tokens on disk: a corpus is tokenized once into one flat file that every rank maps into memory.
+# --- The token cache: a corpus is tokenized once into one flat file that every rank maps into memory.
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of text."""
@@ -105,16 +105,16 @@ _PIECE_BYTES = 8 * 2**20
 
 
 def token_cache(files: Sequence[Path], tokenizer: Tokenizer, directory: Path, progress: Progress | None = None) -> Path:
-    """Tokenizes files into one ``.npy`` file, or finds the one made earlier.
+    """Tokenize files into one ``.npy`` file, or find the one made earlier.
 
     The file's name is a hash of every file's path, size and modification time, of the tokenizer and of the format, so
-    changed texts get a new file. It appears under its name only when complete; processes that build it at the same
-    time disturb each other in nothing but speed. A file of the wrong length or header is built again.
+    changed texts get a new file. It gets its name only when complete; several processes may build it at once. A file
+    with a wrong length or header is built again.
 
     Args:
-        files: Text files, one document each, in the order in which their tokens shall stand.
+        files: Text files, one document each, in the order of their tokens.
         tokenizer: Its ids are stored in the smallest unsigned type that holds its vocabulary.
-        directory: Where the cache lies; made if absent.
+        directory: Folder of the cache; made if absent.
         progress: Called after every piece while tokenizing; not called when the cache is found.
 
     Returns:
@@ -129,7 +129,7 @@ def token_cache(files: Sequence[Path], tokenizer: Tokenizer, directory: Path, pr
     if _is_complete(path, _token_type(tokenizer)):
         return path
     directory.mkdir(parents=True, exist_ok=True)
-    # In the same directory, so that the renaming is atomic; a name of its own, so that builders do not meet.
+    # In the same directory, so that renaming is atomic; with a unique name, for several processes may build.
     partial = directory / f".{path.name}.{uuid.uuid4().hex}.partial"
     try:
         with open(partial, "xb") as out:
@@ -141,14 +141,14 @@ def token_cache(files: Sequence[Path], tokenizer: Tokenizer, directory: Path, pr
 
 
 def open_tokens(path: Path) -> np.ndarray:
-    """Maps a token file into memory, read-only: unsigned integers of shape (num_tokens,).
+    """Map a token file into memory, read-only: unsigned integers of shape (num_tokens,).
 
     Raises:
         DataError: When the file is absent, cut short, or not a token file.
     """
     try:
         dtype, num_tokens, offset = _header(path)
-        # A longer file would map as well, but nobody can say which part of it is right.
+        # A longer file could be mapped, but it is not the one that was written.
         if os.path.getsize(path) != offset + num_tokens * dtype.itemsize:
             raise ValueError(f"{os.path.getsize(path)} bytes for {num_tokens} tokens")
         return np.memmap(path, dtype, "r", offset, (num_tokens,))
@@ -162,9 +162,9 @@ def open_tokens(path: Path) -> np.ndarray:
 
 
 def _header(path: Path) -> tuple[np.dtype, int, int]:
-    """Type and number of the tokens and where they begin, in bytes.
+    """Return the type of tokens, their number and their offset in bytes.
 
-    Checked before anything is mapped: types without a size end the process in numpy's C (a division by zero).
+    These are checked before mapping: a type without a size would crash numpy's C code (a division by zero).
     """
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
@@ -214,7 +214,7 @@ def _build(out: BinaryIO, files: Sequence[Path], tokenizer: Tokenizer, progress:
     _write_header(out, token_type, num_tokens)
     assert out.tell() == start, "numpy pads headers so that a longer shape fits"
     out.flush()
-    os.fsync(out.fileno())  # a power cut after the renaming must not leave a complete name on incomplete bytes
+    os.fsync(out.fileno())  # after a power cut, a renamed file must have all its bytes
 
 
 def _write_header(out: BinaryIO, token_type: np.dtype, num_tokens: int) -> None:
@@ -235,7 +235,7 @@ def _readable(files: Sequence[Path]) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is None or Path(error.filename) not in files:
-            raise  # the cache's own trouble: a full or read-only disk
+            raise  # an error of writing the cache: a full or read-only disk
         raise DataError(
             "A file of the corpus cannot be read",
             expected="readable files",
@@ -244,17 +244,14 @@ def _readable(files: Sequence[Path]) -> Iterator[None]:
         ) from error
 
 
-# --- Windows over a token file, as a torch dataset.
-
-
 class TokenDataset(Dataset[torch.Tensor]):
     """Non-overlapping windows of a token file; the tokens stay on disk until they are asked for.
 
-    Item ``i`` is an int64 tensor of shape (seq_len,): tokens ``i * seq_len`` to ``(i + 1) * seq_len``. Tokens behind
-    the last whole window are left out. May be sent to DataLoader workers, forked or spawned.
+    Item ``i`` is an int64 tensor of shape (seq_len,): tokens ``i * seq_len`` to ``(i + 1) * seq_len``. Tokens after the
+    last whole window are left out. DataLoader workers may be forked or spawned.
 
     Args:
-        path: Token file, as ``token_cache`` writes it.
+        path: Token file of :func:`token_cache`.
         seq_len: Tokens per window.
 
     Raises:
@@ -280,7 +277,7 @@ class TokenDataset(Dataset[torch.Tensor]):
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens in the file, those behind the last whole window included."""
+        """Return the number of tokens in the file, also those after the last whole window."""
         return int(self._tokens.size)
 
     def __len__(self) -> int:
@@ -293,7 +290,7 @@ class TokenDataset(Dataset[torch.Tensor]):
         return torch.from_numpy(self._tokens[start : start + self.seq_len].astype(np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map carries the whole file with it; the other process maps the file itself.
+        # A pickled memory map would include the whole file; the other process maps the file itself.
         return {key: value for key, value in vars(self).items() if key != "_tokens"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im
 
 
 class Tokenizer(Protocol):
-    """What the data room asks of a tokenizer."""
+    """Interface of tokenizers."""
 
     @property
     def vocab_size(self) -> int:
@@ -28,23 +28,23 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_text(self) -> int:
-        """Return the id that stands after every document."""
+        """Return the id that follows every document."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two tokenizers exactly when they encode every text alike; part of the name of cached tokens."""
+        """Return a string that differs for tokenizers that encode any text differently; names cached tokens."""
 
     def encode(self, text: bytes) -> np.ndarray:
         """Return the ids of a text, integers of shape (num_tokens,), without the end-of-text id."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; end-of-text ids vanish."""
+        """Return the text of ids, without end-of-text ids."""
 
 
 class ByteTokenizer:
     """One id per byte, and one for the end of a text.
 
-    The vocabulary is 257, not rounded up: a tokenizer tells how many ids there are, and a model may have more rows.
+    The vocabulary is 257, not rounded up; a model may have more rows than a tokenizer has ids.
     """
 
     vocab_size = 257
@@ -56,7 +56,7 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become the replacement character, end-of-text ids vanish.
+        """Return the text of ids without end-of-text; bytes that are not UTF-8 become the replacement character.
 
         Raises:
             DataError: When an id is outside the vocabulary.
@@ -76,31 +76,29 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer of the ``tokenizers`` library, such as the ``tokenizer.json`` beside a published model.
 
-    Truncation and padding that the file asks for are switched off: they are for single inputs, not for corpora.
-    Where the vocabulary has no end-of-text token of a known name, one id is added behind its last.
+    Truncation and padding in the file are switched off: they are for single inputs, not for corpora. If the vocabulary
+    has no end-of-text token of a known name, one id is added after its last.
 
     Args:
         backend: A ``tokenizers.Tokenizer``.
-        fingerprint: Hash of the file it came from.
+        fingerprint: Hash of its file.
     """
 
     def __init__(self, backend: Any, fingerprint: str) -> None:
         backend.no_truncation()
         backend.no_padding()
-        # A document that merely mentions "<|endoftext|>" must not end there.
+        # A document that contains the text "<|endoftext|>" must not end there.
         backend.encode_special_tokens = True
         self._backend = backend
         self.fingerprint = fingerprint
         names = backend.get_vocab(with_added_tokens=True)
-        num_ids = max(names.values(), default=-1) + 1  # ids may have gaps, so their number says too little
+        num_ids = max(names.values(), default=-1) + 1  # ids may have gaps
         known = [names[name] for name in _END_OF_TEXT_NAMES if name in names]
         self.end_of_text: int = known[0] if known else num_ids
         self.vocab_size: int = max(num_ids, self.end_of_text + 1)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the ids of a text, int64 of shape (num_tokens,).
-
-        Bytes that are not UTF-8 become the replacement character.
+        """Return the ids of a text, int64 of shape (num_tokens,); invalid UTF-8 becomes the replacement character.
 
         Raises:
             DataError: When the tokenizer's parts do not fit together.
@@ -110,7 +108,7 @@ class JsonTokenizer:
         return np.asarray(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; special tokens vanish, and so do ids outside the vocabulary.
+        """Return the text of ids, without special tokens and ids outside the vocabulary.
 
         Raises:
             DataError: When the tokenizer's parts do not fit together.
@@ -122,7 +120,7 @@ class JsonTokenizer:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """The library raises bare Exception, and panics, for a file that it has read but cannot use."""
+    """Turn errors of the library into DataError: it raises bare Exception, and panics, for inconsistent files."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -141,7 +139,7 @@ def load_tokenizer(name: str, base: Path) -> Tokenizer:
 
     Args:
         name: ``"bytes"``, or the path of a ``tokenizers`` JSON file. ``~`` is expanded.
-        base: Folder against which a relative path is read.
+        base: Folder that a relative path starts at.
 
     Raises:
         ConfigError: When the file is absent or not a tokenizer, or the ``tokenizers`` library is not installed.

@@ -1,7 +1,4 @@
-"""What is in a model while it trains: statistics of parameters, gradients and activations over all shards and ranks.
-
-Seed: BMTrain's inspector.
-"""
+"""Statistics of parameters, gradients and activations over all shards and ranks. Seed: BMTrain's inspector."""
 
 from typing import TYPE_CHECKING
 

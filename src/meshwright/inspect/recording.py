@@ -1,4 +1,9 @@
-"""Record tensors in a model's forward, and carry them out of recomputed, sharded and pipelined blocks."""
+"""Record tensors in a model's forward, also inside recomputed, sharded and pipelined blocks.
+
+Recorded tensors must leave a block as outputs, so that FSDP2's hooks see them: the block captures records
+(:func:`captured`), and hands them over outside (:func:`hand_over`) with the tensors that stand for them there. A
+pipeline hands over the records of its stages, which are merged into the order of the model in one process.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from torch import nn
 
 from meshwright.errors import InspectError
 from meshwright.runtime import agreed
+from meshwright.runtime.torch_internals.autograd import current_graph_task_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,24 +29,24 @@ class Record:
     name: str
     group: str | None
     tensor: torch.Tensor
-    """What a loss may be built from: the recorded tensor, or what a block returned in its place."""
+    """The tensor that a loss may use: the recorded one, or the output of a block that stands for it."""
     sources: tuple[torch.Tensor, ...]
-    """What the model's code recorded and went on with: their gradients are the whole ones. One; in a pipeline one for
-    each micro-batch on the stage that recorded them, and none on the others."""
+    """The tensors that the model computed with, which have the whole gradients. One; in a pipeline one per micro-batch
+    on the stage that recorded them, and none on others."""
     keeps_grad: bool
     gradient_factor: float = 1.0
-    """What gradients of ``sources`` are multiplied by: those inside a pipeline have been divided by its ranks."""
+    """Factor for gradients of ``sources``: those inside a pipeline have been divided by its number of ranks."""
 
     @property
     def source(self) -> torch.Tensor:
-        """Return what this rank recorded, joined along dim 0."""
+        """Return this rank's recorded tensor, micro-batches concatenated along dim 0."""
         if len(self.sources) == 1:
             return self.sources[0]
         return torch.cat([each.detach() for each in self.sources]) if self.sources else self.tensor.detach()[:0]
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Return the gradient that backward left in ``source``, if it was asked for and has arrived."""
+        """Return the gradient of ``source``, if it is kept and backward has computed it."""
         if not self.keeps_grad or not self.sources:
             return None
         grads = [each.grad if each.requires_grad else None for each in self.sources]
@@ -55,23 +61,20 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class StagePass:
-    """What one pass of a model through the stages of a pipeline has recorded on this rank."""
+    """Records of this rank in one pass through the stages of a pipeline."""
 
     stages: dict[int, list[Record]]
-    """By the number of every stage that this rank has run, also where it recorded nothing."""
+    """Records by the number of every stage that this rank has run, also of those without any."""
 
 
-# Innermost last: an inspector's list, then those of the captures inside it. Not a context variable: blocks run their
-# forward where they were called, and the threads of backward must see that recording is on to keep out of it.
+# An inspector's list, then those of the captures inside it, innermost last. Not a context variable, for the threads of
+# backward must see it, too.
 _sinks: list[list[Any]] = []
 
 
 def recording_active() -> bool:
-    """Return whether :func:`record_tensor` records now: someone inspects, and this is no recomputation.
-
-    Recomputations are known by running inside a backward pass.
-    """
-    return bool(_sinks) and torch._C._current_graph_task_id() == -1
+    """Return whether :func:`record_tensor` records: an inspector is active, and backward is not recomputing."""
+    return bool(_sinks) and current_graph_task_id() == -1
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> torch.Tensor:
@@ -81,10 +84,10 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     checkpoint the recorded tensor has no gradient, since its forward runs without autograd.
 
     Args:
-        x: Any tensor but a parameter; each rank its own part of the batch. A DTensor is taken as the whole tensor.
+        x: Any tensor but a parameter, on each rank that of its part of the batch. A DTensor counts as a whole tensor.
         name: Its name; may repeat, as in a stack of layers.
-        group: Optional name of a group, put before the name.
-        requires_grad: Whether backward keeps its gradient for the statistics.
+        group: Optional name of a group, a prefix of the name.
+        requires_grad: Whether to keep its gradient for the statistics.
 
     Returns:
         ``x`` itself. Seed: BMTrain, which returns nothing.
@@ -112,7 +115,7 @@ def _append(record: Record) -> None:
 
 @contextlib.contextmanager
 def recording_into(records: list[Any]) -> Iterator[None]:
-    """Send what is recorded inside to ``records``; the sinks are as before whatever happens inside."""
+    """Append records made inside the context to ``records``."""
     depth = len(_sinks)
     _sinks.append(records)
     try:
@@ -123,19 +126,19 @@ def recording_into(records: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[Record]]:
-    """Collect what is recorded inside instead of passing it on; empty when nothing is recorded now."""
+    """Capture records made inside the context; none if no inspector is active."""
     records: list[Record] = []
     with recording_into(records) if recording_active() else contextlib.nullcontext():
         yield records
 
 
 def hand_over(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> None:
-    """Pass captured records on to the inspector or the capture around this point.
+    """Pass captured records on to the surrounding inspector or capture.
 
     Args:
-        records: As :func:`captured` collected them.
-        tensors: One per record, of the same values: the record's own tensor, or what stands for it outside the block
-            and carries gradients back into it.
+        records: Records from :func:`captured`.
+        tensors: One per record, with equal values: the record's own tensor, or the block's output that stands for it
+            and carries gradients into the block.
     """
     for record, tensor in zip(records, tensors, strict=True):
         if recording_active():
@@ -143,20 +146,20 @@ def hand_over(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> Non
 
 
 def hand_over_stages(stages: dict[int, list[Record]]) -> None:
-    """Pass on what this rank's stages have recorded in one pass of a pipeline; on all ranks of it.
+    """Pass on the records of this rank's stages in one pass of a pipeline; on all its ranks.
 
     Args:
-        stages: By number; {} on a rank that has run none.
+        stages: Records by the stage's number; {} on a rank that has run none.
     """
     if recording_active():
         _sinks[-1].append(StagePass(stages))
 
 
 def refuse_nesting() -> None:
-    """Refuse a second inspector inside the first.
+    """Check that no inspector is active.
 
     Raises:
-        InspectError: When someone records already.
+        InspectError: When one is.
     """
     if _sinks:
         raise InspectError(
@@ -167,11 +170,13 @@ def refuse_nesting() -> None:
         )
 
 
-# --- Passes through the stages of a pipeline: what each stage records, and the order in which all of it is one model's.
+# --- Records of pipeline stages, and the order of all ranks' records.
+#
+# An inspection is a sequence of events, the same on all ranks: a record, or a pass through stages. A record's place is
+# the number of its event and of its stage, so sorting places gives the order of the model in one process.
 
 Place = tuple[int, int]
-"""An event of an inspection, which all ranks have alike (a record, or a pass through stages), and the stage."""
-
+"""Number of an event, and of a stage; stage 0 outside of pipelines."""
 
 Label = tuple[str, str]
 """``"group."``, or nothing, and a record's name."""
@@ -179,26 +184,27 @@ Label = tuple[str, str]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank has recorded, without the tensors."""
+    """Labels and places of one rank's records, without the tensors."""
 
     labels: list[Label]
-    """Of every record."""
+    """One per record."""
     places: list[Place]
-    """Of every record."""
+    """One per record."""
     events: list[tuple[int, ...] | None]
-    """The stages that this rank has run in a pass; None for a record outside of any."""
+    """Stages that this rank has run in each pass; None for a record outside of passes."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A record and the last gradient that came by, without adding up: split backward passes come by twice."""
+    """A record, and the last gradient that backward computed for it; a split backward computes it twice."""
 
     record: Record
-    grads: list[torch.Tensor]  # empty before backward
+    grads: list[torch.Tensor]
+    """The gradient; empty before backward."""
 
     @classmethod
     def of(cls, record: Record) -> Watched:
-        """Watches a record's tensor, before its backward."""
+        """Watch a record's tensor, before its backward."""
         watched = cls(record, [])
         if record.keeps_grad and record.source.requires_grad:
             record.source.register_hook(watched._see)
@@ -209,16 +215,16 @@ class Watched:
 
 
 def hand_over_micro_batches(stages: Mapping[int, Sequence[Sequence[Watched]]]) -> None:
-    """Pass on what a rank's stages have recorded in a pass whose backward is through, micro-batches put together.
+    """Pass on the records of a rank's stages in a pass whose backward is done, micro-batches merged.
 
     Args:
         stages: For every stage of this rank, one list of records per micro-batch.
     """
-    hand_over_stages({stage: _together(parts) for stage, parts in stages.items()})
+    hand_over_stages({stage: _merged(parts) for stage, parts in stages.items()})
 
 
-def _together(micro_batches: Sequence[Sequence[Watched]]) -> list[Record]:
-    """One record for those of the same name and number in every micro-batch, in the order of the first."""
+def _merged(micro_batches: Sequence[Sequence[Watched]]) -> list[Record]:
+    """Merge the k-th records of a name of all micro-batches into one, in the order of the first micro-batch."""
     same: dict[tuple[str | None, str, int], list[Watched]] = {}
     for records in micro_batches:
         seen: Counter[tuple[str | None, str]] = Counter()
@@ -231,7 +237,7 @@ def _together(micro_batches: Sequence[Sequence[Watched]]) -> list[Record]:
 
 @torch.no_grad()
 def _joined(parts: list[Watched]) -> Record:
-    """Record of micro-batches as one of the batch, with the gradients that backward has left by now."""
+    """Concatenate the records of micro-batches, and their gradients."""
     first, sources = parts[0].record, [part.record.source.detach() for part in parts]
     whole = _cat(sources)
     if any(part.grads for part in parts):
@@ -243,7 +249,7 @@ def _joined(parts: list[Watched]) -> Record:
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Along the samples; numbers are averaged, and what differs in other dims is a vector of all elements."""
+    """Concatenate along dim 0; average 0-dim tensors, and flatten those that differ in other dims."""
     if not tensors[0].dim():
         every = torch.stack(tensors)
         return every.mean() if every.is_floating_point() else every.sum()
@@ -252,25 +258,21 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(tensors)
 
 
-def placed(entries: Sequence[Record | StagePass]) -> tuple[Recorded, list[Record]]:
-    """This rank's records in order, and where they stand among all ranks'."""
-    told, records = Recorded([], [], []), []
+def place_records(entries: Sequence[Record | StagePass]) -> tuple[Recorded, list[Record]]:
+    """Return the labels and places of this rank's records, and the records, in order."""
+    found, records = Recorded([], [], []), []
     for event, entry in enumerate(entries):
         stages = {0: [entry]} if isinstance(entry, Record) else dict(sorted(entry.stages.items()))
-        told.events.append(None if isinstance(entry, Record) else tuple(stages))
-        for stage, found in stages.items():
-            told.labels.extend(_label(record) for record in found)
-            told.places.extend([(event, stage)] * len(found))
-            records.extend(found)
-    return told, records
+        found.events.append(None if isinstance(entry, Record) else tuple(stages))
+        for stage, of_stage in stages.items():
+            found.labels.extend((f"{each.group}." if each.group is not None else "", each.name) for each in of_stage)
+            found.places.extend([(event, stage)] * len(of_stage))
+            records.extend(of_stage)
+    return found, records
 
 
-def _label(record: Record) -> Label:
-    return (f"{record.group}." if record.group is not None else ""), record.name
-
-
-def numbered(labels: Sequence[Label]) -> list[str]:
-    """Names: ``"{group.}{k}.{name}"`` for the k-th of its name and group."""
+def number_names(labels: Sequence[Label]) -> list[str]:
+    """Return the names ``"{group.}{k}.{name}"`` of labels, for the k-th of its name and group."""
     seen: Counter[str] = Counter()
     names = []
     for prefix, name in labels:
@@ -279,42 +281,44 @@ def numbered(labels: Sequence[Label]) -> list[str]:
     return names
 
 
-def in_order(every: Sequence[Recorded]) -> tuple[list[str], list[list[str]]]:
-    """All names in the order of one process, and those of every rank's records.
+def order_names(every: Sequence[Recorded]) -> tuple[list[str], list[list[str]]]:
+    """Return all names in the order of one process, and the names of every rank's records.
 
     Raises:
-        InspectError: When ranks that ran the same recorded different names.
+        InspectError: When ranks that ran the same stage recorded different names.
     """
-    reference: dict[Place, tuple[int, list[int]]] = {}  # the first rank that ran it, and its records there
-    for rank, told in enumerate(every):
-        for place, here in _rows_by_place(told).items():
+    reference: dict[Place, tuple[int, list[int]]] = {}  # the first rank that has a place, and its records there
+    for rank, recorded in enumerate(every):
+        for place, here in _rows_by_place(recorded).items():
             _check_alike(every, reference.setdefault(place, (rank, here)), (rank, here))
     order = sorted(reference)
-    for rank, told in enumerate(every):
+    for rank, recorded in enumerate(every):
         for place in order:
-            if place[0] >= len(told.events):  # every rank has all events, and of passes the stages that it runs
+            if place[0] >= len(recorded.events):  # all ranks must have all events
                 _check_alike(every, reference[place], (rank, []))
     labels = [every[reference[place][0]].labels[row] for place in order for row in reference[place][1]]
-    names, start, first_of = numbered(labels), 0, {}
+    names, start, first_of = number_names(labels), 0, {}
     for place in order:
         first_of[place] = start
         start += len(reference[place][1])
-    return names, [_names_here(told, names, first_of) for told in every]
+    return names, [_names_here(recorded, names, first_of) for recorded in every]
 
 
-def _rows_by_place(told: Recorded) -> dict[Place, list[int]]:
+def _rows_by_place(recorded: Recorded) -> dict[Place, list[int]]:
     rows: dict[Place, list[int]] = {
-        (event, stage): [] for event, stages in enumerate(told.events) for stage in ((0,) if stages is None else stages)
+        (event, stage): []
+        for event, stages in enumerate(recorded.events)
+        for stage in ((0,) if stages is None else stages)
     }
-    for row, place in enumerate(told.places):
+    for row, place in enumerate(recorded.places):
         rows[place].append(row)
     return rows
 
 
-def _names_here(told: Recorded, names: list[str], first_of: Mapping[Place, int]) -> list[str]:
+def _names_here(recorded: Recorded, names: list[str], first_of: Mapping[Place, int]) -> list[str]:
     seen: defaultdict[Place, int] = defaultdict(int)
     found = []
-    for place in told.places:
+    for place in recorded.places:
         found.append(names[first_of[place] + seen[place]])
         seen[place] += 1
     return found
@@ -324,7 +328,7 @@ def _check_alike(every: Sequence[Recorded], first: tuple[int, list[int]], other:
     wanted, given = ([every[r].labels[row] for row in there] for r, there in (first, other))
     if wanted == given:
         return
-    named = [[numbered(every[r].labels)[row] for row in there] for r, there in (first, other)]
+    named = [[number_names(every[r].labels)[row] for row in there] for r, there in (first, other)]
     pairs = zip([*named[0], "nothing more"], [*named[1], "nothing more"], strict=False)
     expected, got = next(pair for pair in pairs if pair[0] != pair[1])
     raise agreed(

@@ -1,4 +1,8 @@
-"""Statistics of tensors that count every element once over all shards and ranks, and merge alike on every rank."""
+"""Statistics of tensors over all shards and ranks, in which every element counts once.
+
+Every rank computes moments of the elements that it reports; one small table of moments per rank is gathered and merged,
+in the same way on every rank.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from meshwright.errors import InspectError
 from meshwright.runtime import rank
 
 COUNT, MEAN, SQUARES, MIN, MAX = range(5)
-"""The columns of a row of moments; SQUARES is the sum of squared deviations from the mean."""
+"""Columns of moments; SQUARES is the sum of squared deviations from the mean."""
 
 # A large shard is never copied whole: 2 MiB of fp64 stay in a CPU's cache, 128 MiB keep a GPU busy.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "other": 1 << 24}
 
 
 def nothing() -> torch.Tensor:
-    """Return the moments of no elements: merging them with others changes nothing."""
+    """Return the moments of no elements, which change nothing when merged."""
     return torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf], dtype=torch.float64)
 
 
@@ -34,7 +38,7 @@ def moments(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         tensors: Plain tensors of any real type, shape and device; they may be empty.
 
     Returns:
-        Shape ``(len(tensors), 5)``, fp64, on the CPU. NaN and infinity show in every column they would show in.
+        Shape ``(len(tensors), 5)``, fp64, on the CPU. NaN and infinity propagate as in arithmetic.
     """
     table = nothing().repeat(len(tensors), 1)
     places: dict[torch.device, list[int]] = defaultdict(list)
@@ -60,7 +64,7 @@ def _of_chunk(chunk: torch.Tensor) -> torch.Tensor:
 
 
 def merge(parts: torch.Tensor) -> torch.Tensor:
-    """Return the moments of all parts taken together.
+    """Merge the moments of parts into those of all their elements.
 
     Args:
         parts: Shape ``(parts, …, 5)``, fp64.
@@ -76,7 +80,7 @@ def merge(parts: torch.Tensor) -> torch.Tensor:
 
 
 def statistics(row: torch.Tensor) -> tuple[float, float, float, float]:
-    """``(max, min, std, mean)`` of one row of moments.
+    """Return ``(max, min, std, mean)`` of one row of moments.
 
     The standard deviation is the unbiased one (divided by n - 1), as ``torch.std`` and BMTrain compute it. A single
     element has none: it is 0.0 here, where torch gives NaN. Without elements all four are NaN.
@@ -87,29 +91,28 @@ def statistics(row: torch.Tensor) -> tuple[float, float, float, float]:
     return high, low, math.sqrt(squares / max(count - 1, 1)), mean
 
 
-# --- Which elements of a tensor a rank answers for, so that the statistics of all ranks count every element once.
+# --- The elements that a rank reports, so that every element counts once.
 
 NOBODY = 2**31 - 1
-"""The team of a rank that has no such tensor."""
+"""Team of a rank that does not have the tensor."""
 
 
 def share(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
-    """Return the elements this rank answers for, and the team of ranks that holds this copy of the whole tensor.
+    """Return the elements that this rank reports, and its team: the ranks that hold one copy of the whole tensor.
 
-    A sharded tensor is whole on its mesh, a plain one on its rank. Of ranks that hold the same elements (they differ
-    along replicated mesh dims only), the first answers and the others have nothing to say. One tensor may exist once
-    per team, as when it is sharded over one axis of a larger mesh: teams are named by their lowest rank, and only one
-    team's answers must be counted.
+    The team of a sharded tensor is its mesh, that of a plain one the rank. Of ranks with the same elements (whose
+    coordinates differ along replicated mesh dims only) the first reports them. If a tensor is sharded over one axis of
+    a larger mesh, there are several teams: they are numbered by their lowest rank, and one of them must be counted.
 
     Args:
-        tensor: Plain, or a DTensor with any mix of ``Shard``, ``_StridedShard`` and ``Replicate``.
+        tensor: Plain, or a DTensor with any mix of ``Shard``, ``StridedShard`` and ``Replicate``.
         name: For the error.
 
     Returns:
         A plain tensor without gradient (perhaps empty), and the team.
 
     Raises:
-        InspectError: When the elements are not there (meta, partial sums) or have no order (complex).
+        InspectError: When the elements do not exist (meta, partial sums) or have no order (complex).
     """
     _check(tensor, name)
     if not isinstance(tensor, DTensor):
@@ -117,18 +120,18 @@ def share(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
         return (whole if whole.layout == torch.strided else whole.to_dense()), rank()
     local = tensor.to_local().detach()
     team = int(tensor.device_mesh.mesh.min())
-    return (local if _answers(tensor) else local.new_empty(0)), team
+    return (local if _reports(tensor) else local.new_empty(0)), team
 
 
 def is_first_of_team(tensor: torch.Tensor) -> bool:
-    """Return whether this rank is the first of those that hold the tensor together; always for a plain tensor."""
+    """Return whether this rank is the first of its team; always for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return True
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and not any(coordinate)
 
 
-def _answers(tensor: DTensor) -> bool:
+def _reports(tensor: DTensor) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not on the mesh
         return False
@@ -154,14 +157,14 @@ def _check(tensor: torch.Tensor, name: str) -> None:
         )
 
 
-# --- The table of all tensors' moments: filled on every rank, gathered once, merged alike everywhere.
+# --- Tables of moments.
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor as one rank sees it, before any arithmetic."""
+    """One tensor on one rank, and its gradient."""
 
     name: str
     shape: Shape
@@ -171,23 +174,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """What one rank tells the others: about 0.2 kB per tensor, whatever the tensor's size."""
+    """Moments of all tensors on one rank; about 0.2 kB per tensor of any size."""
 
     names: list[str]
     shapes: list[Shape]
     teams: torch.Tensor
-    """``(rows, 2)`` for tensor and gradient: which copy of it the moments are of; ``NOBODY`` where there is none."""
+    """``(rows, 2)``: teams of tensor and gradient; ``NOBODY`` where there is none."""
     moments: torch.Tensor
-    """``(rows, 2, 5)``: see :mod:`meshwright.inspect.statistics`."""
+    """``(rows, 2, 5)``: moments of tensor and gradient."""
 
 
 def fill(rows: Sequence[Row]) -> Table:
-    """Compute this rank's table; do not communicate."""
-    nothing = torch.empty(0), NOBODY
+    """Compute this rank's table, without communication."""
+    absent = torch.empty(0), NOBODY
     shares = []
     for row in rows:
         shares.append(share(row.tensor, row.name))
-        shares.append(nothing if row.grad is None else share(row.grad, f"gradient of {row.name}"))
+        shares.append(absent if row.grad is None else share(row.grad, f"gradient of {row.name}"))
     return Table(
         names=[row.name for row in rows],
         shapes=[row.shape for row in rows],
@@ -201,12 +204,12 @@ def merged(tables: Sequence[Table], *, one_team: bool, order: Sequence[str] = ()
 
     Args:
         tables: One per rank; a rank may lack names, as on another pipeline stage.
-        one_team: True when teams hold copies of one tensor, of which the first is counted; False when every team has
-            elements of its own, which are counted together.
-        order: Names in the order wanted; others follow.
+        one_team: True if teams hold copies of one tensor, of which the first is counted; False if every team has
+            elements of its own, which are all counted.
+        order: Names that come first, in this order.
 
     Returns:
-        The names of all tables, in ``order`` and then in order of first mention, and moments of shape
+        The names of all tables, in ``order`` and then in order of first occurrence, and moments of shape
         ``(names, 2, 5)``.
     """
     found = dict.fromkeys(name for table in tables for name in table.names)
@@ -223,13 +226,13 @@ def merged(tables: Sequence[Table], *, one_team: bool, order: Sequence[str] = ()
 
 
 def entry(name: str, shape: Shape, both: torch.Tensor, no_grad: float | None) -> dict[str, Any]:
-    """One line of a summary, under BMTrain's keys in the order of its table.
+    """Return one line of a summary, under BMTrain's keys in the order of its table.
 
     Args:
-        name: As printed.
-        shape: Of the whole tensor.
+        name: Name of the tensor.
+        shape: Shape of the whole tensor.
         both: ``(2, 5)``, moments of the tensor and of its gradient.
-        no_grad: What stands for the statistics of a gradient that does not exist.
+        no_grad: Statistics of a gradient that does not exist.
     """
     high, low, std, mean = statistics(both[0])
     _, _, grad_std, grad_mean = statistics(both[1]) if both[1, COUNT] > 0 else (no_grad,) * 4

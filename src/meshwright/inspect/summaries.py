@@ -18,44 +18,46 @@ from meshwright.inspect.recording import (
     Record,
     Recorded,
     StagePass,
-    in_order,
-    numbered,
-    placed,
+    number_names,
+    order_names,
+    place_records,
     recording_into,
     refuse_nesting,
 )
 from meshwright.inspect.statistics import Row, Shape, Table, entry, fill, is_first_of_team, merged
 from meshwright.runtime import gather_from
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 OUTLINE = "_meshwright_outline"
-"""In the ``__dict__`` of a module that stands for one on another rank: that module, without memory."""
+"""Key in the ``__dict__`` of a placeholder for a module on another rank: that module, on ``meta``."""
 
-_ORDER = "_names_in_order"  # of a model of which ranks hold different parts
-# Wrapper modules that a name passes through.
+# Key in the ``__dict__`` of a model of which ranks hold different parts: all names in order.
+_ORDER = "_names_in_order"
+# Parts of names that wrapper modules add.
 _TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def keep_name_order(model: nn.Module, names: Sequence[str]) -> None:
-    """Note the order of all names of a model of which ranks hold different parts, on all of them alike."""
+    """Set the order of all names of a model of which ranks hold different parts; alike on all of them."""
     model.__dict__[_ORDER] = tuple(names)
 
 
 def inspect_model(
     model: nn.Module, pattern: str | None = None, prefix: str = "", *, param_name: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the statistics of the parameters whose names match, equal to those of the whole tensors on one rank.
+    """Return the statistics of parameters with matching names, equal to those of whole tensors on one rank.
 
-    Collective: every rank calls it, and all together exchange one small table, whatever the number and size of the
-    parameters; no parameter is gathered. Parameters may be plain (equal on all ranks) or sharded over any mix of
-    meshes. Ranks may hold different parts of the model, as pipeline stages do: the result is of all of them.
+    Collective: ranks exchange one small table; no parameter is gathered. Parameters may be plain (equal on all ranks)
+    or sharded over any mix of meshes. Ranks may hold different parts of the model, as pipeline stages do; the result
+    covers all of them.
 
-    Call it between steps. FSDP2 modules that hold gathered weights after a forward are sharded again first.
+    Call it between steps. Weights that FSDP2 still has gathered after a forward are resharded first.
 
     Args:
         model: Plain, or prepared by ``accelerate``; names are those of the plain model. Tied parameters are listed
             under each of their names.
-        pattern: ``fnmatch`` pattern for ``prefix + name``, such as ``"*.linear*"``; None means all of them.
-        prefix: Put before every name.
+        pattern: ``fnmatch`` pattern for ``prefix + name``, such as ``"*.linear*"``; None matches all.
+        prefix: Prefix of every name.
         param_name: BMTrain's name for ``pattern``.
 
     Returns:
@@ -65,16 +67,16 @@ def inspect_model(
         there is no gradient. Seed: BMTrain.
 
     Raises:
-        InspectError: When a parameter is on the meta device or complex, or a gradient an unreduced partial sum; and
-            for both ``pattern`` and ``param_name``.
+        InspectError: When a parameter is on the meta device or complex, a gradient is an unreduced partial sum, or both
+            ``pattern`` and ``param_name`` are given.
     """
     wanted = _pattern(pattern, param_name)
     found = gather_from(lambda: (list(_names(model, prefix)), fill(_rows(model, wanted, prefix))))
     tables = [table for _, table in found]
     shapes = {name: shape for table in tables for name, shape in zip(table.names, table.shapes, strict=True)}
-    told = [prefix + name for name in model.__dict__.get(_ORDER, ())]
-    # Else rank 0's order, in which ranks that stand at other places of a model follow.
-    order = told or list(dict.fromkeys(name for names, _ in found for name in names))
+    known_order = [prefix + name for name in model.__dict__.get(_ORDER, ())]
+    # Otherwise in rank 0's order, followed by names of other ranks.
+    order = known_order or list(dict.fromkeys(name for names, _ in found for name in names))
     names, moments = merged(tables, one_team=True, order=order)
     return [entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)]
 
@@ -92,10 +94,10 @@ def _pattern(pattern: str | None, param_name: str | None) -> str:
 
 
 def _names(model: nn.Module, prefix: str) -> Iterator[str]:
-    """All names of parameters, those of other ranks too where something stands for them here."""
+    """Yield all names of parameters, also of placeholders for other ranks' modules."""
     wrappers = _ddp_paths(model)
     for path, module in model.named_modules(remove_duplicate=False):
-        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        names = [name for name, parameter in parameters_of(module).items() if parameter is not None]
         outline = module.__dict__.get(OUTLINE)
         if outline is not None:
             names += [name for name, _ in outline.named_parameters(remove_duplicate=False)]
@@ -105,7 +107,8 @@ def _names(model: nn.Module, prefix: str) -> Iterator[str]:
 def _rows(model: nn.Module, pattern: str, prefix: str) -> list[Row]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # gathered weights are copies in another precision, and have no gradient
+            # Gathered weights are copies in the compute dtype, and have no gradient.
+            module.reshard()
     wrappers = _ddp_paths(model)
     named = [
         (prefix + _plain_name(name, wrappers), parameter)
@@ -123,8 +126,8 @@ def _ddp_paths(model: nn.Module) -> list[str]:
 
 
 def _plain_name(name: str, wrappers: list[str]) -> str:
-    """Return name without what DDP (at the paths ``wrappers``), torch.compile and torch's checkpoint wrapper add."""
-    for path in reversed(wrappers):  # inner ones first: outer paths stay as they were
+    """Return a name without what DDP (at the paths ``wrappers``), torch.compile and torch's checkpoint wrapper add."""
+    for path in reversed(wrappers):  # inner ones first, so that outer paths still match
         start = f"{path}." if path else ""
         if name.startswith(f"{start}module."):
             name = start + name[len(start) + len("module.") :]
@@ -133,14 +136,11 @@ def _plain_name(name: str, wrappers: list[str]) -> str:
     return name
 
 
-# --- ``inspect_tensor``: collects the tensors that a model records, and summarises them over all ranks.
+# --- Summaries of recorded tensors.
 
 
 class Inspector:
-    """The tensors recorded inside one :func:`inspect_tensor`, in the order of their recording.
-
-    It keeps them, and the graphs they are part of, alive.
-    """
+    """Tensors recorded inside one :func:`inspect_tensor`, in order; they and their graphs stay alive with it."""
 
     def __init__(self) -> None:
         self._entries: list[Record | StagePass] = []  # filled while the `with` block runs
@@ -149,15 +149,14 @@ class Inspector:
     def summary(self) -> list[dict[str, Any]]:
         """This rank's records: name, summary_name, group, shape (here), requires_grad and ``tensor``.
 
-        The tensors are differentiable: a loss may be built from them and go backward. DDP asks that such a loss
-        reaches every parameter, as the model's output does; else it leaves gradients unreduced. FSDP2 gathers weights
-        again in backward only for a module's outputs: see :mod:`meshwright.inspect.recording` for how a sharded module
-        passes on what is recorded inside it.
+        The tensors are differentiable, so a loss may use them. With DDP such a loss must reach every parameter, as the
+        model's output does; else gradients stay unreduced. FSDP2 gathers weights again in backward only for a module's
+        outputs: :mod:`meshwright.inspect.recording` says how a sharded module passes on its records.
 
-        Of a pipeline these are the records of this rank's stages, numbered among themselves. A schedule's micro-batches
-        are put together, detached, with their gradients.
+        In a pipeline these are the records of this rank's stages, numbered among themselves. A schedule's micro-batches
+        are concatenated and detached, with their gradients.
         """
-        told, records = placed(self._entries)
+        recorded, records = place_records(self._entries)
         return [
             {
                 "name": record.name,
@@ -167,33 +166,31 @@ class Inspector:
                 "requires_grad": record.keeps_grad and record.tensor.requires_grad,
                 "tensor": record.tensor,
             }
-            for name, record in zip(numbered(told.labels), records, strict=True)
+            for name, record in zip(number_names(recorded.labels), records, strict=True)
         ]
 
     def get_summary(self) -> list[dict[str, Any]]:
         """Return the statistics of every recorded tensor over all ranks.
 
-        Call it after the ``with`` block, on every rank.
+        Call it after the ``with`` block, on every rank. Ranks exchange one small table. Tensors are read as they are
+        now: called again after backward, it includes the gradients.
 
-        Costs one exchange of a small table. It reads the tensors as they are now: called again after backward, it
-        has the gradients.
-
-        Of a pipeline all stages' records are there, in the order of the model in one process: what is recorded before
-        the blocks counts on the first stage, what is between two blocks on the stage of the first of them.
+        In a pipeline it covers all stages, in the order of the model in one process: records before the blocks count on
+        the first stage, records between two blocks on the stage of the first of them.
 
         Returns:
             One dict per tensor, equal on every rank, with keys name (``"{group.}{k}.{name}"`` for the k-th of its
-            name), shape, max, min, std, mean, grad_std, grad_mean. The elements of all ranks are taken together:
+            name), shape, max, min, std, mean, grad_std, grad_mean. Statistics are over the elements of all ranks:
             ``shape[0]`` is the sum over ranks (other dims as on rank 0), std is the unbiased one of all elements.
-            BMTrain takes the root of the ranks' mean variance instead, which leaves out how far their means are
-            apart. Gradient statistics are None where no rank has a gradient; gradients are as backward left them,
-            loss scale included.
+            BMTrain takes the root of the ranks' mean variance instead, which ignores the differences of their means.
+            Gradient statistics are None where no rank has a gradient; gradients are as backward left them, loss scale
+            included.
 
         Raises:
             InspectError: When ranks recorded different names, or a tensor has no statistics.
         """
-        every = gather_from(self._told)
-        names, of_ranks = in_order([recorded for recorded, _ in every])
+        every = gather_from(self._table)
+        names, of_ranks = order_names([recorded for recorded, _ in every])
         tables = [dataclasses.replace(table, names=own) for (_, table), own in zip(every, of_ranks, strict=True)]
         names, moments = merged(tables, one_team=False, order=names)
         return [
@@ -202,26 +199,23 @@ class Inspector:
         ]
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """Return the tensor recorded here as ``name`` in ``group``: the ``index``-th, or the first.
-
-        None if there is none.
-        """
-        records = placed(self._entries)[1]
+        """Return this rank's ``index``-th tensor (or the first) of a name and group; None if there is none."""
+        records = place_records(self._entries)[1]
         found = [record.tensor for record in records if (record.name, record.group) == (name, group)]
         wanted = 0 if index is None else index
         return found[wanted] if 0 <= wanted < len(found) else None
 
-    def _told(self) -> tuple[Recorded, Table]:
-        told, records = placed(self._entries)
+    def _table(self) -> tuple[Recorded, Table]:
+        recorded, records = place_records(self._entries)
         rows = [
             Row(name, _rows_here(record.source), record.source, record.grad)
-            for name, record in zip(numbered(told.labels), records, strict=True)
+            for name, record in zip(number_names(recorded.labels), records, strict=True)
         ]
-        return told, fill(rows)
+        return recorded, fill(rows)
 
 
 def _rows_here(tensor: torch.Tensor) -> Shape:
-    """Return the tensor's shape, its first dim counted on one rank of those that hold it together."""
+    """Return the tensor's shape; its first dim counts on one rank of the team only."""
     shape = tuple(tensor.shape)
     return shape if is_first_of_team(tensor) or not shape else (0, *shape[1:])
 
@@ -233,7 +227,7 @@ def _over_ranks(name: str, tables: list[Table]) -> Shape:
 
 @contextlib.contextmanager
 def inspect_tensor() -> Iterator[Inspector]:
-    """Record, inside the ``with`` block, what the model's code passes to :func:`record_tensor`.
+    """Record the tensors that the model's code passes to :func:`record_tensor` inside the ``with`` block.
 
     Example::
 
@@ -254,30 +248,23 @@ def inspect_tensor() -> Iterator[Inspector]:
 # --- Summaries as text.
 
 _COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
-_LEFT = 2  # name and shape; numbers stand to the right
+_LEFT_ALIGNED = 2  # name and shape
 
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
     """Return a summary as an aligned table, numbers with four decimals.
 
     Args:
-        summary: What ``inspect_model`` or ``Inspector.get_summary`` returned, or several of them joined.
+        summary: The result of ``inspect_model`` or ``Inspector.get_summary``, or several of them concatenated.
 
     Returns:
         A header and one line per tensor; columns as BMTrain's, none of them cut off.
     """
-    lines = [_COLUMNS, *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(_COLUMNS))]
-    return "\n".join(_aligned(line, widths) for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
-    cells = [
-        cell.ljust(width) if index < _LEFT else cell.rjust(width)
-        for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ]
-    return "  ".join(cells).rstrip()
+    rows = [[line[column] for column in _COLUMNS] for line in summary]
+    cells = [_COLUMNS, *([f"{each:.4f}" if isinstance(each, float) else str(each) for each in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligns = [str.ljust if index < _LEFT_ALIGNED else str.rjust for index in range(len(_COLUMNS))]
+    lines = (
+        "  ".join(align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)) for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)

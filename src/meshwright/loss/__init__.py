@@ -1,4 +1,4 @@
-"""Losses: BMTrain's cross entropy in half precision's memory, one that holds no logits, and the next token's."""
+"""Cross entropies that save memory: in half precision, of a linear head without its logits, of split vocabularies."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,14 @@
-"""Cross entropy over a few rows of logits at a time, and the checks that every cross entropy shares."""
+"""Cross entropy of a few rows of logits at a time, in at least fp32, and the checks that all cross entropies share.
+
+Shapes: n rows (tokens) of N, C classes. With f = logits − max, s = Σ exp f, t the target, w the class weights and ε the
+label smoothing (Szegedy et al. 2016),
+
+loss = (1 − ε)·w_t·(log s − f_t) + ε/C·Σ_c w_c·(log s − f_c)
+∂loss/∂f_c = ((1 − ε)·w_t + ε/C·Σ w)·exp(f_c)/s − (1 − ε)·w_t·[c = t] − ε/C·w_c
+
+as ``torch.nn.functional.cross_entropy`` computes. Max and s are kept apart, for their log-sum-exp would lose digits of
+logits that are large and close together.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError, DataError, ModelError, did_you_mean
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 
 
 class _Refuse(torch.autograd.Function):
-    """Identity of the gradients; differentiating it is the error."""
+    """Identity of gradients whose backward raises the error."""
 
     @staticmethod
     def forward(ctx: Any, name: str, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -34,9 +44,12 @@ class _Refuse(torch.autograd.Function):
 
 
 def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a Function's ``backward``: its results are constants, and differentiating them is a clear error.
+    """Decorate a Function's ``backward`` so that differentiating its results is an error.
 
-    Without it a second differentiation would silently miss the terms that the saved values hide.
+    Otherwise a second differentiation would silently miss terms that depend on the saved values.
+
+    Args:
+        name: Name of the loss, for the error.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,13 +67,13 @@ def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-# --- What the cross entropies refuse, before anything is computed.
+# --- Checks.
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_options(reduction: str, label_smoothing: float) -> None:
-    """Refuse a reduction that does not exist and a smoothing that is not a fraction."""
+    """Check that the reduction exists and the smoothing is a fraction."""
     if reduction not in REDUCTIONS:
         raise ConfigError(
             f"Unknown reduction {reduction!r}{did_you_mean(str(reduction), REDUCTIONS)}",
@@ -78,7 +91,7 @@ def check_options(reduction: str, label_smoothing: float) -> None:
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Refuse a sharded tensor: its other rows or columns are on other ranks."""
+    """Check that a tensor is no DTensor, whose other rows or columns are on other ranks."""
     if isinstance(tensor, DTensor):
         raise ModelError(
             f"The loss cannot work on a DTensor ({name})",
@@ -90,7 +103,7 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Refuse what has no gradient."""
+    """Check that a tensor is floating-point, so that it has a gradient."""
     if not tensor.is_floating_point():
         raise ModelError(
             f"The loss needs {name} that are floating-point numbers",
@@ -101,7 +114,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_target(target: Tensor, expected: tuple[int, ...]) -> None:
-    """Refuse targets that are not one class index per row."""
+    """Check that targets are one class index per row."""
     if target.is_floating_point() or target.is_complex() or tuple(target.shape) != expected:
         raise DataError(
             "The targets are not one class per row",
@@ -114,7 +127,7 @@ def check_target(target: Tensor, expected: tuple[int, ...]) -> None:
 
 
 def check_class_weight(class_weight: Tensor | None, num_classes: int, name: str) -> None:
-    """Refuse class weights that are not one constant per class."""
+    """Check that class weights are one constant per class."""
     if class_weight is None:
         return
     check_plain(name, class_weight)
@@ -127,36 +140,28 @@ def check_class_weight(class_weight: Tensor | None, num_classes: int, name: str)
         )
 
 
-# --- Cross entropy of a few rows of logits at a time, in at least fp32. Shapes: n rows (tokens) · C classes.
-#
-# With f = logits − max, s = Σ exp f, t the target, w the class weights and ε the label smoothing (Szegedy et al. 2016),
-#
-# loss = (1 − ε)·w_t·(log s − f_t) + ε/C·Σ_c w_c·(log s − f_c)
-# ∂loss/∂f_c = ((1 − ε)·w_t + ε/C·Σ w)·exp(f_c)/s − (1 − ε)·w_t·[c = t] − ε/C·w_c
-#
-# which is what ``torch.nn.functional.cross_entropy`` computes. Keeping max and s apart, instead of their log-sum-exp,
-# stays exact for logits that are large and close together.
+# --- Losses and gradients of rows.
 
-# Elements worked on at a time: about what stays in a core's cache, or what fills a GPU (64 MiB in fp32).
+# Elements processed at a time: about as many as fit a core's cache, or fill a GPU (64 MiB in fp32).
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
 
 
 class Rows(NamedTuple):
-    """What each row is to predict."""
+    """Targets of rows, and how much each one counts."""
 
     target_n1: Tensor  # int64; class 0 where the row is ignored
-    kept_n: Tensor  # bool
+    valid_n: Tensor  # bool
     weight_n: Tensor  # of the target's class; 0 where the row is ignored
     class_weight_C: Tensor | None
     label_smoothing: float
 
     def part(self, rows: slice) -> Rows:
-        """Some of the rows."""
-        return self._replace(target_n1=self.target_n1[rows], kept_n=self.kept_n[rows], weight_n=self.weight_n[rows])
+        """Return the targets of some rows."""
+        return self._replace(target_n1=self.target_n1[rows], valid_n=self.valid_n[rows], weight_n=self.weight_n[rows])
 
 
 class Softmax(NamedTuple):
-    """exp(logits − max), not yet divided by its sum."""
+    """Softmax before the division: exp(logits − max), and its sum."""
 
     exps_nC: Tensor
     max_n1: Tensor
@@ -171,26 +176,28 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def make_rows(
     target_n: Tensor, dtype: torch.dtype, class_weight_C: Tensor | None, ignore_index: int, label_smoothing: float
 ) -> Rows:
-    """Sort out which rows count and how much; ``dtype`` is that of the logits."""
-    kept_n = target_n != ignore_index
-    target_n = torch.where(kept_n, target_n, 0).long()
+    """Prepare targets: which rows count, and how much; ``dtype`` is that of the logits."""
+    valid_n = target_n != ignore_index
+    target_n = torch.where(valid_n, target_n, 0).long()
     if class_weight_C is None:
-        weight_n = kept_n.to(wide(dtype))
+        weight_n = valid_n.to(wide(dtype))
     else:
         class_weight_C = class_weight_C.to(wide(dtype))
-        weight_n = torch.where(kept_n, class_weight_C[target_n], 0.0)
-    return Rows(target_n.unsqueeze(1), kept_n, weight_n, class_weight_C, label_smoothing)
+        weight_n = torch.where(valid_n, class_weight_C[target_n], 0.0)
+    return Rows(target_n.unsqueeze(1), valid_n, weight_n, class_weight_C, label_smoothing)
 
 
 def row_losses(logits_nC: Tensor, rows: Rows, *, overwrite: bool = False) -> tuple[Tensor, Softmax]:
-    """Return the loss of every row (n,), 0 where it is ignored, and what the gradient is made of.
+    """Return the loss of every row (n,), 0 where it is ignored, and the softmax for the gradient.
 
-    ``overwrite`` computes in the logits' own memory where their type allows.
+    ``overwrite`` computes in the logits' own memory if their type allows.
     """
     max_n1 = logits_nC.amax(1, keepdim=True).to(wide(logits_nC.dtype))
     shifted_nC = logits_nC.sub_(max_n1) if overwrite and logits_nC.dtype == max_n1.dtype else logits_nC - max_n1
     at_target_n = shifted_nC.gather(1, rows.target_n1).squeeze(1)
-    smooth_n = _weighted_sum(shifted_nC, rows) if rows.label_smoothing > 0 else None
+    smooth_n = None
+    if rows.label_smoothing > 0:
+        smooth_n = shifted_nC.sum(1) if rows.class_weight_C is None else shifted_nC.mv(rows.class_weight_C)
     exps_nC = shifted_nC.exp_()
     sum_n1 = exps_nC.sum(1, keepdim=True)
     log_n = sum_n1.squeeze(1).log()
@@ -198,17 +205,17 @@ def row_losses(logits_nC: Tensor, rows: Rows, *, overwrite: bool = False) -> tup
     if smooth_n is not None:
         num_classes = logits_nC.shape[1]
         loss_n += rows.label_smoothing / num_classes * (sum_of_weights(rows, num_classes) * log_n - smooth_n)
-    return torch.where(rows.kept_n, loss_n, 0.0), Softmax(exps_nC, max_n1, sum_n1)
+    return torch.where(rows.valid_n, loss_n, 0.0), Softmax(exps_nC, max_n1, sum_n1)
 
 
 def row_gradients_(softmax: Softmax, rows: Rows, upstream_n: Tensor, out_nC: Tensor) -> Tensor:
-    """Write the logits' gradient into ``out_nC``, which may be ``softmax.exps_nC`` (used up either way); return it.
+    """Write the logits' gradient into ``out_nC`` and return it; ``softmax.exps_nC`` is overwritten, and may be it.
 
     ``upstream_n`` is the gradient of each row's loss.
     """
     exps_nC, num_classes = softmax.exps_nC, softmax.exps_nC.shape[1]
-    # An ignored row's upstream gradient can be 1/0, in a mean that the caller takes over no rows at all.
-    upstream_n1 = torch.where(rows.kept_n, upstream_n, 0.0).unsqueeze(1)
+    # An ignored row's upstream gradient can be 1/0, if the caller takes a mean over no rows.
+    upstream_n1 = torch.where(rows.valid_n, upstream_n, 0.0).unsqueeze(1)
     hard_n1 = upstream_n1 * (1.0 - rows.label_smoothing) * rows.weight_n.unsqueeze(1)
     soft_n1 = upstream_n1 * (rows.label_smoothing / num_classes)
     scale_n1 = (hard_n1 + soft_n1 * sum_of_weights(rows, num_classes)) / softmax.sum_n1
@@ -224,29 +231,22 @@ def row_gradients_(softmax: Softmax, rows: Rows, upstream_n: Tensor, out_nC: Ten
     return out_nC.scatter_(1, rows.target_n1, at_target_n1.to(out_nC.dtype))
 
 
-def _weighted_sum(values_nC: Tensor, rows: Rows) -> Tensor:
-    return values_nC.sum(1) if rows.class_weight_C is None else values_nC.mv(rows.class_weight_C)
-
-
 def sum_of_weights(rows: Rows, num_classes: int) -> Tensor | float:
-    """Return the weights of all classes, added up."""
+    """Return the sum of all classes' weights."""
     return float(num_classes) if rows.class_weight_C is None else rows.class_weight_C.sum()
 
 
 def mean(total: Tensor, rows: Rows) -> Tensor:
-    """Return the summed loss over the weights of the targets that count, as torch divides it.
-
-    Nan when no row counts.
-    """
-    some_count = rows.kept_n.any()
-    # Not 0/0: its gradient would be nan too, and torch's is 0.
+    """Divide the summed loss by the weights of the targets that count, as torch does; nan when no row counts."""
+    some_count = rows.valid_n.any()
+    # Not 0/0, whose gradient would be nan, too; torch's is 0.
     return torch.where(some_count, total, torch.nan) / torch.where(some_count, rows.weight_n.sum(), 1.0)
 
 
 def rows_at_a_time(logits_NC: Tensor) -> int:
-    """Return how many rows of logits to work on at once."""
+    """Return the number of rows of logits to process at once."""
     num_rows, num_classes = logits_NC.shape
-    # A compiler fuses the whole thing into one pass; without data there is nothing to hold.
+    # All of them for a compiler, which fuses everything into one pass, and for fake tensors, which need no memory.
     if torch.compiler.is_compiling() or isinstance(logits_NC, FakeTensor):
         return max(num_rows, 1)
     return max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
@@ -259,7 +259,7 @@ def slices(num_rows: int, rows_at_a_time: int) -> Iterator[slice]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Types are chosen here; autocast would take the products down to half precision."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # the first knows no autocast
+    """Return a context without autocast, which would compute products in half precision."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # ``meta`` has no autocast
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

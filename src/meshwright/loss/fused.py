@@ -1,4 +1,4 @@
-"""Compute cross entropy of half-precision logits without an fp32 copy, and the next-token loss built on it."""
+"""Cross entropy of half-precision logits without an fp32 copy, and the next-token loss built on it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshwright.loss.cross_entropy_rows import (
 from meshwright.loss.lazy_logits import LazyLogits
 from meshwright.loss.vocabulary_parallel import Vocabulary, parallel_row_losses
 from meshwright.runtime import tensor_size
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
 
 
 def fused_cross_entropy(
@@ -43,31 +43,30 @@ def fused_cross_entropy(
     label_smoothing: float = 0.0,
     parallel: bool = False,
 ) -> Tensor:
-    """``F.cross_entropy(input.float(), target, …)`` in the memory of ``input`` (BMTrain's ``FusedCrossEntropy``).
+    """Compute ``F.cross_entropy(input.float(), target, …)`` without an fp32 copy (BMTrain's ``FusedCrossEntropy``).
 
-    Between forward and backward it keeps the input itself and two fp32 numbers per row; BMTrain kept half-precision
-    probabilities, and torch keeps fp32 ones. Never modifies its arguments.
+    Between forward and backward it saves the input itself and two fp32 numbers per row; BMTrain saves half-precision
+    probabilities, and torch fp32 ones. It never modifies its arguments.
 
     Args:
         input: Logits (C,), (N, C) or (N, C, d1, …), of any floating-point type. The last form is copied.
         target: Class indices (), (N,) or (N, d1, …).
         weight: Weights of the classes (C,), constants.
-        ignore_index: Rows with this target count for nothing.
+        ignore_index: Rows with this target are ignored.
         reduction: ``"mean"`` (over the weights of the targets that count), ``"sum"`` or ``"none"``.
         label_smoothing: Part of the target spread over all classes (Szegedy et al. 2016), 0 to 1.
-        parallel: The ranks of a tensor group (``init_distributed``'s ``tp_size``) hold a part of the classes each, in
-            the order of the ranks: C is ``input``'s times ``tp_size`` then, and logits are never gathered. Target,
-            weight and result are equal on all of them.
+        parallel: Whether each rank of a tensor group (``init_distributed``'s ``tp_size``) holds a part of the classes,
+            in rank order: C is then ``tp_size`` times that of ``input``. Logits are never gathered. Target, weight and
+            result are equal on all of them.
 
     Returns:
         fp32 (fp64 for fp64): 0-dim, or of ``target``'s shape for ``"none"``. A mean over no rows is nan with a gradient
         of 0, as in torch.
 
     Raises:
-        ModelError: When ``input`` or ``weight`` do not fit, or are DTensors; or, in a second backward, for the second
-            derivative.
-        DataError: When ``target`` is not one class index per row. An index that is no class is torch's ``IndexError``
-            or ``RuntimeError`` on the CPU and a device-side assertion on CUDA.
+        ModelError: When ``input`` or ``weight`` do not fit, or are DTensors; and for the second derivative.
+        DataError: When ``target`` is not one class index per row. An index that is no class raises torch's
+            ``IndexError`` or ``RuntimeError`` on the CPU, and a device-side assertion on CUDA.
         ConfigError: For an unknown reduction or a smoothing that is not a fraction.
     """
     check_options(reduction, label_smoothing)
@@ -107,16 +106,16 @@ class _RowLosses(Function):
     @staticmethod
     def forward(ctx: Any, logits_NC: Tensor, *rows: Any) -> Tensor:
         every = Rows(*rows)
-        # Made once, before the large pieces: small tensors that stay between those would keep the allocator from
-        # using their memory again, and the process would grow by an fp32 copy after all.
+        # Allocated before the large pieces: small tensors between those would keep the allocator from reusing their
+        # memory, and the process would grow by an fp32 copy after all.
         loss_N, max_N1, sum_N1 = (torch.empty_like(every.weight_n.unsqueeze(1)) for _ in range(3))
         with without_autocast(logits_NC.device):
             for some in slices(logits_NC.shape[0], rows_at_a_time(logits_NC)):
                 loss_n, softmax = row_losses(logits_NC[some], every.part(some))
                 loss_N[some, 0], max_N1[some], sum_N1[some] = loss_n, softmax.max_n1, softmax.sum_n1
-                del softmax  # frees its exponentials before the next ones are made
+                del softmax  # free its exponentials before the next ones are made
         ctx.label_smoothing = every.label_smoothing
-        row_tensors = every.target_n1, every.kept_n, every.weight_n, every.class_weight_C
+        row_tensors = every.target_n1, every.valid_n, every.weight_n, every.class_weight_C
         ctx.save_for_backward(logits_NC, *row_tensors, max_N1, sum_N1)
         return loss_N.squeeze(1)
 
@@ -139,11 +138,11 @@ class FusedCrossEntropy(nn.Module):
     """Module of :func:`fused_cross_entropy`: ``loss_func(input, target)``.
 
     Args:
-        weight: See the function, as are the others.
-        ignore_index: Target of rows that do not count.
+        weight: Weights of the classes (C,), constants.
+        ignore_index: Target of rows to ignore.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: 0 to 1.
-        parallel: The input is this tensor rank's part of the classes.
+        parallel: Whether the input is this tensor rank's part of the classes.
     """
 
     weight: Tensor | None
@@ -184,25 +183,25 @@ class FusedCrossEntropy(nn.Module):
 
 # --- The loss of language models. Shapes: B batch · T time · V vocabulary.
 
-_NOTHING = -100  # the target of a position that predicts nothing
+_IGNORED = -100
 
 
 def next_token_loss(model_input: Any, output: Any) -> Tensor:
-    """Return the mean cross-entropy, in nats per token, of predicting token t + 1 from the tokens up to t.
+    """Return the mean cross entropy, in nats per token, of predicting token t + 1 from the tokens up to t.
 
-    In fp32, in the memory of the logits (:func:`fused_cross_entropy`): 4 bytes per fp32 logit, 2 per half-precision
-    one, beyond the logits themselves, where ``F.cross_entropy`` takes 12.
+    It is computed in fp32 by :func:`fused_cross_entropy`. Beyond the logits it takes 4 bytes per fp32 logit and 2 per
+    half-precision one; ``F.cross_entropy`` takes 12.
 
     Args:
-        model_input: Token ids (B, T), or a mapping that holds them as ``"input_ids"``.
-        output: Logits (B, T, V), or something that holds them as ``logits``.
+        model_input: Token ids (B, T), or a mapping with them as ``"input_ids"``.
+        output: Logits (B, T, V), or an output with them as ``logits``.
 
     Raises:
         ModelError: When the output has no logits of that shape.
     """
     ids_BT = model_input["input_ids"] if isinstance(model_input, Mapping) else model_input
-    held = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    logits_BTV = output if held is None else held
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    logits_BTV = output if named is None else named
     if not isinstance(logits_BTV, Tensor) or logits_BTV.dim() != 3 or logits_BTV.shape[:2] != ids_BT.shape:
         shape = f" of shape {tuple(logits_BTV.shape)}" if isinstance(logits_BTV, Tensor) else ""
         raise ModelError(
@@ -211,6 +210,6 @@ def next_token_loss(model_input: Any, output: Any) -> Tensor:
             got=f"{type(logits_BTV).__name__}{shape}",
             fix="return logits, or give a loss of your own",
         )
-    # All positions, of which the last predicts nothing: without it the logits would have to be copied.
-    target_BT = F.pad(ids_BT[:, 1:], (0, 1), value=_NOTHING)
-    return fused_cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten(), ignore_index=_NOTHING)
+    # All positions, the last one ignored: cutting it off would copy the logits.
+    target_BT = F.pad(ids_BT[:, 1:], (0, 1), value=_IGNORED)
+    return fused_cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten(), ignore_index=_IGNORED)

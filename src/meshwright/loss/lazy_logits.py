@@ -1,4 +1,11 @@
-"""Defer logits until something other than a cross entropy reads them: logits of a head, and logits sharded by class."""
+"""Logits that are not computed, or not gathered, until something other than a cross entropy reads them.
+
+[Note: lazy logits] A model returns a tensor subclass in place of its logits, so that its code and the loss need no
+change. The subclass has the shape and dtype of the logits but only a *part* in memory: the hidden states before the
+head (:class:`HeadLogits`), or this rank's classes (:class:`VocabularyShards`). Slicing positions, flattening and casts,
+which losses of language models do, are applied to the part; ``F.cross_entropy`` is computed from it. Any other function
+computes the whole logits once, and gets these.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +17,39 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
 from meshwright.loss.linear_head import in_autocast_type, linear_cross_entropy
 from meshwright.loss.vocabulary_parallel import Vocabulary, parallel_cross_entropy
+from meshwright.runtime.torch_internals.operators import schema_of
+from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
+from meshwright.runtime.torch_internals.tensors import (
+    DisableTorchFunctionSubclass,
+    base_of,
+    is_view,
+    make_wrapper,
+    version_of,
+)
 
 _T: Any = torch.Tensor
-_OF_THE_WHOLE = {
+_METADATA_FUNCTIONS = {
     _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.ndim.__get__, _T.layout.__get__, _T.is_cuda.__get__,
     _T.is_sparse.__get__, _T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T.dim, _T.size, _T.numel,
     _T.is_floating_point, _T.is_complex, _T.element_size, _T.get_device, _T.__len__, torch.is_floating_point,
-    torch.is_complex, torch.numel, _T._base.__get__, _T._version.__get__, _T._is_view, _T.is_meta.__get__,
+    torch.is_complex, torch.numel, base_of, version_of, is_view, _T.is_meta.__get__,
 }  # fmt: skip
-"""What is answered without any logits: also what FSDP2 asks of the outputs of a module."""
+"""Functions that need no logits, only their metadata; among them those that FSDP2 calls on outputs."""
 
-_OF_THE_PART = {_T.register_hook, _T.untyped_storage}
-"""What is about the part of the graph or of memory that there is."""
+_PART_FUNCTIONS = {_T.register_hook, _T.untyped_storage}
+"""Functions that concern the graph or the memory of the part."""
 
 
 class LazyLogits(torch.Tensor):
-    """A tensor of logits (…, C) that is made of a ``part`` (…, d) with the same positions.
+    """A tensor of logits (…, C) that are computed from a ``part`` (…, d) with the same positions when needed.
 
-    Once made, it is the whole to everything, so changes in place are kept. A subclass says how the whole is made
-    (:meth:`make_whole`), what the part of other positions is (:meth:`with_part`), which functions of every logit leave
-    it a part (:meth:`elementwise`), and computes the cross entropy.
+    See [Note: lazy logits]. Once computed, the whole replaces the part, so changes in place last. A subclass computes
+    the whole (:meth:`make_whole`) and the cross entropy, rebuilds itself from another part (:meth:`with_part`), and
+    names the elementwise functions that can be applied to the part (:meth:`elementwise`).
     """
 
     part: Tensor
@@ -43,51 +58,51 @@ class LazyLogits(torch.Tensor):
     @property
     @abstractmethod
     def num_classes(self) -> int:
-        """C."""
+        """Return C."""
 
     @abstractmethod
     def make_whole(self) -> Tensor:
-        """Return the whole logits (…, C), differentiable."""
+        """Compute the whole logits (…, C), differentiably."""
 
     @abstractmethod
     def with_part(self, part: Tensor) -> Self:
-        """Return the logits of other positions."""
+        """Return lazy logits of another part, such as that of some of the positions."""
 
     @abstractmethod
     def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Self | None:
-        """Return the result of a function of every logit by itself; None where ``func`` is none, or needs the whole."""
+        """Return the result of an elementwise function; None if ``func`` is none, or needs the whole."""
 
     @abstractmethod
     def cross_entropy(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
-        """Return the cross entropy of rows (N, C), in at least fp32."""
+        """Compute the cross entropy of rows (N, C), in at least fp32."""
 
     def materialised(self) -> Tensor:
-        """Return the whole logits (…, C), made once."""
+        """Return the whole logits (…, C), computed once."""
         if self.whole is None:
-            with torch.enable_grad():  # it is kept for whoever comes later
+            with torch.enable_grad():  # a later caller may need the graph
                 self.whole = self.make_whole()
         return self.whole
 
     @property
     def are_rows(self) -> bool:
-        """Return whether there is one row of logits per target (N, C), not yet made."""
+        """Return whether these are rows of logits (N, C) that have not been computed."""
         return self.whole is None and self.part.dim() == 2
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Answer from the part where that is possible, else from the whole."""
+        """Apply a function to the part if that is possible, else to the whole."""
         kwargs = kwargs or {}
-        if func in _OF_THE_WHOLE:
-            with torch._C.DisableTorchFunctionSubclass():
+        if func in _METADATA_FUNCTIONS:
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, cls) and func in _OF_THE_PART:
+        if isinstance(first, cls) and func in _PART_FUNCTIONS:
             return func(first.part if first.whole is None else first.whole, *args[1:], **kwargs)
-        # Without gradients, inside a function with a backward of its own, a part would be taken for the whole.
+        # Not without gradients: inside a Function's forward, the part would be taken for the whole.
         if isinstance(first, cls) and first.whole is None and torch.is_grad_enabled():
             done, result = first._of_part(func, args[1:], kwargs)
             if done:
@@ -96,7 +111,7 @@ class LazyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
     def _of_part(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Return the result computed without the whole; False when that cannot be."""
+        """Return whether a function could be applied to the part, and its result."""
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
         alike = self.elementwise(func, args, kwargs)
@@ -125,11 +140,11 @@ class LazyLogits(torch.Tensor):
         if not self.are_rows or target.is_floating_point() or size_average is not None or reduce is not None:
             return False, None
         loss = self.cross_entropy(target, weight, ignore_index, reduction, label_smoothing)
-        # As torch's: of the type of the logits, which autocast would take to fp32 first.
+        # Torch's result has the type of the logits, which autocast would cast to fp32 first.
         return True, loss if torch.is_autocast_enabled(self.part.device.type) else loss.to(self.dtype)
 
     def _is_of_positions(self, index: Any) -> bool:
-        """Return whether an index chooses positions and leaves the classes as they are."""
+        """Return whether an index selects positions only, and all classes."""
         entries = list(index) if isinstance(index, tuple) else [index]
         if any(
             isinstance(entry, list) or (isinstance(entry, Tensor) and entry.dtype == torch.uint8) for entry in entries
@@ -144,7 +159,7 @@ class LazyLogits(torch.Tensor):
         return end_dim % max(self.part.dim(), 1) < self.part.dim() - 1
 
     def _viewed(self, shape: Any) -> tuple[int, ...] | None:
-        """A view's shape for the part; None where it does not keep the classes last."""
+        """Return the part's shape for a view of the logits; None if classes are not its last dim."""
         if isinstance(shape, torch.dtype) or not all(isinstance(size, int) for size in shape) or not shape:
             return None
         rows = math.prod(self.part.shape[:-1])
@@ -155,10 +170,10 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """For extensions, which torch does not show to subclasses before: they see the whole."""
-        if func._schema.is_mutable:
+        """Give the whole to operators of extensions, which do not pass ``__torch_function__``."""
+        if schema_of(func).is_mutable:
             raise ModelError(
-                "An extension wants to change logits in place that have not been made",
+                "An extension would change logits in place that have not been computed",
                 expected="torch operations, or functions that return something new",
                 got=str(func),
                 fix="pass it logits.materialised()",
@@ -179,24 +194,19 @@ def _is_mask(entry: Any) -> bool:
     return isinstance(entry, Tensor) and entry.dtype == torch.bool
 
 
-# --- Logits of a linear head, kept as what they are made of until something other than a cross entropy wants them.
-#
-# Shapes: (…, D) hidden states · (C, D) weight · (C,) bias · (…, C) logits.
+# --- Logits of a linear head. Shapes: (…, D) hidden states · (C, D) weight · (C,) bias · (…, C) logits.
 
-_Tensor: Any = torch.Tensor
 _CASTS = {
-    _Tensor.float: torch.float32, _Tensor.half: torch.float16, _Tensor.bfloat16: torch.bfloat16,
-    _Tensor.double: torch.float64,
+    _T.float: torch.float32, _T.half: torch.float16, _T.bfloat16: torch.bfloat16,
+    _T.double: torch.float64,
 }  # fmt: skip
-_SAME = {_Tensor.contiguous, _Tensor.clone, torch.clone}
+_SAME = {_T.contiguous, _T.clone, torch.clone}
 
 
 class HeadLogits(LazyLogits):
-    """``F.linear(hidden, weight, bias)`` that is not computed: its cross entropy goes a few rows at a time.
+    """Lazy ``F.linear(hidden, weight, bias)``, made by :meth:`of`.
 
-    ``F.cross_entropy`` of it (after slices, flattening and casts, as losses of language models do) is
-    :func:`~meshwright.loss.linear_cross_entropy`, in which the logits are never there at once. Anything else computes
-    them. Made by :meth:`of`.
+    Its ``F.cross_entropy`` is :func:`~meshwright.loss.linear_cross_entropy`, which never holds all logits.
     """
 
     weight: Tensor
@@ -208,19 +218,17 @@ class HeadLogits(LazyLogits):
     ) -> HeadLogits:
         """Make a tensor without memory of its own."""
         shape = (*hidden.shape[:-1], weight.shape[0])
-        self: HeadLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=hidden.device
-        )
+        self: HeadLogits = make_wrapper(cls, shape, dtype=dtype, device=hidden.device)
         self.part, self.weight, self.bias, self.whole = hidden, weight, bias, None
         return self
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> HeadLogits:
-        """Return the logits of a head, in the type in which ``F.linear`` would give them (that of autocast, where it is on).
+        """Return the lazy logits of a head, of the dtype that ``F.linear`` would return, under autocast as well.
 
         Args:
             hidden: (…, D).
-            weight: (C, D); it must hold its values until the loss is computed.
+            weight: (C, D); its values must not be freed before the loss is computed.
             bias: (C,).
         """
         hidden, weight, bias = in_autocast_type(hidden, weight, bias)
@@ -228,36 +236,36 @@ class HeadLogits(LazyLogits):
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """Return C."""
         return self.weight.shape[0]
 
     def make_whole(self) -> Tensor:
-        """Return the product."""
+        """Compute the product."""
         self._check_weight()
         with torch.autocast(self.part.device.type, enabled=False):
             return F.linear(self.part, self.weight, self.bias).to(self.dtype)
 
     def with_part(self, part: Tensor) -> HeadLogits:
-        """Return the logits of other hidden states."""
+        """Return the lazy logits of other hidden states."""
         return _deferred(part, self.weight, self.bias, self.dtype)
 
     def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> HeadLogits | None:
-        """Cast; the cross entropy is computed in fp32 from products in the type of the head, whatever the cast."""
+        """Apply copies, and casts to wider types; products stay in the type of the head, and losses in fp32."""
         if func in _SAME:
             return self.with_part(self.part)
         dtype = _CASTS.get(func)
-        if func is _Tensor.to and len(args) + len(kwargs) == 1:
+        if func is _T.to and len(args) + len(kwargs) == 1:
             dtype = args[0] if args else kwargs.get("dtype")
-        # To a narrower type, rounding the logits is part of the result.
+        # A cast to a narrower type rounds the logits.
         widens = isinstance(dtype, torch.dtype) and torch.promote_types(dtype, self.dtype) == dtype
         return _deferred(self.part, self.weight, self.bias, dtype) if dtype is not None and widens else None
 
     def cross_entropy(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
-        """Return the cross entropy of rows (N, C), in at least fp32; see :func:`linear_cross_entropy`."""
+        """Compute the cross entropy of rows (N, C) by :func:`linear_cross_entropy`."""
         self._check_weight()
-        with torch.autocast(self.part.device.type, enabled=False):  # what it does to types has been done
+        with torch.autocast(self.part.device.type, enabled=False):  # its casts have been made in ``of``
             return linear_cross_entropy(
                 self.part,
                 self.weight,
@@ -270,7 +278,7 @@ class HeadLogits(LazyLogits):
             )
 
     def _check_weight(self) -> None:
-        """Refuse a weight that FSDP has freed since."""
+        # FSDP may have freed it since.
         if self.weight.untyped_storage().nbytes() == 0:
             raise ModelError(
                 "The weight of the head was freed before the loss was computed",
@@ -285,15 +293,15 @@ class HeadLogits(LazyLogits):
 
 
 def _deferred(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadLogits:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         logits: HeadLogits = _WrapHeadLogits.apply(hidden, weight, bias, dtype)
-    # Inside the function they were cut off from their graphs.
+    # Inside the Function they were detached from their graphs.
     logits.part, logits.weight, logits.bias = hidden, weight, bias
     return logits
 
 
 class _WrapHeadLogits(torch.autograd.Function):
-    """Logits of a head. Functions with a backward of their own give a gradient of the logits back."""
+    """Wrap hidden states and head; backward takes the gradient of the whole logits, which a Function may return."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadLogits:
@@ -314,28 +322,22 @@ class _WrapHeadLogits(torch.autograd.Function):
         )
 
 
-# --- Logits of which each rank holds some classes, for code that knows nothing of it.
-#
-# A head that a tensor axis splits returns them. Cross entropy is computed without putting them together; so is what
-# leads there (see :class:`~meshwright.loss.lazy_logits.LazyLogits`), and scaling. Anything else sees the whole logits,
-# which are gathered when they are first needed.
+# --- Logits of which each rank holds some classes: the output of a head that a tensor axis splits.
 
 _ELEMENTWISE = {
-    _Tensor.float, _Tensor.half, _Tensor.bfloat16, _Tensor.double, _Tensor.to, _Tensor.type, _Tensor.contiguous,
-    _Tensor.clone, _Tensor.detach, _Tensor.mul, _Tensor.div, _Tensor.__mul__, _Tensor.__rmul__, _Tensor.__truediv__,
-    _Tensor.tanh, torch.mul, torch.div, torch.tanh, torch.clone,
+    _T.float, _T.half, _T.bfloat16, _T.double, _T.to, _T.type, _T.contiguous,
+    _T.clone, _T.detach, _T.mul, _T.div, _T.__mul__, _T.__rmul__, _T.__truediv__,
+    _T.tanh, torch.mul, torch.div, torch.tanh, torch.clone,
 }  # fmt: skip
-"""What treats every logit alike, as long as the other arguments are numbers or types."""
+"""Functions that are elementwise if the other arguments are numbers or types."""
 
 
 class VocabularyShards(LazyLogits):
-    """A tensor of logits (…, C) that lies on the ranks in parts of (…, c).
-
-    Made by :meth:`of`.
+    """Lazy logits (…, C), of which every rank holds some classes (…, c); made by :meth:`of`.
 
     Args:
         part: This rank's logits.
-        vocabulary: Where the classes are, and how to gather.
+        vocabulary: Division of the classes, and its collectives.
     """
 
     vocabulary: Vocabulary
@@ -344,48 +346,46 @@ class VocabularyShards(LazyLogits):
     def __new__(cls: type[VocabularyShards], part: Tensor, vocabulary: Vocabulary) -> VocabularyShards:
         """Make a tensor without memory of its own."""
         shape = (*part.shape[:-1], vocabulary.size)
-        self: VocabularyShards = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=part.dtype, device=part.device
-        )
+        self: VocabularyShards = make_wrapper(cls, shape, dtype=part.dtype, device=part.device)
         self.part, self.vocabulary, self.whole = part, vocabulary, None
         return self
 
     @classmethod
     def of(cls, part: Tensor, vocabulary: Vocabulary) -> VocabularyShards:
-        """Shards whose gradients reach the part, however they come."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """Wrap this rank's logits, so that gradients of the whole and of the part reach them."""
+        with DisableTorchFunctionSubclass():
             shards: VocabularyShards = _WrapVocabularyShards.apply(part, vocabulary)
-        shards.part = part  # inside the function it was cut off from its graph
+        shards.part = part  # inside the Function it was detached from its graph
         return shards
 
     @property
     def num_classes(self) -> int:
-        """C, of all ranks."""
+        """Return C, the classes of all ranks."""
         return self.vocabulary.size
 
     def make_whole(self) -> Tensor:
-        """Gather; collective over the ranks that hold parts."""
+        """Gather the logits; collective over the ranks that hold parts."""
         return self.vocabulary.gather(self.part)
 
     def with_part(self, part: Tensor) -> VocabularyShards:
-        """Return the shards of other positions."""
+        """Return the shards of another part."""
         return VocabularyShards.of(part, self.vocabulary)
 
     def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> VocabularyShards | None:
-        """Cast, copies, scaling by numbers and tanh."""
+        """Apply casts, copies, scaling by numbers, and tanh."""
         if func not in _ELEMENTWISE or any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             return None
         return self.with_part(func(self.part, *args, **kwargs))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        # No values: printing on one rank must not wait for the others.
+        # Without values: printing on one rank must not wait for the others.
         shape = (*self.part.shape[:-1], self.vocabulary.size)
         return f"VocabularyShards(shape={shape}, part={tuple(self.part.shape)}, dtype={self.part.dtype})"
 
     def cross_entropy(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
-        """Return the cross entropy of rows (N, C), in at least fp32; see :func:`parallel_cross_entropy`."""
+        """Compute the cross entropy of rows (N, C) by :func:`parallel_cross_entropy`."""
         return parallel_cross_entropy(
             self.part,
             target,
@@ -398,7 +398,7 @@ class VocabularyShards(LazyLogits):
 
 
 class _WrapVocabularyShards(torch.autograd.Function):
-    """Shards of a part. Functions with a backward of their own give a gradient of the whole back."""
+    """Wrap a part; backward takes the gradient of the whole logits, which a Function may return."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, vocabulary: Vocabulary) -> VocabularyShards:

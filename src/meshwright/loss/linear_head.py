@@ -1,4 +1,7 @@
-"""Compute the cross entropy of a linear head in chunks, without ever holding all the logits."""
+"""Cross entropy of a linear head, computed a chunk of tokens at a time, so that all logits never exist at once.
+
+Shapes: N tokens, n of them in a chunk, D width, C classes.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ from meshwright.loss.cross_entropy_rows import (
     wide,
     without_autocast,
 )
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
 
-_SMALLEST_CHUNK = 256  # with fewer, reading and writing the gradient of the weight takes longer than the products
+# With fewer tokens, reading and writing the weight's gradient takes longer than the products.
+_SMALLEST_CHUNK = 256
 
 
 def linear_cross_entropy(
@@ -43,14 +47,14 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """``F.cross_entropy(F.linear(hidden, weight, bias).float(), target, …)`` without the logits.
+    """Compute ``F.cross_entropy(F.linear(hidden, weight, bias).float(), target, …)`` without holding the logits.
 
-    With ``"mean"`` and ``"sum"`` forward also computes the gradients and keeps them for backward, three products in
-    all, as many as the plain computation; without gradients it computes the loss alone. With ``"none"`` backward
-    computes the logits again, a fourth product. The gradient of the weight is summed over the chunks in fp32.
+    With ``"mean"`` and ``"sum"`` forward also computes the gradients and saves them for backward: three products, as
+    many as the plain computation. Without gradients it computes the loss alone. With ``"none"`` backward computes the
+    logits again, a fourth product. The gradient of the weight is summed over the chunks in fp32.
 
-    Under autocast hidden, weight and bias are taken in its type, as ``F.linear`` does. Under ``torch.compile`` it runs
-    as it is, between two compiled graphs.
+    Under autocast hidden, weight and bias are cast as for ``F.linear``. Under ``torch.compile`` it runs uncompiled,
+    between two graphs.
 
     Args:
         hidden: Input of the head (…, D), such as (B, S, D); fp16, bf16, fp32 or fp64.
@@ -58,10 +62,10 @@ def linear_cross_entropy(
         target: Class indices (…).
         bias: Bias of the head (C,).
         class_weight: Weights of the classes (C,), constants.
-        ignore_index: Tokens with this target count for nothing.
+        ignore_index: Tokens with this target are ignored.
         reduction: ``"mean"`` (over the weights of the targets that count), ``"sum"`` or ``"none"``.
         label_smoothing: Part of the target spread over all classes (Szegedy et al. 2016), 0 to 1.
-        chunk_size: Tokens at a time. None: as many as make the logits about as large as ``hidden``, at least 256.
+        chunk_size: Tokens at a time. None takes as many as make the logits about as large as ``hidden``, at least 256.
 
     Returns:
         fp32 (fp64 for fp64): 0-dim, or of ``target``'s shape for ``"none"``. A mean over no tokens is nan with a
@@ -76,7 +80,7 @@ def linear_cross_entropy(
     _check_chunk_size(chunk_size)
     options = (class_weight, ignore_index, reduction, label_smoothing, chunk_size)
     if torch.compiler.is_compiling():
-        # Traced, all chunks would become one graph, whose partitioner keeps their logits for backward.
+        # Traced, all chunks would become one graph, whose partitioner saves their logits for backward.
         return torch.compiler.disable(_linear_cross_entropy)(hidden, weight, target, bias, *options)
     return _linear_cross_entropy(hidden, weight, target, bias, *options)
 
@@ -108,16 +112,13 @@ def _linear_cross_entropy(
 
 
 def default_chunk_size(num_tokens: int, width: int, num_classes: int) -> int:
-    """Return the tokens at a time.
-
-    The power of two that makes the logits at least as large as ``hidden``, and 256 or more.
-    """
+    """Return the smallest power of two, 256 or more, of tokens whose logits are at least as large as ``hidden``."""
     even = num_tokens * width / max(num_classes, 1)
     return max(_SMALLEST_CHUNK, 1 << max(0, int(even) - 1).bit_length())
 
 
 def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
-    """Return the tensors as ``F.linear`` would take them; the conversions are part of the graph."""
+    """Cast tensors as autocast would for ``F.linear``; the casts are part of the graph."""
     kind = next(each.device.type for each in tensors if each is not None)
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return list(tensors)
@@ -150,7 +151,7 @@ def _check_chunk_size(chunk_size: int | None) -> None:
 
 
 class _SumOfLosses(Function):
-    """The sum of all losses; its gradients are computed beside it, and scaled in backward."""
+    """The sum of all losses; its gradients are computed in forward, and scaled in backward."""
 
     @staticmethod
     def forward(
@@ -172,7 +173,7 @@ class _SumOfLosses(Function):
 
 
 class _EachLoss(Function):
-    """Losses (N,); backward, which alone knows how much each one counts, computes the logits again."""
+    """Losses (N,); backward, where each one's gradient is known, computes the logits again."""
 
     @staticmethod
     def forward(
@@ -181,7 +182,7 @@ class _EachLoss(Function):
         every = Rows(*rows)
         ctx.chunk, ctx.label_smoothing = chunk, every.label_smoothing
         ctx.save_for_backward(
-            hidden_ND, weight_CD, bias_C, every.target_n1, every.kept_n, every.weight_n, every.class_weight_C
+            hidden_ND, weight_CD, bias_C, every.target_n1, every.valid_n, every.weight_n, every.class_weight_C
         )
         return head_losses(hidden_ND, weight_CD, bias_C, every, chunk)
 
@@ -199,14 +200,14 @@ class _EachLoss(Function):
 class LinearCrossEntropy(nn.Module):
     """Module of :func:`linear_cross_entropy`: ``loss_func(hidden, head.weight, target)``.
 
-    It holds no weight: the head's may be tied to an embedding, or sharded; call it in the forward of the module that
-    holds the weight, where FSDP has gathered it.
+    It has no weight of its own, for the head's may be tied to an embedding, or sharded. Call it in the forward of the
+    module that holds the weight, where FSDP has gathered it.
 
     Args:
-        ignore_index: See the function, as are the others.
+        ignore_index: Target of tokens to ignore.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: 0 to 1.
-        class_weight: (C,).
+        class_weight: Weights of the classes (C,), constants.
         chunk_size: Tokens at a time.
     """
 
@@ -251,18 +252,18 @@ class LinearCrossEntropy(nn.Module):
         )
 
 
-# --- A linear head, its losses and its gradients, some tokens at a time. N tokens · n of them · D width · C classes.
+# --- Losses and gradients of the head.
 
-# Largest part of a product that waits to be added, or of a gradient that is converted (64 MiB in fp32).
+# Largest part of a product before it is added, or of a gradient that is converted (64 MiB in fp32).
 _BLOCK_ELEMENTS = 2**24
 
-# The logits' gradient before it is divided by the number of tokens: fp16 rounds probabilities below 6e-8 to nothing,
-# and with 100,000 classes many are hardly above. Multiplied by this they keep their digits.
+# fp16 rounds probabilities below 6e-8 to zero, and with 100,000 classes many are hardly above. So the logits' gradient
+# is multiplied by this.
 _FP16_LIFT = 256.0
 
 
 class HeadGradients(NamedTuple):
-    """None for what needs no gradient."""
+    """Gradients of a head and its input; None for those that are not needed."""
 
     hidden_ND: Tensor | None  # in the type of hidden
     weight_CD: Tensor | None  # in at least fp32, as the bias
@@ -276,7 +277,7 @@ def head_losses(hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, row
         for some in slices(hidden_ND.shape[0], chunk):
             logits_nC = F.linear(hidden_ND[some], weight_CD, bias_C)
             loss_N[some] = row_losses(logits_nC, rows.part(some), overwrite=True)[0]
-            del logits_nC  # else it would live beside the next ones
+            del logits_nC  # free it before the next ones are made
     return loss_N
 
 
@@ -292,12 +293,12 @@ def head_gradients(
     """Return the losses, and the gradients of their sum weighted by ``upstream_N``.
 
     Args:
-        hidden_ND: See :func:`head_losses`, as are the next four.
-        weight_CD: Head.
-        bias_C: Head.
-        rows: What each token is to predict.
+        hidden_ND: Input of the head.
+        weight_CD: Weight of the head.
+        bias_C: Bias of the head.
+        rows: Targets.
         chunk: Tokens at a time.
-        upstream_N: The gradient of each loss; None for ones, which gives the gradients of the plain sum.
+        upstream_N: Gradient of each loss; None for ones.
         wanted: Which of the gradients of hidden, weight and bias to compute.
     """
     loss_N = torch.empty_like(rows.weight_n)
@@ -308,7 +309,7 @@ def head_gradients(
         for some in slices(hidden_ND.shape[0], chunk):
             logits_nC = F.linear(hidden_ND[some], weight_CD, bias_C)
             loss_N[some], softmax = row_losses(logits_nC, rows.part(some), overwrite=True)
-            # In fp32 the exponentials already lie where the logits were; in half precision the logits are done with.
+            # The gradient overwrites the logits; in fp32, the exponentials have overwritten them already.
             row_gradients_(softmax, rows.part(some), upstream_N[some], logits_nC)
             del softmax
             _add(gradients, some, logits_nC, hidden_ND[some], weight_CD, 1.0 / lift)
@@ -328,7 +329,7 @@ def _zeros(hidden_ND: Tensor, weight_CD: Tensor, wanted: Sequence[bool]) -> Head
 def _add(
     gradients: HeadGradients, some: slice, slope_nC: Tensor, hidden_nD: Tensor, weight_CD: Tensor, factor: float
 ) -> None:
-    """Add the part of one chunk; ``slope_nC`` is the gradient of its logits, over ``factor``."""
+    """Add the gradients of one chunk; ``slope_nC`` is the gradient of its logits, divided by ``factor``."""
     if gradients.hidden_ND is not None:
         product_nD = _product(slope_nC, weight_CD)
         gradients.hidden_ND[some] = product_nD if factor == 1.0 else product_nD.mul_(factor)
@@ -344,7 +345,7 @@ def _add(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """A product that no fp16 sum overflows: in fp32 where the device can, or where fp16 would need it."""
+    """Multiply without overflow of fp16 sums: with an fp32 result where the device can, or in fp32."""
     if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(left, right, out_dtype=torch.float32)
     if left.dtype == torch.float16:
@@ -353,11 +354,11 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """``gradient · factor`` (0-dim) in ``dtype``, multiplied in fp32 and rounded once."""
+    """Return ``gradient · factor`` (0-dim) in ``dtype``, multiplied in fp32 and rounded once."""
     if gradient is None:
         return None
     result = torch.empty_like(gradient, dtype=dtype)
-    # With dims, the factor takes part in type promotion; a 0-dim one would be rounded to half precision first.
+    # A 0-dim factor takes no part in type promotion: it would be rounded to half precision first.
     factor = factor.reshape([1] * gradient.dim())
     per_row = max(1, gradient[:1].numel())
     for some in slices(gradient.shape[0], max(1, _BLOCK_ELEMENTS // per_row)):

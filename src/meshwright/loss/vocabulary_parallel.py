@@ -1,7 +1,7 @@
 """Cross entropy of logits whose classes are divided over ranks. N rows · c of C classes (one rank's).
 
-Three numbers per row are put together over the ranks (Shoeybi et al. 2019, §3): the largest logit, the sum of
-exponentials, and the target's logit. ``rows`` has the formulas.
+Three numbers per row are reduced over the ranks (Shoeybi et al. 2019, §3): the largest logit, the sum of exponentials,
+and the target's logit. :mod:`meshwright.loss.cross_entropy_rows` has the formulas.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from meshwright.loss.cross_entropy_rows import (
     once,
     rows_at_a_time,
     slices,
+    sum_of_weights,
     without_autocast,
 )
 from meshwright.runtime import tensor_mesh
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
+from meshwright.runtime.torch_internals.tensors import assert_async
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How classes are divided over ranks, and how these put numbers together.
+    """Division of classes over ranks, and the collectives of these ranks.
 
     Args:
         first: This rank's first class.
-        size: All classes.
-        sum: Sum of a tensor over the ranks, without gradients.
-        max: Maximum over the ranks, without gradients.
-        gather: All ranks' logits (…, c) as (…, C), with gradients.
+        size: Number of all classes.
+        sum: Sums a tensor over the ranks, without gradients.
+        max: Takes the maximum over the ranks, without gradients.
+        gather: Gathers all ranks' logits (…, c) to (…, C), with gradients.
     """
 
     first: int
@@ -51,7 +53,7 @@ class Vocabulary:
 
     @classmethod
     def of_tensor_group(cls, num_local: int) -> Vocabulary:
-        """``num_local`` classes on every rank of BMTrain's tensor group, in the order of the ranks."""
+        """Divide classes over BMTrain's tensor group: ``num_local`` on every rank, in rank order."""
         members = members_of(tensor_mesh())
         return cls(
             first=members.rank * num_local,
@@ -74,14 +76,16 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return what ``torch.nn.functional.cross_entropy`` computes of the whole logits, which no rank holds; collective.
+    """Compute ``torch.nn.functional.cross_entropy`` of the whole logits, in at least fp32, without gathering them.
+
+    Collective.
 
     Args:
-        logits_Nc: This rank's, of any floating-point type; computed in at least fp32.
+        logits_Nc: This rank's logits, of any floating-point type.
         target_N: Class indices, equal on all ranks.
-        vocabulary: Where the classes are.
-        class_weight_C: Of all classes, constants.
-        ignore_index: Rows with this target count for nothing.
+        vocabulary: Division of the classes.
+        class_weight_C: Weights of all classes, constants.
+        ignore_index: Rows with this target are ignored.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: 0 to 1.
 
@@ -89,7 +93,7 @@ def parallel_cross_entropy(
         fp32 (fp64 for fp64), equal on all ranks: 0-dim, or (N,) for ``"none"``.
 
     Raises:
-        ModelError: When the class weights do not fit, and for the second derivative.
+        ModelError: When the class weights do not fit; and for the second derivative.
         DataError: When the target is not one class index per row.
         ConfigError: For an unknown reduction or a smoothing that is not a fraction.
     """
@@ -109,21 +113,17 @@ def parallel_row_losses(
     """Return the loss of every row (N,), equal on all ranks; 0 where it is ignored. Collective.
 
     Args:
-        logits_Nc: This rank's.
-        rows: Of all C classes, equal on all ranks.
-        vocabulary: Where the classes are.
-        sums_upstream: Every rank's loss counts: backward adds their upstream gradients up, as backward of all exchanges
-            of :mod:`meshwright.nn` does. Else one loss counts, which all ranks compute alike.
+        logits_Nc: This rank's logits.
+        rows: Targets among all C classes, equal on all ranks.
+        vocabulary: Division of the classes.
+        sums_upstream: Whether every rank's loss counts, so that backward sums their upstream gradients as BMTrain's
+            layers do. Else one loss counts, which all ranks compute alike.
     """
-    _check_targets(rows, vocabulary.size)
+    # No rank would notice an index that is no class: each would take it for another rank's.
+    inside = (rows.target_n1 >= 0) & (rows.target_n1 < vocabulary.size)
+    assert_async(inside.all(), f"targets are not in 0..{vocabulary.size - 1}")  # type: ignore[call-arg]
     loss_N: Tensor = _ParallelRowLosses.apply(logits_Nc, vocabulary, sums_upstream, *rows)
     return loss_N
-
-
-def _check_targets(rows: Rows, num_classes: int) -> None:
-    """No rank would miss a class that is nobody's."""
-    inside = (rows.target_n1 >= 0) & (rows.target_n1 < num_classes)
-    torch._assert_async(inside.all(), f"targets are not in 0..{num_classes - 1}")  # type: ignore[call-arg]
 
 
 class _ParallelRowLosses(Function):
@@ -139,12 +139,12 @@ class _ParallelRowLosses(Function):
         log_N, at_target_N = sums_KN1[0].squeeze(1).log(), sums_KN1[1].squeeze(1)
         loss_N = (1.0 - every.label_smoothing) * every.weight_n * (log_N - at_target_N)
         if every.label_smoothing > 0:
-            total = vocabulary.size if every.class_weight_C is None else every.class_weight_C.sum()
+            total = sum_of_weights(every, vocabulary.size)
             loss_N += every.label_smoothing / vocabulary.size * (total * log_N - sums_KN1[2].squeeze(1))
         ctx.vocabulary, ctx.sums_upstream, ctx.label_smoothing = vocabulary, sums_upstream, every.label_smoothing
-        row_tensors = every.target_n1, every.kept_n, every.weight_n, every.class_weight_C
+        row_tensors = every.target_n1, every.valid_n, every.weight_n, every.class_weight_C
         ctx.save_for_backward(logits_Nc, *row_tensors, max_N1, sums_KN1[0].clone())
-        return torch.where(every.kept_n, loss_N, 0.0)
+        return torch.where(every.valid_n, loss_N, 0.0)
 
     @staticmethod
     @once("parallel_cross_entropy")
@@ -155,12 +155,11 @@ class _ParallelRowLosses(Function):
         weights_c = _local_weights(every, logits_Nc, ctx.vocabulary.first)
         if ctx.sums_upstream:
             upstream_N = ctx.vocabulary.sum(upstream_N)
-        # An ignored row's upstream gradient can be 1/0, in a mean that the caller takes over no rows at all.
-        upstream_N1 = torch.where(every.kept_n, upstream_N, 0.0).unsqueeze(1)
+        # An ignored row's upstream gradient can be 1/0, if the caller takes a mean over no rows.
+        upstream_N1 = torch.where(every.valid_n, upstream_N, 0.0).unsqueeze(1)
         hard_N1 = upstream_N1 * (1.0 - every.label_smoothing) * every.weight_n.unsqueeze(1)
         soft_N1 = upstream_N1 * (every.label_smoothing / ctx.vocabulary.size)
-        total = ctx.vocabulary.size if every.class_weight_C is None else every.class_weight_C.sum()
-        scale_N1 = (hard_N1 + soft_N1 * total) / sum_N1
+        scale_N1 = (hard_N1 + soft_N1 * sum_of_weights(every, ctx.vocabulary.size)) / sum_N1
         gradient_Nc = torch.empty_like(logits_Nc, memory_format=torch.contiguous_format)
         with without_autocast(logits_Nc.device):
             for some in slices(logits_Nc.shape[0], rows_at_a_time(logits_Nc)):
@@ -169,12 +168,12 @@ class _ParallelRowLosses(Function):
                     slope_nc -= soft_N1[some] * weights_c
                 slope_nc.scatter_add_(1, place_N1[some], torch.where(here_N1[some], -hard_N1[some], 0.0))
                 gradient_Nc[some] = slope_nc
-                del slope_nc  # frees it before the next one is made
+                del slope_nc  # free it before the next one is made
         return (gradient_Nc, *[None] * 7)
 
 
 def _places(rows: Rows, first: int, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the target's place among this rank's classes (0 where it is not among them), and whether it is."""
+    """Return the target's index among this rank's classes (0 if it is not one of them), and whether it is one."""
     place_N1 = rows.target_n1 - first
     here_N1 = (place_N1 >= 0) & (place_N1 < num_classes)
     return torch.where(here_N1, place_N1, 0), here_N1
@@ -188,7 +187,7 @@ def _local_weights(rows: Rows, logits_Nc: Tensor, first: int) -> Tensor:
 
 
 def _local_sums(logits_Nc: Tensor, max_N1: Tensor, rows: Rows, place_N1: Tensor, here_N1: Tensor, first: int) -> Tensor:
-    """Of every row: the sum of exponentials, the target's logit, and with smoothing the weighted sum of logits."""
+    """Return, of every row, the sum of exponentials, the target's logit, and with smoothing the weighted sum."""
     smooth = rows.label_smoothing > 0
     weights_c = _local_weights(rows, logits_Nc, first)
     sums_KN1 = max_N1.new_empty((3 if smooth else 2, *max_N1.shape))

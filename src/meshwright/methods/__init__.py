@@ -6,16 +6,7 @@ from meshwright.runtime.lazy import lazy_exports
 from meshwright.strategy import METHOD_CONFIGS
 
 if TYPE_CHECKING:
-    from meshwright.methods.base import (
-        SAMPLED as SAMPLED,
-        Conflict as Conflict,
-        Job as Job,
-        Method as Method,
-        Need as Need,
-        Phase as Phase,
-        abandon as abandon,
-        abandoned_if_it_fails as abandoned_if_it_fails,
-    )
+    from meshwright.methods.base import Conflict as Conflict, Method as Method, Need as Need, Phase as Phase
     from meshwright.methods.checkpoint import Checkpoint as Checkpoint
     from meshwright.methods.comm import Comm as Comm
     from meshwright.methods.compile import Compile as Compile
@@ -35,6 +26,12 @@ if TYPE_CHECKING:
     from meshwright.methods.expert.expert_parallel import ExpertParallel as ExpertParallel, ExpertTrace as ExpertTrace
     from meshwright.methods.fp8 import Fp8 as Fp8
     from meshwright.methods.half_precision import AmpNative as AmpNative, Half as Half
+    from meshwright.methods.job import (
+        SAMPLED as SAMPLED,
+        Job as Job,
+        abandon as abandon,
+        abandoned_if_it_fails as abandoned_if_it_fails,
+    )
     from meshwright.methods.offload import Offload as Offload
     from meshwright.methods.optimizer_step import (
         Ema as Ema,

@@ -1,4 +1,4 @@
-"""Recompute activations in backward instead of keeping them (`checkpoint`)."""
+"""Recompute activations in backward instead of keeping them (`checkpoint`, after Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -30,94 +30,13 @@ from meshwright.methods.recompute import SELECTIVE, operator_names, recompute
 from meshwright.nn import modules_of, outermost, require_blocks, without_caches
 from meshwright.strategy import Bytes
 
-
-class Repeated:
-    """Of a step, what runs again in backward.
-
-    Args:
-        known: What forward saves.
-        recomputed: See :class:`meshwright.cost.Activations`.
-        stages: Where a pipeline cuts the model: only this rank's blocks count.
-        to_the_end: Whether modules run their whole forward again, and do not stop at the last saved tensor.
-    """
-
-    def __init__(
-        self, known: Activations, recomputed: Recomputed, stages: Stages | None, *, to_the_end: bool = False
-    ) -> None:
-        self._to_the_end = to_the_end
-        every = [(known.modules[module], kept) for module, kept in recomputed.items()]
-        self._outside = [(module, kept) for module, kept in every if module.block is None]
-        self._around, self._within = _by_path(module for module, _ in every)
-        inside: dict[int, list[tuple[tuple[str, ...], frozenset[str]]]] = {}
-        for module, kept in every:
-            if module.block is not None:
-                inside.setdefault(module.block, []).append((module.classes, kept))
-        # Equal blocks are many: each kind of block, and what is recomputed in it, is looked at once.
-        self._kinds = collections.Counter(
-            (known.modules[number].classes, tuple(inside.get(block, ())))
-            for block, number in enumerate(known.blocks)
-            if _is_here(block, stages, len(known.blocks))
-        )
-
-    def share_of(self, part: Op | Boundary) -> float:
-        """Return the share of the blocks with this kernel or collective that run it again."""
-        if isinstance(part, Op) and part.moment == "backward":
-            return 0.0
-        names = part.inside if self._to_the_end else part.needed_in
-        operator = part.operator if isinstance(part, Op) else ""
-        if isinstance(part, Boundary) and part.path:
-            return float(any(_named(module.classes[:1], names) for module in self._near(part.path)))
-        if any(_named(module.classes[:1], names) and operator not in kept for module, kept in self._outside):
-            return 1.0
-        kinds = {kind: count for kind, count in self._kinds.items() if _named(kind[0][:1], part.inside)}
-        again = sum(
-            count
-            for (_, modules), count in kinds.items()
-            if any(_named(classes[:1], names) and operator not in kept for classes, kept in modules)
-        )
-        return again / sum(kinds.values()) if again else 0.0
-
-    def _near(self, path: str) -> list[TracedModule]:
-        """Return boundaries of tokens know only the block that they are in, which may be around a recomputed module."""
-        above = [self._around[each] for each in _upwards(path) if each in self._around]
-        return above + self._within.get(path, [])
-
-
-def _is_here(block: int, stages: Stages | None, count: int) -> bool:
-    if stages is None or stages.num_blocks != count:  # a pipeline over one list of blocks among others
-        return True
-    return any(stages.has(stage, (block,)) for stage in stages.own)
-
-
-def _by_path(modules: Iterable[TracedModule]) -> tuple[dict[str, TracedModule], dict[str, list[TracedModule]]]:
-    """Each module by its own path, and those within by the paths above."""
-    around = {module.path: module for module in modules}
-    within: dict[str, list[TracedModule]] = {}
-    for path, module in around.items():
-        for each in _upwards(path)[1:]:
-            within.setdefault(each, []).append(module)
-    return around, within
-
-
-def _upwards(path: str) -> list[str]:
-    """A path and those above it, without the model itself: ``["a.b", "a"]``."""
-    names = path.split(".")
-    return [".".join(names[:depth]) for depth in range(len(names), 0, -1)]
-
-
-def _named(references: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    return any(names_class(reference, names) for reference in references)
-
-
-# --- ``checkpoint``: recompute activations in backward instead of keeping them. Seed: ATorch.
-
 Granularity = Literal["none", "selective", "full"]
 ModuleT = TypeVar("ModuleT")  # a path or a number
 _WHICH = ("every", "layers", "each", "memory_budget")
 
 
 class Checkpoint(Method):
-    """Keeps only the inputs of the chosen modules and runs their forward again in backward (Chen et al. 2016).
+    """Keeps only the inputs of the chosen modules and runs their forward again in backward.
 
     Config: a class, a class name, a tuple of either, or keys; at most one of ``every``, ``layers``, ``each`` and
     ``memory_budget``. Modules are counted in the model's order, the whole model's under a pipeline too.
@@ -151,15 +70,15 @@ class Checkpoint(Method):
     functional collectives too (Korthikanti et al. 2022); or the operators whose results are kept, such as ``aten.mm``.
     None: ``full``, and with ``memory_budget`` either of both."""
     every: PositiveInt | None = None
-    """Every so many modules, one, from the first: 2 covers one half of them."""
+    """Recompute one of so many modules, from the first: 2 covers half of them."""
     layers: PositiveInt | PositiveFloat | None = None
-    """So many modules, the first ones, whose recomputation comes last, when the others' activations are gone; below 1
-    and 1.0: that fraction of them."""
+    """Recompute the first so many modules; a float up to 1.0 is a fraction. The first are recomputed last, when the
+    others' activations are freed."""
     each: tuple[Granularity, ...] | None = None
-    """What every module does; ``selective`` keeps what ``policy`` names."""
+    """Recomputation of every single module; ``selective`` keeps the results that ``policy`` names."""
     memory_budget: Bytes | None = None
-    """What a rank may hold in all, in bytes or as "24 GiB": the plan then recomputes as few operations as fit, and the
-    strategy it applies says so with ``each``."""
+    """Peak memory of a rank, in bytes or as "24 GiB": the plan recomputes as few operations as fit, and records its
+    choice in ``each``."""
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
@@ -189,7 +108,7 @@ class Checkpoint(Method):
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether all modules are treated alike, wherever they are in the model."""
+        """Return whether all modules are treated alike."""
         return self.every in (None, 1) and self.layers is None and self.each is None
 
     @property
@@ -201,14 +120,14 @@ class Checkpoint(Method):
 
     @property
     def partial(self) -> frozenset[str]:
-        """Return the operators that a module keeps which is not recomputed in full."""
+        """The operators whose results a selectively recomputed module keeps."""
         return frozenset(self.policy) if isinstance(self.policy, tuple) else SELECTIVE
 
     def granularities(self, count: int) -> tuple[Granularity, ...]:
-        """Return what each of so many modules does; all of it in full as long as a memory budget has decided nothing.
+        """Return the recomputation of each of so many modules; full, until a memory budget has decided.
 
         Raises:
-            StrategyError: When the config speaks of another number of modules.
+            StrategyError: When the config is for another number of modules.
         """
         if self.each is not None:
             if len(self.each) != count:
@@ -228,7 +147,7 @@ class Checkpoint(Method):
         job.recomputed = self._kept([path for path, _ in modules])
 
     def _kept(self, modules: Sequence[ModuleT]) -> dict[ModuleT, frozenset[str]]:
-        """Return those of the modules that are recomputed, with the operators whose results each keeps."""
+        """Return the modules that are recomputed, each with the operators whose results it keeps."""
         kept = {"full": frozenset[str](), "selective": self.partial}
         each = zip(modules, self.granularities(len(modules)), strict=True)
         return {module: kept[what] for module, what in each if what != "none"}
@@ -240,7 +159,7 @@ class Checkpoint(Method):
         return [(path, module) for path, module in model.named_modules() if path in found]
 
     def apply(self, job: Job) -> None:
-        """Wrap the forward of every such module; parameter names stay as they are."""
+        """Wrap the forward of every chosen module; parameter names stay as they are."""
         if job.recomputed is None:
             self.check(job)
         alike: dict[frozenset[str], list[nn.Module]] = {}
@@ -254,7 +173,7 @@ class Checkpoint(Method):
             job.notices.append("checkpoint: config.use_cache was set to False; a cache cannot be recomputed")
 
     def cost(self, step: Step) -> Step:
-        """Free what the chosen modules save and add what one of them needs while it recomputes."""
+        """Free what the chosen modules save, and add what one of them needs while it recomputes."""
         known = step.activations
         if known is None:
             return step
@@ -271,14 +190,11 @@ class Checkpoint(Method):
         return changed.send(*_sent_again(step, repeated))
 
     def covered(self, known: Activations) -> tuple[int, ...]:
-        """Return the numbers of the modules that can be recomputed, in the model's order.
-
-        Twin of what ``apply`` wraps.
-        """
+        """Return the numbers of the modules that ``apply`` would wrap, in the model's order."""
         if self.wrap_class is None:
             return known.blocks
         found: list[int] = []
-        for number, module in enumerate(known.modules):  # those around others come first
+        for number, module in enumerate(known.modules):  # outer modules come before inner ones
             around = known.modules[found[-1]].path + "." if found else None
             is_named = any(names_class(reference, module.classes) for reference in self.wrap_class)
             if is_named and not (around and module.path.startswith(around)):
@@ -286,10 +202,94 @@ class Checkpoint(Method):
         return tuple(found)
 
 
-def _sent_again(step: Step, repeated: Repeated) -> list[Traffic]:
-    """Forward's collectives over the axes tensor, sequence, context and expert that recomputation sends again.
+# --- ``cost``: what recomputation runs and sends again
 
-    torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
+
+class Repeated:
+    """The kernels and collectives of a simulated step that run again in backward.
+
+    Args:
+        known: The activations of a forward.
+        recomputed: See :class:`meshwright.cost.Activations`.
+        stages: The pipeline's cut of the model: only this rank's blocks count.
+        to_the_end: Whether modules run their whole forward again, instead of stopping at the last saved tensor.
+    """
+
+    def __init__(
+        self, known: Activations, recomputed: Recomputed, stages: Stages | None, *, to_the_end: bool = False
+    ) -> None:
+        self._to_the_end = to_the_end
+        every = [(known.modules[module], kept) for module, kept in recomputed.items()]
+        self._outside = [(module, kept) for module, kept in every if module.block is None]
+        self._around, self._within = _by_path(module for module, _ in every)
+        inside: dict[int, list[tuple[tuple[str, ...], frozenset[str]]]] = {}
+        for module, kept in every:
+            if module.block is not None:
+                inside.setdefault(module.block, []).append((module.classes, kept))
+        # Most blocks are equal: count each kind of block, with the recomputation in it, once.
+        self._kinds = collections.Counter(
+            (known.modules[number].classes, tuple(inside.get(block, ())))
+            for block, number in enumerate(known.blocks)
+            if _is_here(block, stages, len(known.blocks))
+        )
+
+    def share_of(self, part: Op | Boundary) -> float:
+        """Return the share of the blocks with this kernel or collective that run it again."""
+        if isinstance(part, Op) and part.moment == "backward":
+            return 0.0
+        names = part.inside if self._to_the_end else part.needed_in
+        operator = part.operator if isinstance(part, Op) else ""
+        if isinstance(part, Boundary) and part.path:
+            return float(any(_named(module.classes[:1], names) for module in self._near(part.path)))
+        if any(_named(module.classes[:1], names) and operator not in kept for module, kept in self._outside):
+            return 1.0
+        kinds = {kind: count for kind, count in self._kinds.items() if _named(kind[0][:1], part.inside)}
+        again = sum(
+            count
+            for (_, modules), count in kinds.items()
+            if any(_named(classes[:1], names) and operator not in kept for classes, kept in modules)
+        )
+        return again / sum(kinds.values()) if again else 0.0
+
+    def _near(self, path: str) -> list[TracedModule]:
+        """Return the recomputed modules around a path, and those inside it.
+
+        A boundary of tokens knows only the block that it is in, which may be around a recomputed module.
+        """
+        above = [self._around[each] for each in _upwards(path) if each in self._around]
+        return above + self._within.get(path, [])
+
+
+def _is_here(block: int, stages: Stages | None, count: int) -> bool:
+    if stages is None or stages.num_blocks != count:  # a pipeline over one list of blocks among others
+        return True
+    return any(stages.has(stage, (block,)) for stage in stages.own)
+
+
+def _by_path(modules: Iterable[TracedModule]) -> tuple[dict[str, TracedModule], dict[str, list[TracedModule]]]:
+    """Return each module by its own path, and lists of modules by every path above them."""
+    around = {module.path: module for module in modules}
+    within: dict[str, list[TracedModule]] = {}
+    for path, module in around.items():
+        for each in _upwards(path)[1:]:
+            within.setdefault(each, []).append(module)
+    return around, within
+
+
+def _upwards(path: str) -> list[str]:
+    """Return a path and those above it, without the model itself: ``["a.b", "a"]``."""
+    names = path.split(".")
+    return [".".join(names[:depth]) for depth in range(len(names), 0, -1)]
+
+
+def _named(references: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    return any(names_class(reference, names) for reference in references)
+
+
+def _sent_again(step: Step, repeated: Repeated) -> list[Traffic]:
+    """Return forward's collectives over tensor, sequence, context and expert axes that recomputation sends again.
+
+    torch stops recomputing at the last saved tensor: what a module sends after that is not sent again. The reentrant
     implementation runs to the end.
     """
     sent: dict[str, list[Boundary]] = {}

@@ -1,4 +1,8 @@
-"""Compress weight gathers and gradient reductions of FSDP2 and DDP (`comm`, after ZeRO++)."""
+"""Compress weight gathers and gradient reductions of FSDP2 and DDP (`comm`, after ZeRO++).
+
+The method only records the compression on the job. The method that shards then calls :func:`quantise_units`, and plain
+data parallelism :func:`quantise_averages`.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,18 @@ from meshwright.comm.compression import Packing, Route, gathered_messages, reduc
 from meshwright.comm.transport import all_gather_flat
 from meshwright.cost import AVERAGING, Compression, Encoding, Step
 from meshwright.errors import StrategyError
-from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase, averaging_axis
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.nn import Comm as FsdpComm, is_mean, parameter_groups
 from meshwright.runtime import settings
+from meshwright.runtime.torch_internals.fsdp import whole_size_of
 
 
 def quantise_units(model: nn.Module, compression: Compression, way: Route) -> None:
-    """CollectiveLog the collectives of every unit of a sharded model.
+    """Compress the collectives of every unit of a sharded model from now on.
 
     Args:
         model: Sharded with ``fully_shard`` over the ranks of ``way``.
-        wire: In how many bits weights and gradients travel.
+        compression: Encodings of weights and gradients.
         way: The ranks that shard, and their nodes.
     """
     for module in model.modules():
@@ -46,22 +51,22 @@ def quantise_units(model: nn.Module, compression: Compression, way: Route) -> No
 
 
 class _Unit:
-    """The parameters that FSDP2 packs together, and how a rank's part of them travels."""
+    """The parameters that FSDP2 packs together, and the encoding of a rank's part of them."""
 
     def __init__(self, parameters: list[Any], compression: Compression, way: Route) -> None:
         self._parameters, self._compression, self.way = parameters, compression, way
         self._warned = False
 
     def gathered(self, num_elements: int) -> Packing:
-        """A rank's shards, rows that only fill up among them; as they are, they may be packed bytes (fp8)."""
+        """Return the packing of a rank's padded shards; without an encoding they may be fp8 bytes already."""
         if self._compression.gather is None:
             return Packing((num_elements,), (False,), None)
         return self._packing(self._parameters, self._compression.gather)
 
     def reduced(self, num_elements: int) -> Packing:
-        """Return the gradients that one rank will own.
+        """Return the packing of the gradients that one rank will own.
 
-        All in whole numbers if they are not those of all that trains.
+        They stay unquantised if they are not the gradients of all trainable parameters.
         """
         trained = [each for each in self._parameters if each.sharded_param.requires_grad]
         packing = self._packing(trained, self._compression.reduce)
@@ -79,31 +84,25 @@ class _Unit:
     def _packing(self, parameters: list[Any], encoding: Encoding | None) -> Packing:
         return Packing(
             tuple(each.padded_sharded_param_size.numel() for each in parameters),
-            tuple(each._orig_size.numel() >= self._compression.min_numel for each in parameters),
+            tuple(whole_size_of(each).numel() >= self._compression.min_numel for each in parameters),
             encoding,
         )
 
 
 class _AllGather(FsdpComm):
-    """In the place of FSDP2's all-gather."""
+    """FSDP2's all-gather, compressed."""
 
     def __init__(self, unit: _Unit) -> None:
         self._unit = unit
 
     @torch.no_grad()
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` (ranks · elements) with every rank's ``input_tensor`` as all ranks decode it.
-
-        A smaller group gathers what has been decoded before, as it is (``reshard_after_forward`` an integer).
-        """
+        """Fill ``output_tensor`` (ranks · elements) with every rank's ``input_tensor`` as all ranks decode it."""
         way = self._unit.way
         if group.size() != way.size:
+            # reshard_after_forward is an integer: a smaller group gathers what has been decoded before.
             work: dist.Work | None = all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
         packing = self._unit.gathered(input_tensor.numel())
@@ -113,7 +112,7 @@ class _AllGather(FsdpComm):
 
 
 class _ReduceScatter(FsdpComm):
-    """In the place of FSDP2's reduce-scatter."""
+    """FSDP2's reduce-scatter, compressed."""
 
     def __init__(self, unit: _Unit) -> None:
         self._unit = unit
@@ -135,22 +134,22 @@ class _ReduceScatter(FsdpComm):
         return None
 
 
-# --- DDP's averages in few bits, through its communication hook.
+# --- DDP: averages in few bits, through its communication hook
 #
-# Every gradient of a bucket is cut into equal pieces, one for every rank. Owners add their pieces up in fp32; the
-# means, quantised once more, go to all, who decode the same bytes.
+# Every gradient of a bucket is cut into equal pieces, one per rank. Owners add up their pieces in fp32 and send the
+# means, quantised once more, to all ranks. All decode the same bytes, so that replicas stay equal.
 
 
 def quantise_averages(
     model: DistributedDataParallel, compression: Compression, way: Route, device: torch.device
 ) -> None:
-    """Average the buckets of a model in few bits from now on.
+    """Compress the averages of a DDP model's buckets from now on.
 
     Args:
-        model: Over the ranks of ``way``.
-        wire: In how many bits gradients travel.
+        model: Replicated over the ranks of ``way``.
+        compression: Encoding of gradients.
         way: The ranks that average, and their nodes.
-        device: Where the model is.
+        device: Device of the model.
     """
     if compression.reduce is not None or way.nodes is not None:
         model.register_comm_hook(None, _Averages(compression, way, device).average)
@@ -159,7 +158,7 @@ def quantise_averages(
 class _Averages:
     def __init__(self, compression: Compression, way: Route, device: torch.device) -> None:
         self._compression, self._way, self._device = compression, way, device
-        # Beside the computation; DDP waits for it by the future's events.
+        # Overlaps with computation; DDP waits for it by the future's events.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
@@ -168,7 +167,7 @@ class _Averages:
         state: None,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Replace the gradients of a bucket by their means over ranks; equal bits on all of them."""
+        """Replace the gradients of a bucket by their means over ranks, with equal bits on all of them."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[] if self._stream is None else [self._device]
         )
@@ -213,7 +212,7 @@ def average_in_place(gradients: Sequence[torch.Tensor], compression: Compression
 
 
 def _runs(part: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Where the elements of a flat tensor lie in its pieces ``(ranks, piece)``: in full ones, and in a shorter one."""
+    """Yield pairs of views, of pieces ``(ranks, piece)`` and of a flat tensor: the full pieces, then a shorter one."""
     piece = part.shape[1]
     full, rest = divmod(flat.numel(), piece) if piece else (0, 0)
     if full:
@@ -222,23 +221,24 @@ def _runs(part: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor
         yield part[full, :rest], flat[full * piece :]
 
 
-# --- ``comm``: weights are gathered and gradients reduced in few bits, and between nodes first. After ZeRO++.
+# --- The method
 
 _SCALE_BYTES = {"fp32": 4, "bf16": 2}
 
 
 class Comm(Method):
-    """Quantised collectives for zero1, zero2, fsdp and plain data parallelism (ZeRO++, Wang et al. 2023).
+    """Quantises the collectives of zero1, zero2, fsdp and plain data parallelism (ZeRO++, Wang et al. 2023).
 
     Under a sharding method the all-gather of weights and the reduce-scatter of gradients change; without one, the
-    average of gradients. Numbers are quantised block by block, tensor by tensor; gradients are added up in fp32. The
-    weights that the optimizer updates stay as they are: the copy of them that travels is quantised, and all ranks
+    average of gradients. Numbers are quantised block by block within a tensor; gradients are added up in fp32. The
+    weights that the optimizer updates keep their precision: only the copy that is sent is quantised, and all ranks
     compute with the same bits.
 
     Config: ``{"all_gather": "int8", "reduce": "int4"}``; the short form ``"int4"`` is that of ``reduce``.
     """
 
     method_name: ClassVar[str] = "comm"
+    short_forms: ClassVar[Mapping[type, str]] = {str: "reduce"}
     phase: ClassVar[Phase] = Phase.PRECISION
     summary: ClassVar[str] = "weights and gradients travel in 8 or 4 bits; collectives in two levels over nodes"
     effect: ClassVar[str] = (
@@ -276,22 +276,17 @@ class Comm(Method):
     )
 
     all_gather: Literal["int8", "fp8"] | None = None
-    """How weights are gathered; None: as they are."""
+    """Encoding of gathered weights; None: none."""
     reduce: Literal["int8", "int4"] | None = "int8"
-    """How gradients are reduced; None: as they are."""
+    """Encoding of reduced gradients; None: none."""
     block_size: Annotated[int, Field(ge=8, le=65536)] = 128
     """Elements that share a scale."""
     scale_dtype: Literal["fp32", "bf16"] = "fp32"
     min_numel: Annotated[int, Field(ge=0)] = 65536
-    """Tensors of fewer elements, such as norms and biases, travel as they are."""
+    """Tensors of fewer elements, such as norms and biases, are not quantised."""
     hierarchical: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
-    """Ranks per node: weights cross nodes once and are handed on within; gradients are added up within nodes first.
-    ``auto``: as the launcher says (``LOCAL_WORLD_SIZE``). None: one collective over all ranks."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the bits of gradients."""
-        return {"reduce": raw} if isinstance(raw, str) else super().from_short(raw)
+    """Ranks per node: weights cross nodes once and are passed on inside; gradients are added up within nodes first.
+    ``auto`` takes the launcher's ``LOCAL_WORLD_SIZE``. None: one collective over all ranks."""
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
@@ -323,7 +318,7 @@ class Comm(Method):
         return Compression(encoding(self.all_gather), encoding(self.reduce), self.min_numel, per_node)
 
     def check(self, job: Job) -> None:
-        """Refuse what it cannot change, and nodes that cut the axis into unequal parts."""
+        """Refuse engines whose collectives it cannot change, and nodes that cut the axis into unequal parts."""
         self._check_engine(job)
         if self.hierarchical is not None:
             self._check_nodes(job)
@@ -350,7 +345,7 @@ class Comm(Method):
         averaging = [axis for axis in AVERAGING if job.size(axis) > 1]
         if job.shard_axis is None and len(averaging) > 1:
             raise StrategyError(
-                "comm: hierarchical goes along one axis",
+                "comm: hierarchical works along one axis",
                 expected="a data, a sequence or a context axis, or a sharding method",
                 got=", ".join(f"{axis}={job.size(axis)}" for axis in averaging),
                 fix="add zero1, zero2 or fsdp, or leave hierarchical out",
@@ -358,12 +353,12 @@ class Comm(Method):
         self._compression.neighbours(job.axes, _axis(job))
 
     def apply(self, job: Job) -> None:
-        """Tell the method that shards, or replicates, how to communicate."""
-        job.compression = self._compression
+        """Record the compression for the method that shards, or for data parallelism."""
+        job.sharding.compression = self._compression
         axis = _axis(job)
-        if job.num_averaged == 1:
-            job.notices.append("comm changes nothing: one rank has nobody to communicate with")
-        elif self.hierarchical is not None and job.compression.neighbours(job.axes, axis) is None:
+        if job.mesh_axes.num_averaged == 1:
+            job.notices.append("comm changes nothing: one rank communicates with no other")
+        elif self.hierarchical is not None and job.sharding.compression.neighbours(job.axes, axis) is None:
             job.notices.append(
                 f"comm: hierarchical changes nothing; ranks along {axis} are all on one node, or each on its own"
             )
@@ -374,10 +369,10 @@ class Comm(Method):
             )
 
     def cost(self, step: Step) -> Step:
-        """Return the same for the simulated step."""
+        """Record the compression on the simulated step."""
         return step.replace(compression=self._compression)
 
 
 def _axis(job: Job) -> str:
     """Return the axis whose collectives change: the one that is sharded over, else that of data parallelism."""
-    return job.shard_axis or averaging_axis(job)
+    return job.shard_axis or job.mesh_axes.averaging_axis

@@ -1,14 +1,12 @@
-"""``compile``: torch.compile of the model's blocks, or of the whole model, in place."""
+"""Compile the blocks of a model, or the whole model, in place (`compile`)."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
-import torch._functorch.config as functorch_config
 from pydantic import Field
 from torch import nn
 
@@ -24,8 +22,8 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 class Compile(Method):
     """Compiles every repeated block with ``torch.compile``; blocks of one class share the compiled code.
 
-    Parameter names stay those of the model. What is around the blocks runs as it is, so the time to compile does not
-    grow with the number of layers, and gathering, reducing and recomputing happen between compiled blocks.
+    Parameter names stay. Only blocks are compiled, so the time to compile does not grow with the number of layers, and
+    gathering, reducing and recomputing happen between compiled blocks.
 
     Config: None, ``"whole"`` for the whole model as one, or keys.
     """
@@ -87,9 +85,9 @@ class Compile(Method):
     """Compile the model as one; otherwise each of its repeated blocks."""
     backend: str = "inductor"
     mode: str | None = None
-    """Of inductor: ``default``, ``reduce-overhead``, ``max-autotune`` or ``max-autotune-no-cudagraphs``."""
+    """Mode of inductor: ``default``, ``reduce-overhead``, ``max-autotune`` or ``max-autotune-no-cudagraphs``."""
     dynamic: bool | None = None
-    """Whether shapes may change without compiling anew; None finds out by the shapes that come."""
+    """Whether shapes may change without compiling again; None decides by the shapes that it sees."""
     fullgraph: bool = False
     """Refuse a block that cannot be compiled as one graph, in its first step."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -102,18 +100,20 @@ class Compile(Method):
         return {"whole": True} if raw == "whole" else super().from_short(raw)
 
     def notices(self) -> list[str]:
-        """Say what a plan does not know."""
+        """Return what a plan cannot predict."""
         return [
             "compile: activations are predicted as without it; what compiled code saves is its compiler's decision"
         ] * (self.activation_budget != 0)
 
     def check(self, job: Job) -> None:
-        """Refuse backends that are not there, and models without blocks."""
+        """Refuse backends that are not installed, and models without blocks."""
         self._check_backend(job.device)
         self._targets(job.model)
 
     def _check_backend(self, device: torch.device) -> None:
-        backends = torch._dynamo.list_backends(exclude_tags=())
+        from meshwright.runtime.torch_internals.compilers import dynamo, missing_compiler
+
+        backends = dynamo.list_backends(exclude_tags=())
         for option, value, known in (("backend", self.backend, backends), ("mode", self.mode or "default", _MODES)):
             if value not in known:
                 raise StrategyError(
@@ -131,7 +131,7 @@ class Compile(Method):
                     fix="leave one of the two out",
                 )
             return
-        missing = _missing_compiler(device)
+        missing = missing_compiler(device.type)
         if missing:
             raise StrategyError(
                 f"compile: inductor cannot compile for {device.type} here",
@@ -147,6 +147,8 @@ class Compile(Method):
 
     def apply(self, job: Job) -> None:
         """Compile in place; torch does the work in the first step."""
+        from meshwright.runtime.torch_internals.compilers import functorch_config
+
         settings: dict[str, Any] = {}
         if self.activation_budget is not None:
             settings["activation_memory_budget"] = self.activation_budget
@@ -160,19 +162,5 @@ class Compile(Method):
         compile_forward(self._targets(job.model), context, **options)
 
     def cost(self, step: Step) -> Step:
-        """Recomputation of the blocks for a budget of 0; else as it is, for what a compiler saves, it decides."""
+        """Recompute the blocks for a budget of 0; otherwise the compiler's choice is not predicted."""
         return Checkpoint().cost(step) if self.activation_budget == 0 and not self.whole else step
-
-
-def _missing_compiler(device: torch.device) -> str:
-    """Return what inductor needs and does not find; empty when nothing is missing."""
-    if device.type == "cpu":
-        from torch._inductor import cpp_builder, exc
-
-        try:
-            return "" if shutil.which(cpp_builder.get_cpp_compiler()) else "a C++ compiler"
-        except exc.InvalidCxxCompiler:
-            return "a C++ compiler"
-    from torch.utils._triton import has_triton
-
-    return "" if has_triton() else "Triton"

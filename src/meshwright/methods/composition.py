@@ -28,34 +28,34 @@ if TYPE_CHECKING:
     from meshwright.methods.zero_config import ZeroMethod
 
 
-_WITHOUT_METHOD = ("data", "zero")  # axes that are no method's own
+_WITHOUT_METHOD = ("data", "zero")  # any method may use these axes
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One conflict of the law, between two methods in the order of their phases."""
+    """A conflict between two methods, named in the order of their phases."""
 
     first: str
     second: str
     text: str
     """The sentence that refuses a strategy with both."""
     always: bool
-    """Whether they never go together; otherwise under some of their keys."""
+    """Whether the methods always conflict, not only with some of their keys."""
 
 
 def known_methods() -> list[type[Method]]:
-    """All methods, in the order in which they are applied."""
+    """Return all methods, in the order in which they are applied."""
     found = [config for config in METHOD_CONFIGS.values() if issubclass(config, Method)]
     return sorted(found, key=lambda method: method.phase)
 
 
 def method_of_axes() -> dict[str, str]:
-    """Return the method that works on an axis, for axes that are one method's own."""
+    """Return the method of each axis that only one method uses."""
     return {method.axis: method.method_name for method in known_methods() if method.axis is not None}
 
 
 def rules() -> list[Rule]:
-    """Every conflict of every method."""
+    """Return every conflict of every method."""
     order = [method.method_name for method in known_methods()]
     found: list[Rule] = []
     for method in known_methods():
@@ -67,7 +67,7 @@ def rules() -> list[Rule]:
 
 
 def sentence(name: str, conflict: Conflict) -> str:
-    """Return what a conflict says, without a full stop."""
+    """Return the sentence of a conflict, without a full stop."""
     own, other = _with_keys(name, conflict.own_keys), _with_keys(conflict.other, conflict.other_keys)
     return f"{own} does not go together with {other}: {conflict.reason}"
 
@@ -76,7 +76,7 @@ def _with_keys(name: str, keys: str) -> str:
     return f"{name} with {keys}" if keys else name
 
 
-def check_law(strategy: Strategy, sizes: Mapping[str, int]) -> None:
+def check_rules(strategy: Strategy, sizes: Mapping[str, int]) -> None:
     """Refuse methods that do not go together, and methods without what they need.
 
     Args:
@@ -86,8 +86,8 @@ def check_law(strategy: Strategy, sizes: Mapping[str, int]) -> None:
     Raises:
         StrategyError: Naming the methods.
     """
-    at_work = [method for method in strategy.methods if isinstance(method, Method) and method.at_work(sizes)]
-    for own, other in itertools.permutations(at_work, 2):
+    active = [method for method in strategy.methods if isinstance(method, Method) and method.is_active(sizes)]
+    for own, other in itertools.permutations(active, 2):
         for conflict in own.conflicts:
             if conflict.other == other.method_name and conflict.when(own, other):
                 raise StrategyError(
@@ -98,7 +98,7 @@ def check_law(strategy: Strategy, sizes: Mapping[str, int]) -> None:
                     got=f"{own} and {other}",
                     fix=conflict.fix,
                 )
-    for method in at_work:
+    for method in active:
         _check_needs(method, strategy)
 
 
@@ -154,11 +154,14 @@ def check_shard_axis(method: str, axis: str, sizes: Mapping[str, int]) -> None:
         )
 
 
-# --- ``save_pretrained`` of transformers' and peft's models: it writes what this rank has, for the whole model.
+# --- Last changes, when all methods have changed the model
 
 
 def refuse_own_saving(job: Job) -> None:
-    """Let it write nothing but a state dict that it is given, where a rank has a part of the model."""
+    """Let ``save_pretrained`` write only a state dict that it is given, where a rank has a part of the model.
+
+    That of transformers and peft would write this rank's part as if it were the whole model.
+    """
     is_part = job.shard_axis is not None or job.is_split or job.pipeline is not None
     if is_part and hasattr(type(job.model), "save_pretrained"):
         wrap_method(unwrapped(job.model), "save_pretrained", _saving)
@@ -175,31 +178,26 @@ def _saving(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return save(*args, **kwargs)
 
 
-# --- Tells optimizers what they cannot see from parameters: which ranks hold them, and in what order.
-
-
 def set_parameter_placements(job: Job) -> None:
-    """Note it on every parameter, when all methods have changed the model."""
+    """Set the placement on every parameter: which ranks have it, and in what order, which optimizers cannot see."""
     model = unwrapped(job.model)
     part, orders = part_of_whole(model), rank_orders(model)
     named = {stored_name(name): parameter for name, parameter in model.named_parameters()}
     places = {stored_name(name): place for place, name in enumerate(part.names if part is not None else named)}
-    homes = {stored_name(name): ranks for name, ranks in part.homes.items()} if part is not None else {}
+    ranks_of = {stored_name(name): ranks for name, ranks in part.homes.items()} if part is not None else {}
     for name, parameter in named.items():
-        on, of = (len(homes[name]), part.size) if part is not None else (1, 1)
+        on, of = (len(ranks_of[name]), part.size) if part is not None else (1, 1)
         set_placement(parameter, ParameterPlacement(places[name], on, of, orders.get(id(parameter))))
 
 
-# --- How methods go together: what a strategy implies, and the order in which its methods are applied.
-#
-# What they need and what excludes what is the law, on the classes of methods; see :mod:`~meshwright.methods.law`.
+# --- Resolving: what a strategy implies
 
 _ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A strategy that fits a world: every implied method is in it."""
+    """A strategy that fits a world, with every implied method in it."""
 
     strategy: Strategy
     axes: Axes
@@ -215,22 +213,21 @@ def resolve(
     Args:
         strategy: As the user wrote it.
         world: Number of ranks.
-        zero_level: Which method a ``zero`` axis means when none is named.
-        device: Where it will run, which need not be here; methods that it cannot run are left out, with a notice.
-            None leaves none out.
+        zero_level: Stage of the method that a ``zero`` axis implies where none is named.
+        device: Device that it will run on, which need not be present; methods that it cannot run are left out, with a
+            notice. None leaves none out.
 
     Raises:
         StrategyError: Naming the methods.
     """
     written, strategy = strategy, without_mixed(strategy)
-    said = dict.fromkeys(
-        notice for each in (written, strategy) for method in each.methods for notice in method.notices()
+    notices = list(
+        dict.fromkeys(notice for each in (written, strategy) for method in each.methods for notice in method.notices())
     )
-    notices = list(said)
     strategy = _without_unusable(strategy, device, notices)
     strategy, axes = _with_mesh(strategy, world)
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
-    check_law(strategy, dict(axes))
+    check_rules(strategy, dict(axes))
     strategy = _without_redundant_amp(strategy, notices)
     shards, shard_axis = _sharding_method(strategy), shard_axis_of(strategy, dict(axes))
     check_axes(strategy, dict(axes), world)
@@ -249,10 +246,10 @@ def _without_unusable(strategy: Strategy, device: torch.device | Device | None, 
 
 
 def shard_axis_of(strategy: Strategy, sizes: Mapping[str, int]) -> str | None:
-    """Return the axis over which a strategy shards; None where it does not.
+    """Return the axis over which a strategy shards: ``zero``, else ``data``; None where it does not shard.
 
-    ``zero``, else ``data``; ranks of a sequence hold equal parameters too, and are taken where they are alone. So are
-    ranks along experts, which hold all other parameters.
+    Ranks along the sequence, context and expert axes have equal parameters too (but for experts); one of these axes is
+    taken where the mesh has neither of the two.
     """
     if _sharding_method(strategy) is None:
         return None
@@ -272,7 +269,6 @@ def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:
 
 
 def _sharding_method(strategy: Strategy) -> str | None:
-    """Return the first; the law allows no second."""
     shards = (method.method_name for method in strategy.methods if isinstance(method, Method) and method.shards)
     return next(shards, None)
 
@@ -294,7 +290,7 @@ def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
 
 
 def without_mixed(strategy: Strategy) -> Strategy:
-    """Return the strategy with the methods that ``mixed_parallel`` and its other names stand for, where it has them.
+    """Expand ``mixed_parallel`` and its aliases, where a strategy has them, into a mesh and the methods of its axes.
 
     Raises:
         StrategyError: When such a name has no mesh, or two.
@@ -307,7 +303,7 @@ def without_mixed(strategy: Strategy) -> Strategy:
 
 
 def check_units(resolved: Resolved, model: nn.Module) -> None:
-    """Refuse what a sharding method would refuse of a model, before there is a job; nothing without such a method.
+    """Refuse a model that the strategy's sharding method, if any, cannot shard, before there is a job.
 
     Raises:
         ModelError: As the method's ``check`` does.
@@ -332,16 +328,16 @@ def check_strategy(job: Job) -> None:
     """
     with same_on_every_rank():
         job.replacement = replacement_of(job.strategy, job.model, job.axes, job.device)
-        with job.replacement.tried(job.model):  # the model that the methods will find
+        with job.replacement.tried(job.model):  # as ``apply`` will find it
             for method in in_phase_order(job.strategy):
                 method.check(job)
 
 
 def apply_strategy(job: Job) -> None:
-    """Apply every method of ``job.strategy``, which :func:`check_strategy` has found right, phase by phase."""
+    """Apply every method of ``job.strategy``, which :func:`check_strategy` has accepted, phase by phase."""
     methods, hooks = in_phase_order(job.strategy), GradientHooks(job.model)
     if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == job.size("expert") == 1:
-        job.model.to(job.device)  # a method that splits moves it part by part: whole, it may not fit
+        job.model.to(job.device)  # methods that split a model move it part by part: the whole may not fit
     for method in methods:
         if method.phase < Phase.REPLICATE:
             method.apply(job)
@@ -362,13 +358,13 @@ def apply_strategy(job: Job) -> None:
 
 
 def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before: Phase | None = None) -> Step:
-    """Twin of :func:`apply_strategy` on a simulated step.
+    """Apply a strategy to a simulated step: the twin of :func:`apply_strategy`.
 
     Args:
         strategy: Resolved.
-        step: Before the methods of the phase ``first``.
-        first: Where to begin.
-        before: Where to end; None: all phases.
+        step: The step before the methods of phase ``first``.
+        first: The first phase to apply.
+        before: The phase to stop before; None: none.
     """
     methods = in_phase_order(strategy)
     for phase in Phase:
@@ -382,12 +378,9 @@ def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before
     return step
 
 
-# --- Changes to a model that can be taken back: the changed model is planned for before it is changed for good.
-
-
 def replacement_of(
     strategy: Strategy, model: nn.Module, axes: Iterable[tuple[str, int]], device: torch.device
 ) -> Replacement:
-    """Return what a strategy replaces in a plain model: nothing without ``module_replace``."""
+    """Find the reversible changes that ``module_replace``, if it is in the strategy, makes to a plain model."""
     method = cast("ModuleReplace | None", strategy.get("module_replace"))
     return Replacement() if method is None else method.replacement(model, strategy, dict(axes), device)

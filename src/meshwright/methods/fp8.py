@@ -18,11 +18,13 @@ from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.methods.fp8_torchao import Fp8Trace, require_torchao, scales_ahead, to_torchao
 from meshwright.nn import find_blocks
 from meshwright.nn.fp8 import BUFFERS, DelayedScaling, Fp8Options, to_fp8, update_scales
+from meshwright.runtime.torch_internals.ddp import IGNORED
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 
 @dataclass
 class Choice:
-    """The layers that are replaced, and the names of those that are not, by reason."""
+    """The linear layers to replace, and the names of all others, by reason."""
 
     layers: dict[str, nn.Linear] = field(default_factory=dict)
     excluded: list[str] = field(default_factory=list)
@@ -31,10 +33,10 @@ class Choice:
 
     @property
     def num_weights(self) -> dict[nn.Parameter, int]:
-        """Return the weights of the layers, with the number of layers that share each."""
+        """The weights of the layers, with the number of layers that share each."""
         counts: dict[nn.Parameter, int] = {}
         for layer in self.layers.values():
-            weight = layer._parameters["weight"]
+            weight = parameters_of(layer)["weight"]
             assert weight is not None
             counts[weight] = counts.get(weight, 0) + 1
         return counts
@@ -43,23 +45,23 @@ class Choice:
 def choose_layers(
     model: nn.Module, include: Sequence[str] | None, exclude: Sequence[str] | None, multiple: int
 ) -> Choice:
-    """Sort the linear layers of a model by what ``include`` and ``exclude`` say of their names, and by their dims.
+    """Choose linear layers by the names in ``include`` and ``exclude``, and by their dims.
 
     Args:
         model: A plain module.
         include: Substrings of which a name must have one; None takes all names.
         exclude: Substrings of which a name may have none.
-        multiple: What both dims of a weight must be multiples of.
+        multiple: Number that must divide both dims of a weight.
     """
     choice = Choice()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or module._parameters.get("weight") is None:
+        if not isinstance(module, nn.Linear) or parameters_of(module).get("weight") is None:
             continue  # without a weight: another rank of a pipeline has it
         wanted = include is None or any(part in name for part in include)
         if not wanted or any(part in name for part in exclude or ()):
             choice.excluded.append(name)
         elif type(module) is not nn.Linear:
-            choice.subclasses.append(name)  # computes in a way of its own, which a replacement would lose
+            choice.subclasses.append(name)  # may compute something else, which a replacement would lose
         elif any(size % multiple for size in module.weight.shape):
             choice.misshapen.append(name)
         else:
@@ -71,7 +73,7 @@ def require_layers(choice: Choice, multiple: int) -> None:
     """Refuse a choice of no layers.
 
     Raises:
-        ModelError: With what stands in the way of those there are.
+        ModelError: With the reasons against the model's layers.
     """
     if choice.layers:
         return
@@ -89,7 +91,7 @@ def require_layers(choice: Choice, multiple: int) -> None:
 
 
 def heads(model: nn.Module, choice: Choice) -> list[str]:
-    """Names of the chosen layers that predict the vocabulary: outside the blocks, one output for each embedding."""
+    """Return the chosen layers that predict the vocabulary: outside the blocks, with one output per embedding."""
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     blocks = tuple(path + "." for path, _ in find_blocks(model))
     return [
@@ -99,8 +101,8 @@ def heads(model: nn.Module, choice: Choice) -> list[str]:
     ]
 
 
-def said(choice: Choice, recipe: str, multiple: int, *, verbose: bool) -> list[str]:
-    """Return what the user is told of a choice, one sentence each."""
+def describe_choice(choice: Choice, recipe: str, multiple: int, *, verbose: bool) -> list[str]:
+    """Describe a choice to the user, one sentence each."""
     others = len(choice.excluded) + len(choice.misshapen) + len(choice.subclasses)
     lines = [f"fp8: {len(choice.layers)} of {len(choice.layers) + others} linear layers multiply in 8 bits ({recipe})"]
     if choice.misshapen:
@@ -111,7 +113,7 @@ def said(choice: Choice, recipe: str, multiple: int, *, verbose: bool) -> list[s
 
 
 def unusable_on(device: torch.device | Device, least: tuple[int, int]) -> str | None:
-    """Return why a device cannot multiply in 8 bits; None when it can. One that is planned for need not be here."""
+    """Return why a device, present or planned for, cannot multiply in 8 bits; None when it can."""
     if isinstance(device, Device):
         return None if device.fp8_flops_per_s is not None else f"a {device.name} has no 8-bit matrix products"
     if device.type != "cuda":
@@ -123,32 +125,34 @@ def unusable_on(device: torch.device | Device, least: tuple[int, int]) -> str | 
     return f"{name} has compute capability {found[0]}.{found[1]}, below {least[0]}.{least[1]}"
 
 
-# --- What ``fp8`` costs: histories and weights in 8 bits beside the parameters, and gathers of one byte per element.
+# --- ``cost``: histories and weights in 8 bits beside the parameters, and gathers of one byte per element
 
-_BITS = 4  # bytes of an fp32 number, kept as an int32
-_AMAX = 3  # of a layer's input, weight and output gradient
+_NUMBER_BYTES = 4  # an fp32 number, stored as an int32
+_AMAX = 3  # largest values of a layer: of its input, weight and output gradient
 
 
 def delayed_cost(step: Step, options: Fp8Options, *, reduce_amax: bool) -> Step:
-    """Twin of delayed scaling: buffers of every layer, and one all-reduce of all largest values per step."""
-    numbers = _AMAX * options.recipe.amax_history_len + 2 * _AMAX + 1  # history, scale, this step's, number of updates
+    """Add the buffers of delayed scaling, and one all-reduce of all largest values per step."""
+    numbers = (
+        _AMAX * options.recipe.amax_history_len + 2 * _AMAX + 1
+    )  # histories, scales, this step's values, number of updates
     buffers: list[Buffer] = []
     total = 0
     for count, parameter in step.every_parameter():
         for _ in range(count * parameter.num_fp8):
             total += 1
-            buffers.append(Buffer(numbers, _BITS, floating=False))
+            buffers.append(Buffer(numbers, _NUMBER_BYTES, floating=False))
             if options.keep_weight:
                 buffers.append(Buffer(parameter.numel, 1, floating=False))
     step = step.replace(buffers=(*step.buffers, *buffers))
     axis = next((axis for axis in ("data", "zero", "sequence", "tensor") if step.size(axis) > 1), None)
     if not reduce_amax or axis is None:
         return step
-    return step.send(Traffic("all_reduce", axis, total * _AMAX * _BITS, "update"))
+    return step.send(Traffic("all_reduce", axis, total * _AMAX * _NUMBER_BYTES, "update"))
 
 
 def gather_cost(step: Step) -> Step:
-    """Twin of FSDP2's gathering in 8 bits, and of the all-reduce of all weights' scales after the step."""
+    """Gather weights in 8 bits, and add the all-reduce of all their scales after the step."""
 
     def changed(parameter: Parameter) -> Parameter:
         return dataclasses.replace(parameter, gather_itemsize=1) if parameter.num_fp8 else parameter
@@ -156,15 +160,20 @@ def gather_cost(step: Step) -> Step:
     total = sum(count for count, parameter in step.every_parameter() if parameter.num_fp8)
     blocks = [dataclasses.replace(block, parameters=tuple(map(changed, block.parameters))) for block in step.blocks]
     return step.replace(blocks=tuple(blocks)).send(
-        Traffic("all_reduce", step.shard_axis or "data", total * _BITS, "update")
+        Traffic("all_reduce", step.shard_axis or "data", total * _NUMBER_BYTES, "update")
     )
 
 
-# --- ``fp8``: linear layers multiply in 8 bits. Seed: ATorch, on TransformerEngine; here on torch and torchao.
+# --- The method. ATorch's is on TransformerEngine, this one on torch and torchao
 
 _OF_HISTORY = ("margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax")
-_AXES = ("sequence", "data", "zero", "tensor")  # whose ranks hold the same layers, and see other data or parts
-_TILE = {"mxfp8": 32}  # rows and columns that belong together; 16 for the others
+_AXES = (
+    "sequence",
+    "data",
+    "zero",
+    "tensor",
+)  # their ranks have the same layers, and other data or other parts of them
+_TILE = {"mxfp8": 32}  # rows and columns that share a scale; 16 for the other recipes
 
 
 def _to_tuple(value: Any) -> Any:
@@ -185,6 +194,7 @@ class Fp8(Method):
     """
 
     method_name: ClassVar[str] = "fp8"
+    short_forms: ClassVar[Mapping[type, str]] = {str: "recipe"}
     phase: ClassVar[Phase] = Phase.FP8
     summary: ClassVar[str] = "linear layers multiply in 8 bits: about twice the arithmetic of bf16 on sm 8.9 and above"
     effect: ClassVar[str] = (
@@ -238,20 +248,15 @@ class Fp8(Method):
     amax_history_len: PositiveInt = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
-    """Make scales equal on all ranks that hold a layer, by one all-reduce per step."""
+    """Make scales equal on all ranks that have a layer, by one all-reduce per step."""
     all_gather: bool = False
     """Under zero1, zero2 and fsdp: gather weights in 8 bits. Only ``tensorwise``."""
     emulate: bool = False
     """Run without 8-bit hardware: the same 8-bit values, multiplied in a wider type. Slow, for tests."""
 
     @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the name of a recipe."""
-        return {"recipe": raw} if isinstance(raw, str) else super().from_short(raw)
-
-    @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse keys that the recipe has no use for."""
+        """Refuse keys that the recipe does not take."""
         recipe = keys.get("recipe", "delayed")
         for key in _OF_HISTORY if recipe != "delayed" else ():
             if keys.get(key, cls.model_fields[key].default) != cls.model_fields[key].default:
@@ -271,12 +276,12 @@ class Fp8(Method):
         return keys
 
     def left_out_on(self, device: torch.device | Device) -> str | None:
-        """Return why it is ignored on a device without 8-bit products, unless it is emulated."""
+        """Return why it is left out on a device without 8-bit products, unless it is emulated."""
         reason = None if self.emulate else unusable_on(device, (10, 0) if self.recipe == "mxfp8" else (8, 9))
         return reason and f"fp8 is ignored: {reason}; the layers multiply as they would without"
 
     def choice(self, model: nn.Module, tensor_ranks: int) -> Choice:
-        """Return which layers of a plain model are replaced; each of ``tensor_ranks`` parts must have fitting dims."""
+        """Choose the layers of a plain model to replace; each of ``tensor_ranks`` parts must have fitting dims."""
         return choose_layers(model, self.include, self.exclude, self._multiple * tensor_ranks)
 
     @property
@@ -284,7 +289,7 @@ class Fp8(Method):
         return _TILE.get(self.recipe, 16)
 
     def options(self, *, sharded: bool, tensor_ranks: int, emulate: bool) -> Fp8Options | None:
-        """Return what layers are told under delayed scaling; None for torchao's recipes."""
+        """Return the options of layers with delayed scaling; None for torchao's recipes."""
         if self.recipe != "delayed":
             return None
         recipe = DelayedScaling(
@@ -293,14 +298,14 @@ class Fp8(Method):
         return Fp8Options(recipe, emulate, keep_weight=not sharded and tensor_ranks == 1)
 
     def trace(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Fp8Trace:
-        """Return what predictions need to run a plain model as ``apply`` will change it."""
+        """Return the trace of a plain model as ``apply`` will change it."""
         choice = self.choice(model, tensor_ranks)
         # Fake tensors are never multiplied: any device can pretend.
         options = self.options(sharded=sharded, tensor_ranks=tensor_ranks, emulate=True)
         return Fp8Trace(choice.layers, options, choice.num_weights, self._multiple, self.recipe)
 
     def check(self, job: Job) -> None:
-        """Refuse a model without fitting layers, a recipe without its library, and gather that nothing asks for."""
+        """Refuse a model without fitting layers, a recipe without its library, and tied weights to gather in 8 bits."""
         if self.recipe != "delayed":
             require_torchao(self.recipe)
         tensor_ranks = job.size("tensor")
@@ -321,10 +326,10 @@ class Fp8(Method):
             )
 
     def apply(self, job: Job) -> None:
-        """Replace the layers in place, and end every step with their scales."""
+        """Replace the layers in place, and update their scales in every step."""
         tensor_ranks = job.size("tensor")
         choice = self.choice(job.model, tensor_ranks)
-        job.notices += said(choice, self.recipe, self._multiple * tensor_ranks, verbose=self.verbose)
+        job.notices += describe_choice(choice, self.recipe, self._multiple * tensor_ranks, verbose=self.verbose)
         found = heads(job.model, choice)
         if found:
             job.notices.append(
@@ -339,17 +344,17 @@ class Fp8(Method):
             choice.layers.values(), self.recipe, rows=self._multiple, emulate=self.emulate, all_gather=self.all_gather
         )
         if self.all_gather:
-            job.after_update.append(scales_ahead(job.model))
+            job.optimizer.after_update.append(scales_ahead(job.model))
 
     def _delayed(self, job: Job, choice: Choice, options: Fp8Options) -> None:
         layers = [to_fp8(layer, options) for layer in choice.layers.values()]
-        # DDP would send them in every forward; they are equal already, or are not to be.
+        # DDP would broadcast these buffers in every forward; they are equal already, or must differ.
         own = [f"{name}.{buffer}".lstrip(".") for name in choice.layers for buffer in BUFFERS]
-        ignored = [*getattr(job.model, "_ddp_params_and_buffers_to_ignore", ()), *own]
-        job.model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+        ignored = [*getattr(job.model, IGNORED, ()), *own]
+        setattr(job.model, IGNORED, ignored)
         several = self.reduce_amax and any(job.size(axis) > 1 for axis in _AXES)
-        group = job.flat_mesh(*_AXES).get_group() if several else None
-        job.before_update.append(functools.partial(update_scales, layers, group))
+        group = job.mesh_axes.flat_mesh(*_AXES).get_group() if several else None
+        job.optimizer.before_update.append(functools.partial(update_scales, layers, group))
         if job.optim_func is None:
             job.notices.append(
                 "fp8: no optimizer is known, whose steps would update the scales: call "
@@ -357,7 +362,7 @@ class Fp8(Method):
             )
 
     def cost(self, step: Step) -> Step:
-        """Histories and weights in 8 bits beside the parameters, or gathers of one byte per element."""
+        """Add histories and weights in 8 bits, or gather one byte per element."""
         sharded = step.shard_axis is not None
         options = self.options(sharded=sharded, tensor_ranks=step.size("tensor"), emulate=self.emulate)
         if options is not None:

@@ -15,19 +15,21 @@ from torch import nn
 from meshwright.errors import StrategyError
 from meshwright.nn import wrap_method
 from meshwright.nn.fp8 import Fp8Linear, Fp8Options, to_fp8, to_plain
+from meshwright.runtime.torch_internals.dtensor import LOCAL_SHARD
+from meshwright.runtime.torch_internals.fsdp import PRECOMPUTED_SCALE
 
 if TYPE_CHECKING:
     from meshwright.cost import Scaling
 
 
-_MODULES = {"mxfp8": "torchao.prototype.moe_training.mxfp8_linear"}  # no stable place has it yet
+_MODULES = {"mxfp8": "torchao.prototype.moe_training.mxfp8_linear"}  # torchao has it in its prototypes only
 
 
 def require_torchao(recipe: str) -> Any:
     """Return the torchao module of a recipe.
 
     Raises:
-        StrategyError: When torchao is not there, or too old or new for the recipe.
+        StrategyError: When torchao is not installed, or too old or too new for the recipe.
     """
     name = _MODULES.get(recipe, "torchao.float8")
     try:
@@ -42,12 +44,12 @@ def require_torchao(recipe: str) -> Any:
 
 
 def to_torchao(layers: Iterable[nn.Linear], recipe: str, *, rows: int, emulate: bool, all_gather: bool) -> None:
-    """Let layers multiply in 8 bits by a recipe of torchao, in place.
+    """Convert layers in place to multiply in 8 bits by a recipe of torchao.
 
     Args:
-        layers: Of class ``nn.Linear`` itself.
+        layers: Layers of the class ``nn.Linear`` itself.
         recipe: ``tensorwise``, ``rowwise`` or ``mxfp8``.
-        rows: The number of input rows is filled up with zeros to a multiple of this.
+        rows: Input rows are padded with zeros to a multiple of this number.
         emulate: Multiply in the input's type.
         all_gather: Let FSDP2 gather the weights in 8 bits.
     """
@@ -67,7 +69,7 @@ def _to_float8(recipe: str, emulate: bool, all_gather: bool) -> Callable[[nn.Lin
 
     def change(layer: nn.Linear) -> None:
         made = Float8Linear.from_float(layer, config=chosen)
-        # In place, so that hooks stay and whoever knows the layer, such as a plan of tensor_parallel, still does.
+        # In place, so that hooks stay, and references to the layer, such as in a plan of tensor_parallel, stay valid.
         layer.__class__ = Float8Linear
         layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
         layer.weight = made.weight
@@ -91,7 +93,10 @@ def _to_mx(emulate: bool) -> Callable[[nn.Linear], None]:
 
 
 def filled_up(rows: int, forward: Callable[[Any], Any], input: Any) -> Any:
-    """Return the gradient of a weight sums over rows, which must come in whole tiles; rows of zeros add nothing."""
+    """Call a forward with its input rows padded to whole tiles, which the weight's gradient sums over.
+
+    Rows of zeros add nothing to the sum.
+    """
     flat = input.reshape(-1, input.shape[-1])
     missing = -flat.shape[0] % rows
     if not missing:
@@ -101,33 +106,31 @@ def filled_up(rows: int, forward: Callable[[Any], Any], input: Any) -> Any:
 
 
 def scales_ahead(model: nn.Module) -> Callable[[], None]:
-    """Return what to do after every step where FSDP2 gathers in 8 bits: the scales of all weights, in one all-reduce.
+    """Return a hook for after every step that computes the scales of all weights, in one all-reduce.
 
-    Loading other weights forgets them: the next gather then asks for each weight on its own.
+    FSDP2 then gathers in 8 bits without asking for each scale. Loading weights drops the scales: the next gather asks
+    for each on its own.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     def forget(*_: Any) -> None:
         for parameter in model.parameters():
-            local = getattr(parameter, "_local_tensor", parameter)
-            if hasattr(local, "_precomputed_scale"):
-                local._precomputed_scale = None
+            local = getattr(parameter, LOCAL_SHARD, parameter)
+            if hasattr(local, PRECOMPUTED_SCALE):
+                setattr(local, PRECOMPUTED_SCALE, None)
 
     model.register_load_state_dict_post_hook(forget)
     return functools.partial(precompute_float8_dynamic_scale_for_fsdp, model)
 
 
-# --- What predictions need: the model for a while as ``fp8`` will make it.
-
-
 class Fp8Trace:
-    """Lets a plain model run as one whose layers multiply in 8 bits.
+    """Runs a plain model as if its layers multiplied in 8 bits, for predictions.
 
     Args:
-        layers: By name.
-        options: Of delayed scaling; None for torchao's layers, which save what they would anyway, and cast it again.
+        layers: The layers by name.
+        options: Options of delayed scaling; None for torchao's layers, which save the same tensors and cast them again.
         num_weights: The weights, with the number of layers that share each.
-        rows: What torchao's layers fill rows up to.
+        rows: Multiple that torchao's layers pad their input rows to.
         scaling: The recipe: how tensors are scaled.
     """
 
@@ -144,7 +147,7 @@ class Fp8Trace:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around one forward; leaves the model as it was."""
+        """Enter one forward with the 8-bit layers; the model is as before afterwards."""
         try:
             for layer in self.layers.values():
                 if self._options is not None:

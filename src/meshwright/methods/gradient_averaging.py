@@ -1,4 +1,8 @@
-"""Make replicas equal, average their gradients during backward, and keep the hooks on gradients."""
+"""Make replicas equal, average their gradients during backward, and keep the hooks on gradients.
+
+``GradientAverager`` does for DTensors, experts and pipeline stages what DDP does for plain replicas: it all-reduces
+buckets of gradients while backward goes on.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError, join_names
 from meshwright.optim import local_tensor
+from meshwright.runtime.torch_internals.autograd import (
+    BACKWARD_HOOKS,
+    accumulation_hooks_of,
+    backward_hooks_of,
+    current_graph_task_id,
+    queue_callback,
+)
+from meshwright.runtime.torch_internals.ddp import check_reducer_finalized, rebuild_buckets
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 from meshwright.store.entries import stored_name, unwrapped
 
-_NONE = -1  # torch's number of a backward pass where there is none
+_NONE = -1  # torch's id of a backward pass where none runs
 _BUCKET_BYTES = 25 * 2**20  # DDP's: large enough for bandwidth, small enough to start early
 
 
 @torch.no_grad()
 def broadcast_states(model: nn.Module, device: torch.device) -> None:
-    """Rank 0's values on every rank: without it each shard would come from another initialisation.
+    """Send rank 0's parameters and buffers to all ranks, tensor by tensor.
 
     Args:
         model: On ``device`` or the CPU, where it stays.
-        device: Whose links carry the values, tensor by tensor: those between hosts are slow, or no group knows them.
+        device: Device whose links carry the values: those between hosts are slow, or have no process group.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         here = tensor.detach()
@@ -75,7 +86,7 @@ class GradientAverager:
             model.register_forward_hook(self._after_forward)
 
     def _renew(self) -> None:
-        """Buckets of the parameters that train now: some may have been frozen since the last pass, or unfrozen."""
+        """Renew the buckets: parameters may have been frozen or unfrozen since the last pass."""
         trains = [parameter.requires_grad for parameter in self._names]
         if trains == self._trains:
             return
@@ -89,14 +100,14 @@ class GradientAverager:
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
     def average(self) -> None:
-        """Average the gradients as they are now."""
+        """Average the gradients now, outside of backward."""
         self._renew()
         self._works = []
         self._end()
 
     @contextlib.contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: only the last one's backward averages."""
+        """Enter the forward and backward of a micro-batch: only the last one's backward averages."""
         before, self._enabled = self._enabled, is_last
         try:
             yield
@@ -110,21 +121,21 @@ class GradientAverager:
                 leaf.register_hook(self._begin)
 
     def _begin(self, gradient: torch.Tensor) -> None:
-        """First thing of a backward pass: its end is known only to the engine."""
-        backward = torch._C._current_graph_task_id()
+        """Begin a backward pass, and ask the autograd engine for a callback at its end."""
+        backward = current_graph_task_id()
         if self._enabled and self._running != backward:
             self._running, self._works = backward, []
             self._missing = [len(bucket) for bucket in self._buckets]
-            Variable._execution_engine.queue_callback(self._end)
+            queue_callback(self._end)
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        if self._running == torch._C._current_graph_task_id() and parameter in self._bucket_of:
+        if self._running == current_graph_task_id() and parameter in self._bucket_of:
             self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
             while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
                 self._send()
 
     def _send(self) -> None:
-        """Send the next bucket; parameters without a gradient send zeros, so that all ranks send alike."""
+        """Start averaging the next bucket; parameters without a gradient send zeros, so that all ranks send alike."""
         bucket = self._buckets[len(self._works)]
         parts = [
             (torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)).flatten() for p in bucket
@@ -154,7 +165,7 @@ class GradientAverager:
             )
 
     def _take(self, flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[str]:
-        """Copies averages into the gradients; returns the parameters that have none and ought to."""
+        """Copy averages into the gradients; return the parameters that have none and must have one."""
         sizes = [local_tensor(parameter).numel() for parameter in bucket]
         averages = flat.split([*sizes, len(bucket)] if self._allow_unused else sizes)
         unused = []
@@ -164,7 +175,7 @@ class GradientAverager:
                     unused.append(self._names[parameter])
                     continue
                 if not averages[-1][index]:
-                    continue  # nobody has one; only a rank without asks, so no other waits for the answer
+                    continue  # no rank has one; only ranks without a gradient wait for this flag
                 parameter.grad = torch.zeros_like(parameter)
             local = local_tensor(parameter.grad)
             local.copy_(average.view_as(local))
@@ -172,10 +183,10 @@ class GradientAverager:
 
 
 def average_every_backward(replicas: DistributedDataParallel) -> None:
-    """Let DDP average what each of several backwards through one forward adds (``retain_graph``): it waits for one.
+    """Let DDP average after each of several backwards through one forward (``retain_graph``), not only the first.
 
-    Averaging what is averaged already changes nothing. Where parameters may be unused DDP has to look at the output
-    again, which is gone: there the first backward alone is averaged, as in DDP itself.
+    Averaging gradients that are averaged already changes nothing. Where parameters may be unused DDP would need the
+    output again, which is gone: there only the first backward is averaged, as in DDP itself.
     """
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
@@ -184,9 +195,9 @@ def average_every_backward(replicas: DistributedDataParallel) -> None:
         passes: set[int] = set()
 
         def begin(gradient: torch.Tensor) -> None:
-            backward = torch._C._current_graph_task_id()
+            backward = current_graph_task_id()
             if passes and backward not in passes and _is_at_rest(replicas):
-                replicas.reducer._rebuild_buckets()  # as before a forward: by the order of one pass, not of two
+                rebuild_buckets(replicas.reducer)  # as before a forward: in the order of one pass, not of two
                 replicas.reducer.prepare_for_backward([])
             passes.add(backward)
 
@@ -199,22 +210,18 @@ def average_every_backward(replicas: DistributedDataParallel) -> None:
 
 
 def _is_at_rest(replicas: DistributedDataParallel) -> bool:
-    """Return whether DDP waits for no parameter of a backward that has begun.
-
-    Each of several may run through a part.
-    """
+    """Return whether DDP waits for no parameter: each of several backwards may run through a part of the graph."""
     try:
-        replicas._check_reducer_finalized()
+        check_reducer_finalized(replicas)
     except RuntimeError:
         return False
     return True
 
 
 def refuse_frozen(model: nn.Module) -> None:
-    """Let DDP's forward fail where a parameter has been frozen for which DDP waits in every step.
+    """Make the next training forward fail if a parameter is frozen that DDP waits for in every step.
 
-    Raises:
-        ModelError: At the next forward that trains, naming them.
+    The error is a :class:`ModelError` that names the parameters.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -232,7 +239,7 @@ def refuse_frozen(model: nn.Module) -> None:
 
 
 def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Buckets of one type each, last parameters first: about the order in which backward completes them."""
+    """Cut parameters into buckets of one dtype, last first: about the order in which backward completes them."""
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in reversed(parameters):
@@ -245,39 +252,39 @@ def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return buckets
 
 
-# --- Hooks on the gradients of parameters, where a method puts other parameters in their place.
+# --- Hooks on gradients
 #
-# Who has registered one on a parameter expects it to be called. torch would drop it without a word: methods make new
-# parameters, and FSDP2 computes with a third kind, which it gathers, while the hooks are on the shards.
+# Methods put new parameters in the place of old ones, and torch would silently drop the hooks that users have
+# registered on the old ones. Hooks on FSDP2's shards are the affair of ``share_hooks`` in methods/zero.py.
 
 _Registered = OrderedDict[int, Callable[[torch.Tensor], Any]]
-"""torch's own: a handle removes its hook from it, wherever it lies by then."""
+"""torch's own dict of hooks: a handle removes its hook from it, on whatever parameter it is by then."""
 
 
 class GradientHooks:
-    """What ``register_hook`` and ``register_post_accumulate_grad_hook`` have put on a model's parameters until now.
+    """The hooks on gradients that a model's parameters have, by name.
 
     Args:
-        model: Before anything is changed.
+        model: The model before methods change it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._hooked = {
             name: parameter
             for name, parameter in _named(model).items()
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if backward_hooks_of(parameter) or accumulation_hooks_of(parameter)
         }
 
     def carry_over(self, model: nn.Module) -> None:
-        """Put them on the parameters that the model has in the same places now."""
+        """Put the hooks on the parameters that now have the same names."""
         present = _named(model) if self._hooked else {}
         for name, before in self._hooked.items():
-            now = present.get(name)  # None: another rank of a pipeline holds it
+            now = present.get(name)  # None: on another rank of a pipeline
             if now is None or now is before:
                 continue
-            if before._backward_hooks:
-                now._backward_hooks = before._backward_hooks
-            accumulated = getattr(before, "_post_accumulate_grad_hooks", None)
+            if hooks := backward_hooks_of(before):
+                setattr(now, BACKWARD_HOOKS, hooks)
+            accumulated = accumulation_hooks_of(before)
             if accumulated:
                 now.register_post_accumulate_grad_hook(functools.partial(_call_all, accumulated))
 

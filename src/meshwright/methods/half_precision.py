@@ -10,19 +10,10 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_va
 
 from meshwright.cost import Placement, Step
 from meshwright.errors import StrategyError
-from meshwright.methods.base import (
-    Conflict,
-    HalfDType,
-    Job,
-    Method,
-    Phase,
-    Precision,
-    half_dtype,
-    itemsize,
-    torch_dtype,
-)
+from meshwright.methods.base import Conflict, HalfDType, Job, Method, Phase, half_dtype, itemsize, torch_dtype
+from meshwright.methods.job import Precision
 from meshwright.nn import widen, wrap_method
-from meshwright.runtime.trees import map_tree
+from meshwright.nn.batches import map_tree
 from meshwright.strategy import Strategy
 
 
@@ -52,32 +43,28 @@ class HalfPrecisionMethod(Method):
     """A method that computes in fp16 or bf16."""
 
     phase: ClassVar[Phase] = Phase.PRECISION
+    short_forms: ClassVar[Mapping[type, str]] = {str: "dtype", torch.dtype: "dtype"}
 
     dtype: HalfDType = "fp16"
     loss_scale: LossScaleConfig | None = None
-    """How the loss scale of fp16 moves; None: as torch's GradScaler does by default."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read a bare dtype."""
-        return {"dtype": raw} if isinstance(raw, str | torch.dtype) else super().from_short(raw)
+    """Policy of the fp16 loss scale; None: the defaults of torch's GradScaler."""
 
     def scale_loss(self, job: Job) -> None:
         """Ask for loss scaling where gradients would underflow without: in fp16."""
-        job.loss_scaling = self.dtype == "fp16"
-        job.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
+        job.optimizer.loss_scaling = self.dtype == "fp16"
+        job.optimizer.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
 
     def scale_cost(self, step: Step) -> Step:
-        """Twin of :meth:`scale_loss`: the host reads from the device whether gradients have overflowed."""
+        """Mark that the host waits to read whether fp16 gradients overflowed: the twin of :meth:`scale_loss`."""
         return step.replace(waits_to_update=self.dtype == "fp16")
 
     def widen(self, job: Job) -> None:
-        """Multiply and attends in fp32 on CPUs that are slow in bf16."""
+        """Let products and attention run in fp32 on CPUs that are slow in bf16."""
         if self.widens(job.strategy):
             widen(job.model, job.device)
 
     def widens(self, strategy: Strategy) -> bool:
-        """Return whether it does; what is compiled is left as it is."""
+        """Return whether :meth:`widen` changes the model; compiled models are left as they are."""
         return self.dtype == "bf16" and "compile" not in strategy
 
     def check(self, job: Job) -> None:
@@ -91,11 +78,11 @@ class HalfPrecisionMethod(Method):
             )
 
 
-# --- ``amp_native``: automatic mixed precision; parameters stay fp32, products are computed in half. Seed: ATorch.
+# --- ``amp_native``: parameters stay in fp32, products are computed in half precision
 
 
 class AmpNative(HalfPrecisionMethod):
-    """Autocast around the model and the loss; fp16 adds dynamic loss scaling and skips overflowing steps.
+    """Runs the model and the loss under autocast; fp16 adds dynamic loss scaling and skips overflowing steps.
 
     Under zero1, zero2 and fsdp parameters are gathered in ``dtype`` and gradients reduced in fp32. CPUs without bf16
     instructions multiply bf16 numbers in fp32, which gives the same sums several times as fast; on x86 attention, too,
@@ -122,7 +109,7 @@ class AmpNative(HalfPrecisionMethod):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Take ATorch's ``enabled``, which can only be true: a method that is off is left out."""
+        """Accept ATorch's ``enabled``, which can only be true: a disabled method is left out of the strategy."""
         if keys.pop("enabled", True) is not True:
             raise StrategyError(
                 "amp_native is in the strategy and disabled",
@@ -146,27 +133,27 @@ class AmpNative(HalfPrecisionMethod):
             wrap_method(job.model, "generate", in_autocast)
         loss_func = job.loss_func
         job.loss_func = lambda inputs, outputs: in_autocast(loss_func, inputs, outputs)
-        job.precision = Precision(compute=self.dtype, reduce="fp32")
+        job.sharding.precision = Precision(compute=self.dtype, reduce="fp32")
         self.scale_loss(job)
-        job.skip_nonfinite = self.skip_if_nonfinite
+        job.optimizer.skip_nonfinite = self.skip_if_nonfinite
 
     def cost(self, step: Step) -> Step:
-        """Gather in half and reduce in fp32 where parameters are sharded; weights and gradients stay as they are."""
+        """Gather in half precision and reduce in fp32 where parameters are sharded; weights and gradients stay fp32."""
         step = self.scale_cost(step)
         if step.shard_axis is None:
             return step
         return step.replace(compute_itemsize=itemsize(self.dtype), reduce_itemsize=itemsize("fp32"))
 
 
-# --- ``half``: the whole model in half precision, with fp32 master weights for the optimizer. Seed: ATorch.
+# --- ``half``: the whole model in half precision, with fp32 master weights for the optimizer
 
 
 class Half(HalfPrecisionMethod):
-    """Parameters, buffers, floating inputs and arithmetic in ``dtype``; the loss is computed in fp32.
+    """Casts parameters, buffers and floating inputs to ``dtype``; the loss is computed in fp32.
 
     The optimizer updates fp32 master weights, without which most updates round to nothing. Under zero1, zero2 and fsdp
-    the fp32 shard is the master: parameters are gathered and gradients reduced in ``dtype``; what these leave whole has
-    masters. fp16 adds dynamic loss scaling.
+    the fp32 shard is the master: parameters are gathered and gradients reduced in ``dtype``; parameters that they leave
+    whole have masters. fp16 adds dynamic loss scaling.
 
     Config: ``"fp16"`` or ``"bf16"``, or keys. ``master_weights=False`` updates half-precision weights directly.
     """
@@ -189,14 +176,14 @@ class Half(HalfPrecisionMethod):
         self.widen(job)
         self.scale_loss(job)
         if job.shard_axis is not None and self.master_weights:
-            job.precision = Precision(compute=self.dtype, reduce=self.dtype, casts_whole=True)
+            job.sharding.precision = Precision(compute=self.dtype, reduce=self.dtype, casts_whole=True)
             _cast_buffers(job.model, dtype)
         else:
             job.model.to(dtype)
-            job.master_weights = self.master_weights
+            job.optimizer.master_weights = self.master_weights
 
     def cost(self, step: Step) -> Step:
-        """Half the bytes of weights and gradients, plus a master; or gathers and reductions in half."""
+        """Halve the bytes of weights and gradients and add a master; or gather and reduce in half precision."""
         size = itemsize(self.dtype)
         step = self.scale_cost(step).replace(buffers_itemsize=size)
         if step.shard_axis is not None and self.master_weights:
@@ -208,8 +195,8 @@ class Half(HalfPrecisionMethod):
             reduce_itemsize=size,
         )
         if self.master_weights:
-            # The half gradient is freed when its fp32 copy is made: what lives through the update is fp32.
-            # The states, too: those of a model that is in half precision already were found out in its own.
+            # The half-precision gradient is freed when its fp32 copy is made: only the copy lives through the update.
+            # So are the states in fp32, also those traced on a model that was in half precision already.
             return halved.replace(gradients=Placement(itemsize=4), optimizer=Placement(itemsize=4), master=Placement())
         return halved.replace(optimizer=Placement(itemsize=size))
 

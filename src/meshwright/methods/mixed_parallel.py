@@ -1,7 +1,6 @@
-"""``mixed_parallel``, ``ds_3d_parallel`` (in ATorch's code ``deepspeed_3d_parallel``): one name for a mesh and the
-methods of its axes. Seed: ATorch.
+"""Expand `mixed_parallel`, `ds_3d_parallel` and `deepspeed_3d_parallel` into a mesh and the methods of its axes.
 
-They are no methods of their own: a strategy with one is read as the strategy with what it stands for.
+These names from ATorch are not methods: a strategy with one is read as the strategy with what it expands to.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _tensor(value: Any) -> Any:
 
 
 class MixedParallel(MethodConfig):
-    """Tensor and pipeline parallelism together: the methods of the axes that the mesh has.
+    """Short form of tensor and pipeline parallelism: the methods of the axes that the mesh has.
 
     Config: None, where the strategy has a ``parallel_mode``; or keys.
     """
@@ -45,7 +44,7 @@ class MixedParallel(MethodConfig):
     """Keys of ``tensor_parallel``."""
 
     def methods(self, mode: ParallelMode) -> list[MethodConfig]:
-        """Return what it stands for on a mesh."""
+        """Return the methods that it expands to on a mesh."""
         axes = dict(mode.axes)
         wanted: list[MethodConfig] = [mode]
         if axes.get("pipeline", 1) > 1:
@@ -56,22 +55,22 @@ class MixedParallel(MethodConfig):
 
 
 class Ds3dParallel(MixedParallel):
-    """The same by the name of ATorch's second engine, DeepSpeed's; there is one engine here."""
+    """``mixed_parallel`` by the name of ATorch's DeepSpeed engine; here there is one engine."""
 
     method_name: ClassVar[str] = "ds_3d_parallel"
 
     base_seed: int | None = None
-    """Of ATorch's config class: changes nothing."""
+    """A key of ATorch's config class; changes nothing."""
     tie_first: bool | None = None
-    """Of ATorch's config class: changes nothing."""
+    """A key of ATorch's config class; changes nothing."""
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse what told DeepSpeed's engine of a model, with what to do instead."""
+        """Refuse keys that describe a model to DeepSpeed's engine, with what to do instead."""
         for key in keys.keys() & _REFUSED.keys():
             if keys[key] is not None:
                 raise StrategyError(
-                    f"{cls.method_name}: {key!r} configures DeepSpeed's engine, which there is none of here",
+                    f"{cls.method_name}: {key!r} configures DeepSpeed's engine, which is not used here",
                     expected="parallel_mode, pipe_config, tensor_config, base_seed and tie_first",
                     got=f"{key}={keys[key]!r}",
                     fix=_REFUSED[key],
@@ -79,7 +78,7 @@ class Ds3dParallel(MixedParallel):
         return {key: value for key, value in keys.items() if key not in _REFUSED}
 
     def notices(self) -> list[str]:
-        """Say which accepted keys change nothing."""
+        """Return which accepted keys change nothing."""
         inert = {"base_seed": "init_distributed seeds every rank", "tie_first": "tied weights are found"}
         given = [key for key in inert if getattr(self, key) is not None]
         return [f"{self.method_name}: {key} changes nothing; {inert[key]}" for key in given]
@@ -95,7 +94,7 @@ _REFUSED = {
 
 
 class DeepSpeed3dParallel(Ds3dParallel):
-    """The same by the name that ATorch's code has for it."""
+    """``ds_3d_parallel`` by the name that ATorch's code uses."""
 
     method_name: ClassVar[str] = "deepspeed_3d_parallel"
 
@@ -104,7 +103,7 @@ _NAMES = (MixedParallel.method_name, Ds3dParallel.method_name, DeepSpeed3dParall
 
 
 def without_mixed(strategy: Strategy) -> Strategy:
-    """Return the strategy with what ``mixed_parallel`` and ``ds_3d_parallel`` stand for in their place.
+    """Replace ``mixed_parallel`` and its aliases in a strategy by what they expand to.
 
     Raises:
         StrategyError: When no mesh is named, or two are.

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.cost import Activations, Offloaded, Step, pick_largest
 from meshwright.errors import StrategyError
-from meshwright.methods.base import AVERAGED, Conflict, Job, Method, Phase
+from meshwright.methods.base import Conflict, Method, Phase
+from meshwright.methods.job import AVERAGED, Job
 from meshwright.methods.offload_activations import ActivationOffload
 from meshwright.methods.zero_config import ZeroMethod, unit_of, units_of
 from meshwright.nn import find_blocks, require_blocks
@@ -23,15 +24,15 @@ from meshwright.strategy import Strategy
 
 
 class Chosen(NamedTuple):
-    """Disjoint sets of parameters that train, and those among ``hosted`` whose gradients leave in backward."""
+    """Trainable parameters on the host by placement, and the offloaded ones whose gradients leave in backward."""
 
-    resident: set[torch.Tensor]
-    offloaded: set[torch.Tensor]
-    in_backward: set[torch.Tensor]
+    resident: set[torch.Tensor]  # their weights live on the host, in FSDP2's care
+    offloaded: set[torch.Tensor]  # only their states and masters do
+    in_backward: set[torch.Tensor]  # of ``offloaded``: their gradients leave while backward runs
 
 
 def completed_in_backward(sizes: Mapping[str, int], shard_axis: str | None) -> bool:
-    """Return whether a gradient is final when backward accumulates it: nobody averages it afterwards."""
+    """Return whether a gradient is final when backward accumulates it, and not averaged afterwards."""
     if sizes.get("pipeline", 1) > 1 or sizes.get("expert", 1) > 1:  # stages reduce once, experts apart from the rest
         return False
     alone = all(sizes.get(axis, 1) == 1 for axis in AVERAGED)
@@ -39,10 +40,7 @@ def completed_in_backward(sizes: Mapping[str, int], shard_axis: str | None) -> b
 
 
 def offloaded_units(job: Job, fraction: float) -> frozenset[str]:
-    """Return the paths of the blocks whose sharded parameters are to live on the host.
-
-    ``""`` stands for what is outside.
-    """
+    """Return the paths of blocks whose sharded parameters live on the host; ``""`` is the model outside of blocks."""
     if job.shard_axis is None or not fraction:
         return frozenset()
     config = next(method for method in job.strategy.methods if isinstance(method, ZeroMethod))
@@ -58,13 +56,13 @@ def offloaded_units(job: Job, fraction: float) -> frozenset[str]:
 
 
 def choose(job: Job, offloaded: Offloaded) -> Chosen:
-    """Choose among the parameters of the model as it is now, sharded or not; equal on every rank."""
+    """Choose the parameters to offload in the model as it is now, sharded or not; equal on every rank."""
     blocks = [path for path, _ in find_blocks(job.model)]
     trainable = {name: parameter for name, parameter in job.model.named_parameters() if parameter.requires_grad}
     resident: set[torch.Tensor] = {
         parameter
         for name, parameter in trainable.items()
-        if isinstance(parameter, DTensor) and unit_of(name, blocks) in job.offloaded_units
+        if isinstance(parameter, DTensor) and unit_of(name, blocks) in job.sharding.offloaded_units
     }
     total = sum(parameter.numel() for parameter in trainable.values())
     taken = sum(parameter.numel() for parameter in resident)
@@ -80,15 +78,11 @@ def _largest(parameters: list[torch.Tensor], budget: float) -> list[torch.Tensor
     return [parameters[place] for place in sorted(picked)]
 
 
-# --- What cannot be offloaded in a job, and why.
+# --- Checks
 
 
-def check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-    """Refuse gradients that leave before they are final.
-
-    Raises:
-        StrategyError: Where gradients are averaged after backward has accumulated them.
-    """
+def _check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
+    """Refuse gradients that would leave before they are final."""
     if fraction and not completed_in_backward(sizes, shard_axis):
         raise StrategyError(
             "offload: gradients cannot leave the device in backward here, they are averaged or reduced after it",
@@ -98,12 +92,8 @@ def check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str |
         )
 
 
-def check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-    """Refuse parameters that no engine brings to the device in time.
-
-    Raises:
-        StrategyError: Where FSDP2 does not shard.
-    """
+def _check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
+    """Refuse parameters on the host where FSDP2 does not bring them to the device."""
     if fraction and (shard_axis is None or sizes.get("pipeline", 1) > 1):
         raise StrategyError(
             "offload: parameters come to the device block by block as FSDP2 gathers them, which it does not do here",
@@ -113,12 +103,8 @@ def check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str 
         )
 
 
-def check_parameter_units(fraction: float, strategy: Strategy) -> None:
-    """Refuse a part of the parameters where FSDP2 gathers by other units than blocks.
-
-    Raises:
-        StrategyError: Naming the keys.
-    """
+def _check_parameter_units(fraction: float, strategy: Strategy) -> None:
+    """Refuse a fraction of the parameters where FSDP2 gathers other units than blocks."""
     if not fraction:
         return
     config = next(method for method in strategy.methods if isinstance(method, ZeroMethod))
@@ -132,12 +118,8 @@ def check_parameter_units(fraction: float, strategy: Strategy) -> None:
         )
 
 
-def check_activations(fraction: float, sizes: Mapping[str, int]) -> None:
-    """Refuse activations under a pipeline, whose schedule decides when they are needed.
-
-    Raises:
-        StrategyError: Naming the axis.
-    """
+def _check_activations(fraction: float, sizes: Mapping[str, int]) -> None:
+    """Refuse activations under a pipeline, whose schedule decides when they are needed."""
     if fraction and sizes.get("pipeline", 1) > 1:
         raise StrategyError(
             "offload: activations stay on the device under a pipeline in this version",
@@ -147,17 +129,7 @@ def check_activations(fraction: float, sizes: Mapping[str, int]) -> None:
         )
 
 
-def check_disk(folder: str | None) -> None:
-    """Make the folder, and a file in it, which vanishes at once.
-
-    Raises:
-        ConfigError: When that fails.
-    """
-    if folder is not None:
-        Disk(Path(folder))
-
-
-# --- ``offload``: optimizer states, gradients, parameters and activations in host memory, states on disk. Seed: ATorch.
+# --- The method
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -169,11 +141,11 @@ _NAMES: dict[str, dict[str, float]] = {
 
 
 class Offload(Method):
-    """Keeps a part of what training needs in host memory, or optimizer states on disk, and moves it in time.
+    """Keeps a part of the training state in host memory, or optimizer states on disk, and moves it in time.
 
     Config: None or ``"optimizer"``, ``"activation"``, ``"all"``, or keys. ``optimizer``, ``gradients`` and
-    ``parameters`` are fractions of elements, the largest tensors first; each includes the one after it: a parameter on
-    the host has its gradient and states there. ``optimizer`` offloads states and master weights (ZeRO-Offload, Ren et
+    ``parameters`` are fractions of elements, the largest tensors first; each includes the next one: a parameter on the
+    host has its gradient and states there. ``optimizer`` offloads states and master weights (ZeRO-Offload, Ren et
     al. 2021), ``parameters`` uses FSDP2's offload, block by block (so does a ``fsdp`` over one rank).
     """
 
@@ -195,23 +167,23 @@ class Offload(Method):
     )
 
     optimizer: Fraction | None = None
-    """Of the elements that train. None: as much as ``gradients`` or ``parameters`` need; all if no key is given."""
+    """Fraction of the trainable elements. None: as ``gradients`` or ``parameters`` need; all if no key is given."""
     gradients: Fraction | None = None
-    """Of the same: gradients that leave while backward runs. None: as ``optimizer``, where backward completes them."""
+    """Fraction whose gradients leave while backward runs. None: as ``optimizer``, where backward completes them."""
     parameters: Fraction = 0.0
-    """Of the sharded elements."""
+    """Fraction of the sharded elements."""
     activations: Fraction = 0.0
-    """Of the model's blocks, the first ones: backward needs theirs last."""
+    """Fraction of the blocks, from the first, whose activations backward needs last."""
     disk: str | None = None
     """A folder on a disk of each node for master weights and states, instead of host memory."""
     keep_files: bool = False
-    """Whether these files keep their names when the process ends. Nothing reads them."""
+    """Whether these files stay when the process ends, for inspection: nothing reads them."""
     pin_memory: bool = True
     """Whether host memory is page-locked, where there is a CUDA device; copies are slow otherwise."""
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Blocks whose activations come back ahead of their backward."""
     bucket_bytes: PositiveInt = 2**28
-    """Of parameters in fp32 that are updated at a time, while the states of the next are read."""
+    """Size of the fp32 parameters that are updated at a time, while the states of the next are read."""
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
@@ -229,7 +201,7 @@ class Offload(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Fill in ``optimizer``."""
+        """Fill in ``optimizer`` where it is left out."""
         if keys.get("optimizer") is None:
             given = [keys.get(key) for key in ("gradients", "parameters", "activations")]
             states = [value for value in given[:2] if isinstance(value, int | float)]
@@ -248,33 +220,30 @@ class Offload(Method):
 
     @property
     def of_state(self) -> bool:
-        """Unless activations leave, too."""
+        """Return whether only states leave, and no activations."""
         return not self.activations
 
     def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-        """Refuse what cannot leave the device on such a mesh."""
-        check_gradients(self.gradients or 0.0, sizes, shard_axis)
-        check_parameters(self._offloaded(sizes, shard_axis).parameters, sizes, shard_axis)
-        check_activations(self.activations, sizes)
+        """Refuse fractions of what cannot leave the device on such a mesh."""
+        _check_gradients(self.gradients or 0.0, sizes, shard_axis)
+        _check_parameters(self._offloaded(sizes, shard_axis).parameters, sizes, shard_axis)
+        _check_activations(self.activations, sizes)
 
     def check(self, job: Job) -> None:
-        """Refuse what cannot leave the device in this job, and a disk that cannot be written to."""
+        """Refuse fractions of what cannot leave the device in this job, and a disk that cannot be written to."""
         self.check_mesh(dict(job.axes), job.shard_axis)
         offloaded = self._offloaded(dict(job.axes), job.shard_axis)
-        check_parameter_units(offloaded.parameters, job.strategy)
+        _check_parameter_units(offloaded.parameters, job.strategy)
         if self.activations:
             require_blocks(job.model, method="offload", option="activations")
-        if offloaded.optimizer and job.optim_func is None:
-            raise StrategyError(
-                "offload has no optimizer whose states it could keep",
-                expected="optim_func",
-                got="None",
-                fix='pass the class of the optimizer, or offload activations only: ("offload", "activation")',
-            )
-        check_disk(self.disk)
+        if offloaded.optimizer:
+            fix = 'pass the class of the optimizer, or offload activations only: ("offload", "activation")'
+            job.require_optimizer(self.method_name, "whose states it could keep", fix)
+        if self.disk is not None:
+            Disk(Path(self.disk))  # tries to write a file in the folder
 
     def apply(self, job: Job) -> None:
-        """Hooks the blocks, tells the sharding method which units live on the host, and changes the master weights."""
+        """Hook the blocks, choose the sharded units that live on the host, and have master weights built there."""
         offloaded = self._offloaded(dict(job.axes), job.shard_axis)
         pin = self.pin_memory and job.device.type == "cuda"
         copies = copies_for(job.device)
@@ -284,7 +253,7 @@ class Offload(Method):
             offload = ActivationOffload(blocks, copies, pin_memory=pin, prefetch=self.prefetch)
             job.model.register_forward_pre_hook(offload.forget)
             job.activations = offload
-        job.offloaded_units, job.pin_memory = offloaded_units(job, offloaded.parameters), pin
+        job.sharding.offloaded_units, job.sharding.pin_memory = offloaded_units(job, offloaded.parameters), pin
         if not offloaded.optimizer:
             return
 
@@ -295,28 +264,28 @@ class Offload(Method):
                 offloaded=chosen.offloaded,
                 in_backward=chosen.in_backward,
                 resident=chosen.resident,
-                fp32=job.master_weights,
+                fp32=job.optimizer.master_weights,
                 copies=copies,
                 pin_memory=pin,
                 disk=Disk(Path(self.disk), keep=self.keep_files) if self.disk is not None else None,
                 bucket_bytes=self.bucket_bytes,
             )
 
-        job.make_host_weights = host_weights
+        job.optimizer.make_host_weights = host_weights
 
     def cost(self, step: Step) -> Step:
         """Move bytes from the device to the host or to disk."""
         offloaded = self._offloaded(dict(step.axes), step.shard_axis)
         known = step.activations
         if known is not None and (count := self._num_blocks(len(known.blocks))):
-            step = step.replace(activations=_hosted_activations(known, count, self.prefetch))
+            step = step.replace(activations=_offloaded_activations(known, count, self.prefetch))
         return step.replace(offloaded=offloaded if offloaded.optimizer else None)
 
     def _num_blocks(self, every: int) -> int:
         return round(self.activations * every)
 
     def _offloaded(self, sizes: Mapping[str, int], shard_axis: str | None) -> Offloaded:
-        """Return the fractions, with the default of ``gradients`` for these axes."""
+        """Return the fractions, with the default of ``gradients`` for these axes filled in."""
         assert self.optimizer is not None, "normalised"
         gradients = self.gradients
         if gradients is None:
@@ -324,7 +293,7 @@ class Offload(Method):
         return Offloaded(self.optimizer, gradients, self.parameters, on_disk=self.disk is not None)
 
 
-def _hosted_activations(known: Activations, count: int, prefetch: int) -> Activations:
+def _offloaded_activations(known: Activations, count: int, prefetch: int) -> Activations:
     first = known.first_blocks()[:count]
     copied = [0, *(each.copied_bytes for each in first)]
     window = range(max(count - prefetch, 1))

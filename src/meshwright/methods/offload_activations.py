@@ -18,17 +18,18 @@ from meshwright.nn import wrap_method
 from meshwright.optim import Copies
 from meshwright.optim.dtensors import local_tensor, wrapped_like
 from meshwright.optim.offload_storage import Event
+from meshwright.runtime.torch_internals.tensors import storage_identity, version_of
 
 
 class SavedStorage:
-    """A storage's bytes on the host, and again on the device from when backward needs them until it has used them.
+    """The bytes of a storage on the host; on the device again while backward needs them.
 
-    Whoever saved a part of the storage keeps this object; autograd lets go of it behind itself. The device's memory is
-    free again when the device, not the host, has waited for the copy: see :meth:`release`.
+    The saved tensors in the storage keep this object alive; autograd frees them as backward proceeds. The device's
+    memory is free again when the device, not the host, has waited for the copy: see :meth:`release`.
 
     Args:
         tensor: A plain tensor with the storage.
-        copies: The way between host and device.
+        copies: Copies between host and device.
         pin_memory: Whether host memory is page-locked.
     """
 
@@ -45,11 +46,11 @@ class SavedStorage:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes on the host."""
+        """Number of bytes on the host."""
         return self._host.numel()
 
     def fetch(self) -> None:
-        """Begin to bring the bytes back; nothing where that has begun."""
+        """Begin to copy the bytes back to the device, once."""
         if self._back is None:
             self.release()
             device = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
@@ -57,7 +58,7 @@ class SavedStorage:
             self._arriving = self._copies.queued
 
     def release(self) -> None:
-        """Let what comes on the device's current stream use the memory again, behind the copy to the host."""
+        """Let later work on the device's current stream reuse the memory, after the copy to the host."""
         if self._leaving is not None:
             self._gone.wait()
             self._leaving = None
@@ -72,7 +73,7 @@ class SavedStorage:
         return flat
 
     def __del__(self) -> None:
-        """Of a graph that was let go of without a backward: nobody has waited."""
+        # A graph that is freed without a backward has not waited for its copies.
         if getattr(self, "_leaving", None) is not None:
             self._gone.synchronize()
         if getattr(self, "_arriving", False) and self._back is not None:
@@ -80,10 +81,10 @@ class SavedStorage:
 
 
 class SavedTensor(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """The stand-in that autograd saves in place of a tensor."""
 
     storage: SavedStorage
-    template: torch.Tensor  # a DTensor without data where it was one, else on meta; the layout of the local part
+    template: torch.Tensor  # layout of the local part, on meta; a DTensor where the tensor was one
 
     @classmethod
     def of(cls, storage: SavedStorage, tensor: torch.Tensor) -> SavedTensor:
@@ -104,9 +105,6 @@ class SavedTensor(NamedTuple):
         return wrapped_like(self.template, local)
 
 
-# --- What blocks save for backward, copied to the host in forward and brought back ahead of backward.
-
-
 @dataclass(eq=False)
 class _Run:
     """One forward of one block."""
@@ -118,22 +116,22 @@ class _Run:
 
 
 class ActivationOffload:
-    """Takes over what the forward of some blocks saves; with recomputation inside, what that keeps.
+    """Offloads what the forward of some blocks saves for backward; under recomputation, what that keeps.
 
-    Every storage is copied once, however many tensors in it are saved; weights stay where they are. When backward first
-    asks for something that a block has saved, the copies of the ``prefetch`` blocks before it begin to come back.
+    Every storage is copied once, however many tensors in it are saved; weights are not copied. When backward first
+    needs a saved tensor of a block, the storages of the ``prefetch`` blocks before it begin to come back.
 
     As with every saved-tensor hook, autograd does not notice when a saved tensor is changed in place afterwards: it
     computes with the values that were saved. A second backward through the same graph finds them on the device.
 
-    When a block is done, the device waits for the copies of the one before: the host may be far ahead of it, and memory
-    would else be free only when the host looks. So what two blocks save is on the device at most.
+    When a block is done, the device waits for the copies of the block before: the host may be far ahead, and memory
+    would otherwise be free only when the host checks. So the device has the saved tensors of at most two blocks.
 
     Args:
         blocks: Modules, in the order in which they run.
-        copies: The way between host and device.
+        copies: Copies between host and device.
         pin_memory: Whether host memory is page-locked.
-        prefetch: Blocks that come back ahead.
+        prefetch: Number of blocks whose activations come back ahead.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], copies: Copies, *, pin_memory: bool, prefetch: int) -> None:
@@ -141,7 +139,7 @@ class ActivationOffload:
         self._known: weakref.WeakValueDictionary[tuple[int, int], SavedStorage] = weakref.WeakValueDictionary()
         self._running: list[_Run] = []
         self._last: weakref.ref[_Run] | None = None
-        self._leaving: _Run | None = None  # its copies may be under way, and its memory is not free
+        self._leaving: _Run | None = None  # the last run: its copies may not be done, and its memory not free
         self.num_bytes = 0
         """Bytes copied to the host so far."""
         for block in blocks:
@@ -157,14 +155,14 @@ class ActivationOffload:
             self._run() as run,
             torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(run, tensor), self._unpack),
         ):
-            # The block's own hook has come before its run, and compiled code has no hooks inside.
+            # The block's own hook ran before this run began, and compiled code runs no hooks inside.
             run.weights |= {_storage(tensor) for tensor in (*block.parameters(), *block.buffers())}
             return forward(*args, **kwargs)
 
     def forget(self, model: nn.Module, args: Any) -> None:
-        """A hook before the model's forward: no storage holds for certain what it did in the one before.
+        """Forget all storages before the model's forward (a hook): they may have other contents than in the last one.
 
-        Weights that are gathered again do not count as changed, and blocks may compute with some that are not theirs.
+        Gathering weights again does not raise their version, and blocks may compute with weights of other modules.
         """
         self._known = weakref.WeakValueDictionary()
 
@@ -185,7 +183,7 @@ class ActivationOffload:
             storage.release()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        """Gathered weights exist while a module runs, and are known only then."""
+        # Gathered weights exist only while a module runs.
         for run in self._running:
             tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             run.weights |= {_storage(tensor) for tensor in tensors}
@@ -194,7 +192,7 @@ class ActivationOffload:
         local = local_tensor(tensor)
         if _storage(tensor) in run.weights or local.device.type not in ("cpu", "cuda") or local.is_sparse:
             return tensor.detach()
-        key = (_storage(tensor), local._version)
+        key = (_storage(tensor), version_of(local))
         storage = self._known.get(key)
         if storage is None:
             storage = SavedStorage(local.detach(), self._copies, self._pin)
@@ -223,4 +221,4 @@ class ActivationOffload:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return local_tensor(tensor).untyped_storage()._cdata
+    return storage_identity(local_tensor(tensor).untyped_storage())

@@ -1,4 +1,7 @@
-"""Configure the optimizer step: accumulation, clipping, skipped steps, and averaged weights."""
+"""Configure the optimizer step: accumulation, clipping, skipped steps, and averaged weights.
+
+Each method records what it asks for in ``Job.optimizer``; :mod:`meshwright.optim` does the work.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,17 @@ from meshwright.optim import EmaPolicy, SpikeAction, SpikePolicy, SpikeWatch, We
 
 
 class GradientAccumulation(Method):
-    """``Accelerated.step`` cuts each rank's batch into so many micro-batches and updates once.
+    """Cuts each rank's batch into so many micro-batches per update.
 
     It is ``accelerate(num_micro_batches=)`` inside the strategy, so that a strategy file says what its plan was made
-    for. When gradients travel is the sharding method's to decide: plain data parallelism and zero1 reduce them once,
-    zero2 and fsdp for every micro-batch.
+    for. The sharding method decides when gradients are reduced: plain data parallelism and zero1 reduce them once,
+    zero2 and fsdp in every micro-batch.
 
     Config: the number, or ``{"num_micro_batches": 4}``.
     """
 
     method_name: ClassVar[str] = "gradient_accumulation"
+    short_forms: ClassVar[Mapping[type, str]] = {int: "num_micro_batches"}
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     summary: ClassVar[str] = "a step's batch runs in several micro-batches"
     effect: ClassVar[str] = (
@@ -44,27 +48,19 @@ class GradientAccumulation(Method):
 
     num_micro_batches: PositiveInt
 
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the number."""
-        is_count = isinstance(raw, int) and not isinstance(raw, bool)
-        return {"num_micro_batches": raw} if is_count else super().from_short(raw)
-
     def notices(self) -> list[str]:
-        """Say when it changes nothing."""
+        """Return a notice when it changes nothing."""
         one = self.num_micro_batches == 1
         return ["gradient_accumulation changes nothing: one micro-batch is the whole batch"] if one else []
 
     def apply(self, job: Job) -> None:
-        """The plan's number is this one already."""
+        """Set the job's number, which the plan has already."""
         job.num_micro_batches = self.num_micro_batches
 
     def cost(self, step: Step) -> Step:
-        """Return the same for the simulated step, whose micro-batch was traced with this number."""
+        """Set the number of the simulated step, whose micro-batch was traced with it."""
         return step.replace(num_micro_batches=self.num_micro_batches)
 
-
-# --- ``grad_clip``: gradients are scaled down to a largest norm, as the strategy says it.
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -79,48 +75,38 @@ class GradClip(Method):
     """
 
     method_name: ClassVar[str] = "grad_clip"
+    short_forms: ClassVar[Mapping[type, str]] = {int: "max_norm", float: "max_norm"}
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     summary: ClassVar[str] = "gradients are scaled down to a largest norm"
     effect: ClassVar[str] = "time: gradients are read, and written where they are clipped. Communication: one number"
 
     max_norm: _Positive = 1.0
-    """In the gradients' units; the loss scale of fp16 is taken off before."""
+    """Largest norm, in the gradients' units, without the loss scale of fp16."""
     norm_type: Literal["inf"] | _Positive = 2.0
     """p of the p-norm; ``inf``: the largest magnitude."""
 
     @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the largest norm."""
-        is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
-        return {"max_norm": raw} if is_number else super().from_short(raw)
-
-    @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Take torch's ``float("inf")``, which JSON has no word for."""
+        """Accept torch's ``float("inf")``, which JSON cannot express."""
         return {**keys, "norm_type": "inf"} if keys.get("norm_type") == float("inf") else keys
 
     def check(self, job: Job) -> None:
-        """Refuse two largest norms."""
-        if job.max_grad_norm not in (None, self.max_norm):
+        """Refuse a ``max_grad_norm`` that differs."""
+        if job.optimizer.max_grad_norm not in (None, self.max_norm):
             raise StrategyError(
                 "grad_clip and max_grad_norm name different norms",
                 expected="one of the two, or the same number",
-                got=f"{self} and max_grad_norm={job.max_grad_norm}",
+                got=f"{self} and max_grad_norm={job.optimizer.max_grad_norm}",
                 fix="leave max_grad_norm out: the strategy clips",
             )
 
     def apply(self, job: Job) -> None:
-        """``Accelerated`` clips in every step."""
-        job.max_grad_norm, job.grad_norm_type = self.max_norm, float(self.norm_type)
+        """Record the norm; ``Accelerated`` clips in every step."""
+        job.optimizer.max_grad_norm, job.optimizer.grad_norm_type = self.max_norm, float(self.norm_type)
 
     def cost(self, step: Step) -> Step:
-        """Nothing more: every step measures the norm."""
+        """Return the step as it is: every step measures the norm."""
         return step
-
-
-# --- ``skip_nonfinite``: a step whose gradients hold inf or nan leaves the weights as they are, or ends training.
-
-_FP16 = "fp16 finds its loss scale by gradients that overflow"
 
 
 def _in_fp16(own: Any, other: Any) -> bool:
@@ -128,24 +114,25 @@ def _in_fp16(own: Any, other: Any) -> bool:
 
 
 class SkipNonfinite(Method):
-    """Looks at the norm of all gradients before every update; all ranks decide alike, by one number.
+    """Skips steps whose gradients have inf or nan, or ends training; all ranks decide alike, by the common norm.
 
     ``skip`` goes on with the next step: weights, states and learning rate stay as they are, and
-    ``Accelerated.num_skipped_steps`` counts. ``stop`` raises a :class:`~meshwright.errors.NonFiniteError` on every
+    ``Accelerated.num_skipped_steps`` counts it. ``stop`` raises a :class:`~meshwright.errors.NonFiniteError` on every
     rank, with the weights as they were, for a debugger or a restart from the last checkpoint.
 
     Config: None, ``"skip"`` or ``"stop"``.
     """
 
     method_name: ClassVar[str] = "skip_nonfinite"
-    phase: ClassVar[Phase] = Phase.OPTIMIZER  # behind the precision, which may ask for the same
+    short_forms: ClassVar[Mapping[type, str]] = {str: "action"}
+    phase: ClassVar[Phase] = Phase.OPTIMIZER  # after the precision, which may ask for the same
     summary: ClassVar[str] = "steps whose gradients hold inf or nan are skipped, or end training"
     effect: ClassVar[str] = "time: the host waits for the norm in every step"
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         *(
             Conflict(
                 other=name,
-                reason=_FP16,
+                reason="fp16 finds its loss scale by gradients that overflow",
                 fix="use skip, or bf16",
                 when=_in_fp16,
                 own_keys="action='stop'",
@@ -164,41 +151,35 @@ class SkipNonfinite(Method):
 
     action: Literal["skip", "stop"] = "skip"
 
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the action."""
-        return {"action": raw} if isinstance(raw, str) else super().from_short(raw)
-
     def apply(self, job: Job) -> None:
-        """The optimizer is built with a guard that does it."""
-        job.skip_nonfinite, job.stop_nonfinite = True, self.action == "stop"
+        """Have the optimizer built with a guard that skips or stops."""
+        job.optimizer.skip_nonfinite, job.optimizer.stop_nonfinite = True, self.action == "stop"
         others = [method for method in job.strategy.methods if isinstance(method, HalfPrecisionMethod)]
         if any(method.dtype == "fp16" for method in others):
             job.notices.append("skip_nonfinite changes nothing beside fp16, whose loss scale skips such steps already")
 
     def cost(self, step: Step) -> Step:
-        """Nothing more: every step measures the norm."""
+        """Return the step as it is: every step measures the norm."""
         return step
 
-
-# --- ``loss_spike``: a step whose loss jumps above the latest ones is skipped, told, or ends training.
 
 _ALONE = ("stop", "rollback")
 
 
 class LossSpike(Method):
-    """Compares the loss of every step, before its update, with the median of the latest; all ranks decide alike.
+    """Compares the loss of every step, before its update, with the median of the latest losses; all ranks decide alike.
 
-    A spike lies more than ``threshold`` standard deviations above that median, as the median absolute deviation tells
-    them; a loss of inf or nan always is one. ``skip`` leaves weights and states as they were. ``rollback`` does so too
-    and asks for the last checkpoint, to go on behind the batches in between (Chowdhery et al. 2022, PaLM, §5.1):
-    ``meshwright train`` does it, a loop of one's own sees it in ``StepResult.spike``. ``stop`` raises a
-    :class:`~meshwright.errors.LossSpikeError` on every rank, with the weights as they were. ``warn`` says so.
+    A spike lies more than ``threshold`` standard deviations, estimated by the median absolute deviation, above that
+    median; inf and nan are always spikes. ``skip`` leaves weights and states as they were. ``rollback`` does so too and
+    asks to return to the last checkpoint and to leave out the batches in between (Chowdhery et al. 2022, PaLM, §5.1):
+    ``meshwright train`` does it, a loop of your own reads ``StepResult.spike``. ``stop`` raises a
+    :class:`~meshwright.errors.LossSpikeError` on every rank, with the weights as they were. ``warn`` prints a warning.
 
     Config: None, the action, or keys.
     """
 
     method_name: ClassVar[str] = "loss_spike"
+    short_forms: ClassVar[Mapping[type, str]] = {str: "action"}
     phase: ClassVar[Phase] = Phase.WATCH
     summary: ClassVar[str] = "steps whose loss jumps are skipped, told, rolled back, or end training"
     effect: ClassVar[str] = "time: the host waits for the loss before every update"
@@ -214,57 +195,42 @@ class LossSpike(Method):
 
     action: SpikeAction = "skip"
     window: Annotated[int, Field(ge=2)] = SpikePolicy.window
-    """Losses to compare with; nothing but inf and nan is a spike until half of them have been seen."""
+    """Number of losses to compare with; until half of them have been seen only inf and nan are spikes."""
     threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] = SpikePolicy.threshold
-    """In standard deviations."""
+    """Height of a spike, in standard deviations."""
     patience: PositiveInt = SpikePolicy.patience
-    """Of ``skip``: spikes in a row that end training, for then it is no spike."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the action."""
-        return {"action": raw} if isinstance(raw, str) else super().from_short(raw)
+    """Number of spikes in a row at which ``skip`` ends training, for then the loss has not jumped but risen."""
 
     def check(self, job: Job) -> None:
-        """Refuse a job without an update that could be skipped."""
-        if job.optim_func is None:
-            raise StrategyError(
-                "loss_spike has no optimizer whose steps it could skip",
-                expected="optim_func",
-                got="None",
-                fix="pass the class of the optimizer, or leave loss_spike out",
-            )
+        """Refuse a job without an optimizer."""
+        job.require_optimizer(self.method_name, "whose steps it could skip")
 
     def apply(self, job: Job) -> None:
-        """``Accelerated.step`` asks a watch, which the optimizer hands to checkpoints."""
-        job.spikes = watch = SpikeWatch(SpikePolicy(self.action, self.window, self.threshold, self.patience))
-        finish = job.finish_optimizer
+        """Add a watch that ``Accelerated.step`` asks, and that the optimizer saves in checkpoints."""
+        job.optimizer.spikes = watch = SpikeWatch(SpikePolicy(self.action, self.window, self.threshold, self.patience))
 
         def watched(optimizer: Optimizer) -> Optimizer:
-            finished = finish(optimizer)
-            watch_spikes(finished, watch)
-            return finished
+            watch_spikes(optimizer, watch)
+            return optimizer
 
-        job.finish_optimizer = watched
+        job.optimizer.wrappers.append(watched)
 
     def cost(self, step: Step) -> Step:
-        """Nothing more: every step averages its loss."""
+        """Return the step as it is: every step averages its loss."""
         return step
 
 
-# --- ``ema``: an exponential moving average of the weights, sharded as they are, to evaluate and export.
-
-
 class Ema(Method):
-    """After steps of the optimizer: average ← d average + (1 - d) weights, on every rank for its own shards.
+    """Keeps an exponential moving average of the weights, sharded as they are: average ← d average + (1 - d) weights.
 
-    ``with accelerated.ema.weights():`` lends the model the average. It is in every checkpoint of a ``CheckpointStore``
-    under the model's names. A skipped step does not count; the first update takes the weights as they are.
+    ``with accelerated.ema.weights():`` swaps the average into the model. It is saved in every checkpoint of a
+    ``CheckpointStore`` under the model's names. Skipped steps do not count; the first update copies the weights.
 
     Config: None, the decay, or keys.
     """
 
     method_name: ClassVar[str] = "ema"
+    short_forms: ClassVar[Mapping[type, str]] = {float: "decay"}
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     summary: ClassVar[str] = "an exponential moving average of the weights, to evaluate and export"
     effect: ClassVar[str] = "memory: the average, sharded as the weights. Time: weights and average are read once more"
@@ -284,40 +250,28 @@ class Ema(Method):
     )
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Of the old average in one step, whatever ``every`` is."""
+    """Weight of the old average in one step, whatever ``every`` is."""
     warmup: bool = True
-    """Begin with smaller decays: (1 + t) / (10 + t) in update t, until ``decay`` is smaller."""
+    """Begin with smaller decays: (1 + t) / (10 + t) in update t, up to ``decay``."""
     every: PositiveInt = 1
-    """Steps from one update to the next; more make it cheaper."""
+    """Number of steps from one update to the next."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the average; bf16 is rounded at random, and right on average."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the decay."""
-        return {"decay": raw} if isinstance(raw, float) else super().from_short(raw)
+    """Precision of the average; bf16 is rounded stochastically."""
 
     def check(self, job: Job) -> None:
-        """Refuse a job in which nothing moves the weights."""
-        if job.optim_func is None:
-            raise StrategyError(
-                "ema has no optimizer whose weights it could average",
-                expected="optim_func",
-                got="None",
-                fix="pass the class of the optimizer, or leave ema out",
-            )
+        """Refuse a job without an optimizer."""
+        job.require_optimizer(self.method_name, "whose weights it could average")
 
     def apply(self, job: Job) -> None:
-        """Follow the optimizer, when it is built."""
-        finish, policy = job.finish_optimizer, EmaPolicy(self.decay, self.warmup, self.every, self.dtype)
+        """Attach an average to the optimizer, when it is built."""
+        policy = EmaPolicy(self.decay, self.warmup, self.every, self.dtype)
 
         def with_average(optimizer: Optimizer) -> Optimizer:
-            finished = finish(optimizer)
-            WeightAverage(finished, policy, job.model)  # from now on the optimizer's
-            return finished
+            WeightAverage(optimizer, policy, job.model)  # the optimizer keeps it from now on
+            return optimizer
 
-        job.finish_optimizer = with_average
+        job.optimizer.wrappers.append(with_average)
 
     def cost(self, step: Step) -> Step:
-        """Return an average beside all that trains."""
+        """Add an average of all trainable parameters."""
         return step.replace(average=Average(itemsize=2 if self.dtype == "bf16" else None, every=self.every))

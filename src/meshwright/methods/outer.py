@@ -1,4 +1,4 @@
-"""``outer``: replicas train on their own and synchronise every so many steps. Seed: fairseq's BMUF."""
+"""Train replicas on their own and synchronise them every few steps (`outer`, after BMUF and DiLoCo)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshwright.optim.outer.sync_policy import Buffers, InnerState, Quantise, Wa
 
 
 class _Rule(NamedTuple):
-    """A preset, and what it calls the keys of the method; None: it does not take that key."""
+    """A preset class, and its names for the keys of the method; None: it does not take that key."""
 
     build: type[OuterOptimizer]
     lr: str | None
@@ -50,13 +50,14 @@ _RENAMED = ("lr", "momentum", "nesterov")
 
 
 class Outer(Method):
-    """Every place along the ``replica`` axis is a replica with its own weights; inside it any other methods work.
+    """Makes every index along the ``replica`` axis a replica with its own weights, inside which other methods work.
 
     Config: ``{"rule": "diloco", "sync_every": 50}``, or the rule alone. A key left out has the default of the rule's
     class (see :mod:`meshwright.optim.outer`); all others are fields of ``OuterPolicy``.
     """
 
     method_name: ClassVar[str] = "outer"
+    short_forms: ClassVar[Mapping[type, str]] = {str: "rule"}
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     summary: ClassVar[str] = "replicas synchronise every H steps: BMUF, local SGD, SlowMo, DiLoCo"
     effect: ClassVar[str] = (
@@ -75,9 +76,9 @@ class Outer(Method):
     rule: Literal["bmuf", "local_sgd", "post_local_sgd", "slowmo", "diloco", "streaming_diloco"] = "diloco"
     sync_every: int | None = None
     lr: float | None = None
-    """Of the outer step."""
+    """Learning rate of the outer step."""
     momentum: float | None = None
-    """Of the outer step."""
+    """Momentum of the outer step."""
     nesterov: bool | None = None
     warmup_steps: int | None = None
     warmup: Warmup | None = None
@@ -94,13 +95,8 @@ class Outer(Method):
     split: bool | None = None
 
     @classmethod
-    def from_short(cls, raw: Any) -> dict[str, Any]:
-        """Read the name of a rule."""
-        return {"rule": raw} if isinstance(raw, str) else dict(super().from_short(raw))
-
-    @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse keys that the rule has no use for."""
+        """Refuse keys that the rule does not take."""
         rule = _RULES.get(keys.get("rule", "diloco"))
         for key in ("lr", "momentum", "nesterov"):
             if rule is not None and keys.get(key) is not None and getattr(rule, key) is None:
@@ -119,27 +115,21 @@ class Outer(Method):
             )
         return keys
 
-    def at_work(self, sizes: Mapping[str, int]) -> bool:
-        """Always: one replica takes outer steps, too."""
+    def is_active(self, sizes: Mapping[str, int]) -> bool:
+        """Return True: a single replica takes outer steps, too."""
         return True
 
     def check(self, job: Job) -> None:
         """Refuse numbers that do not fit together, and a job without an optimizer."""
-        assert self._policy is not None  # made here, with its own checks
-        if job.optim_func is None:
-            raise StrategyError(
-                "outer has no optimizer to work with",
-                expected="optim_func",
-                got="None",
-                fix="pass the class of the inner optimizer, such as torch.optim.AdamW",
-            )
+        assert self._policy is not None  # building it checks the numbers
+        fix = "pass the class of the inner optimizer, such as torch.optim.AdamW"
+        job.require_optimizer(self.method_name, "to work with", fix)
 
     def apply(self, job: Job) -> None:
-        """The optimizer will be built as before, and then taken for the inner one."""
+        """Wrap the built optimizer, which becomes the inner one."""
         if self._policy.offload and job.device.type == "cpu":
             job.notices.append("outer: offload changes nothing, the model is in host memory already")
-        finish = job.finish_optimizer
-        job.finish_optimizer = lambda inner: self._built(finish(inner), job)
+        job.optimizer.wrappers.append(lambda inner: self._built(inner, job))
 
     def _built(self, inner: Optimizer, job: Job) -> OuterOptimizer:
         return _RULES[self.rule].build(
@@ -148,7 +138,7 @@ class Outer(Method):
 
     @property
     def _arguments(self) -> dict[str, Any]:
-        """Return the keys that are set, under the names of the rule's class."""
+        """The keys that are set, under the names of the rule's class."""
         rule, given = _RULES[self.rule], self.model_dump(exclude={"rule"}, exclude_none=True)
         if given.get("quantise") == "none":
             given["quantise"] = None
@@ -156,12 +146,12 @@ class Outer(Method):
 
     @property
     def _policy(self) -> OuterPolicy:
-        """Return what the rule's class will make of the keys."""
+        """The policy that the rule's class makes of the keys."""
         values = {field.name: self._value(field.name, field.default) for field in fields(OuterPolicy)}
         return OuterPolicy(**values)
 
     def _value(self, key: str, otherwise: Any) -> Any:
-        """A key as it was given, or the default of the rule's class, or another."""
+        """Return a key as it was given, else the default of the rule's class, else ``otherwise``."""
         name = getattr(_RULES[self.rule], key) if key in _RENAMED else key
         if name in self._arguments:
             return self._arguments[name]
@@ -173,7 +163,7 @@ class Outer(Method):
         return otherwise
 
     def cost(self, step: Step) -> Step:
-        """Global weights and momentum beside the model, and a reduction every ``sync_every`` steps."""
+        """Add global weights, momentum, and a reduction every ``sync_every`` steps."""
         policy = self._policy
         keeps_momentum = self.rule == "slowmo" or float(self._value("momentum", 0.0)) > 0
         step = step.replace(
@@ -187,7 +177,7 @@ class Outer(Method):
 
 
 def _traffic(step: Step, policy: OuterPolicy) -> list[Traffic]:
-    """Return what a rank sends in a block, on average over its steps in warm-up's absence."""
+    """Return what a rank sends per synchronisation, after the warm-up."""
     sizes = [
         (count * math.prod(shape_on(step, parameter, step.parameters.axis)), max(parameter.itemsize, _WIDE_BYTES))
         for count, parameter in step.every_parameter()

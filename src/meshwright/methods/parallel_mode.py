@@ -1,8 +1,9 @@
-"""Build the named mesh and replicate over its `data` axis with DDP."""
+"""Build the named mesh, and replicate over its `data` axis with DDP where no method shards."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -17,85 +18,26 @@ from torch.optim import Optimizer
 
 from meshwright.cost import AVERAGING, Step, Traffic, element_bytes, mean_traffic
 from meshwright.errors import ModelError, StrategyError
-from meshwright.methods.base import Job, Method, MicroBatchContext, Phase, averaging_axis
+from meshwright.methods.base import Method, Phase
 from meshwright.methods.gradient_averaging import (
     GradientAverager,
     average_every_backward,
     broadcast_states,
     refuse_frozen,
 )
+from meshwright.methods.job import Job, MicroBatchContext, guards_are_on
 from meshwright.optim import guard_of
 from meshwright.optim.guarded_step import call_around
 from meshwright.runtime import AXES, agreed, build_mesh, check_axes
 
-_ALIKE = 1e-5  # relative: kernels of other devices add in another order, other samples differ by far more
+# --- The method
 
-
-class AveragedGradients:
-    """Compares the gradients of replicas before a step without a forward from which DDP would have averaged them.
-
-    With one, as in nearly every step, nothing is looked at.
-
-    Args:
-        replicas: Whose forward makes backward average.
-        group: Its ranks.
-    """
-
-    def __init__(self, replicas: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-        self._replicas, self._group = replicas, group
-        self._will_average = False
-        replicas.register_forward_pre_hook(self._before_forward)
-
-    def _before_forward(self, module: nn.Module, args: object) -> None:
-        self._will_average |= torch.is_grad_enabled() and self._replicas.require_backward_grad_sync
-
-    def follow(self, optimizer: Optimizer) -> Optimizer:
-        """Look before each step of an optimizer from now on; return it."""
-        guard = guard_of(optimizer)
-        stepped = guard.inner if guard is not None else optimizer
-        call_around(stepped, before=[lambda: self._check(stepped)])
-        return optimizer
-
-    def _check(self, optimizer: Optimizer) -> None:
-        will_average, self._will_average = self._will_average, False
-        if will_average:
-            return
-        smallest, largest = self._extremes(optimizer)
-        if largest - smallest > _ALIKE * largest:
-            raise agreed(
-                ModelError(
-                    "The ranks have gradients of their own, which nobody has averaged",
-                    expected="in every step a forward of job.model itself, outside of no_sync, that leads to the loss",
-                    got=f"none since the last step, and gradients of norms from {smallest:g} to {largest:g}; the "
-                    "weights are as they were",
-                    fix="call job.model, whose forward may choose what of it runs, in place of a module in it; where "
-                    "ranks are to take steps of their own, use the method outer",
-                )
-            )
-
-    @torch.no_grad()
-    def _extremes(self, optimizer: Optimizer) -> tuple[float, float]:
-        """Return the smallest and the largest norm of all gradients among the ranks."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        device = next(self._replicas.parameters()).device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for gradient in gradients:
-            if gradient.layout == torch.strided:
-                total += gradient.double().square().sum().to(device)
-        norm = total.sqrt().nan_to_num(0.0, 0.0, 0.0)  # what is not finite is for others to judge
-        both = torch.stack([-norm, norm])
-        dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
-        smallest, largest = both.tolist()
-        return -smallest, largest
-
-
-# --- ``parallel_mode``: the named mesh, and plain data parallelism over its ``data`` axis. Seed: ATorch.
 
 _SPELLINGS = {"pipe": "pipeline"}
 
 
 class ParallelMode(Method):
-    """The axes of the mesh, innermost first, and optionally the order of the ranks on it.
+    """Names the axes of the mesh, innermost first, and optionally the order of the ranks on it.
 
     Config as in ATorch: ``([("tensor", 4), ("data", 2)], rank_order or None)``; also ``{"zero": 2, "data": 2}``. None
     means data parallelism over all ranks. The size of ``data`` is adjusted to the number of ranks.
@@ -130,7 +72,7 @@ class ParallelMode(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Take axes given as keys (``zero=2, data=2``) and ATorch's spelling ``pipe``."""
+        """Accept axes given as keys (``zero=2, data=2``) and ATorch's spelling ``pipe``."""
         named = [(name, keys.pop(name)) for name in list(keys) if _SPELLINGS.get(name, name) in AXES]
         if named and "axes" not in keys:
             keys["axes"] = named
@@ -141,35 +83,45 @@ class ParallelMode(Method):
         return keys
 
     def text_arguments(self) -> dict[str, Any]:
-        """Print axes as keys."""
+        """Return the axes as keys."""
         order = {"rank_order": list(self.rank_order)} if self.rank_order is not None else {}
         return {**dict(self.axes), **order}
 
     def apply(self, job: Job) -> None:
         """Create the mesh and its process groups."""
-        job.mesh = build_mesh(self.axes, self.rank_order, job.device.type)
+        mesh = build_mesh(self.axes, self.rank_order, job.device.type)
+        job.mesh_axes = dataclasses.replace(job.mesh_axes, mesh=mesh)
 
     def cost(self, step: Step) -> Step:
-        """Name the axes."""
+        """Set the axes of the simulated step."""
         return step.replace(axes=self.axes)
+
+
+def _spelled(item: Any) -> Any:
+    if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str):
+        return (_SPELLINGS.get(item[0], item[0]), item[1])
+    return item
+
+
+# --- Data parallelism
 
 
 def replicate(job: Job) -> None:
     """Average gradients over ``data``, ``expert``, ``sequence`` and ``context``, where no method shards parameters.
 
-    DDP does it, and buckets of our own where parameters have become DTensors or differ from rank to rank. Experts are
+    DDP averages, or a :class:`GradientAverager` where parameters are DTensors or differ from rank to rank. Experts are
     averaged over ``data`` alone.
     """
     trainable = any(parameter.requires_grad for parameter in job.model.parameters())
-    if job.shard_axis is not None or job.num_averaged == 1:
+    if job.shard_axis is not None or job.mesh_axes.num_averaged == 1:
         return
-    group = job.flat_mesh("context", "sequence", "expert", "data").get_group()
+    group = job.mesh_axes.flat_mesh("context", "sequence", "expert", "data").get_group()
     if job.experts is not None:
         job.micro_batch = _with_experts(job, job.experts.parameters(), group)
         return
-    if not trainable and not job.is_split:  # DDP takes no model that is frozen whole, and would send rank 0's weights
-        broadcast_states(job.model, job.device)
     if job.is_split or not trainable:
+        if not job.is_split:  # DDP refuses a model without trainable parameters, and would have made replicas equal
+            broadcast_states(job.model, job.device)
         averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
         job.micro_batch = averager.accumulating
         return
@@ -179,30 +131,30 @@ def replicate(job: Job) -> None:
         job.model,
         device_ids=[job.device.index] if job.device.type == "cuda" else None,
         process_group=group,
-        gradient_as_bucket_view=True,  # else every gradient exists twice
+        gradient_as_bucket_view=True,  # otherwise every gradient exists twice
         **options,
     )
-    if job.compression is not None:
+    if job.sharding.compression is not None:
         from meshwright.comm.compression import route
         from meshwright.methods.comm import quantise_averages
 
-        way = route(group, job.compression.neighbours(job.axes, averaging_axis(job)))
-        quantise_averages(replicas, job.compression, way, job.device)
+        way = route(group, job.sharding.compression.neighbours(job.axes, job.mesh_axes.averaging_axis))
+        quantise_averages(replicas, job.sharding.compression, way, job.device)
     average_every_backward(replicas)
-    averaged, finish = AveragedGradients(replicas, group), job.finish_optimizer
-    job.finish_optimizer = lambda optimizer: averaged.follow(finish(optimizer))
+    if guards_are_on():
+        job.optimizer.wrappers.append(AveragedGradients(replicas, group).follow)
     job.model = replicas
     job.micro_batch = functools.partial(_accumulating, replicas, late)
 
 
 class Replicas(DistributedDataParallel):
-    """DDP that answers for its model what does not train: attributes such as ``config``, and ``generate``.
+    """DDP that passes on the attributes of its model, such as ``config``, and the method ``generate``.
 
-    Other methods of the model would compute gradients that nobody averages.
+    Other methods of the model are refused: they would compute gradients that are not averaged.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Return what DDP does not have is the model's, unless it is another method."""
+        """Return an attribute of DDP, else of the model, unless it is a method that may train."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -216,7 +168,10 @@ class Replicas(DistributedDataParallel):
 
 
 def _with_experts(job: Job, experts: set[nn.Parameter], group: dist.ProcessGroup) -> MicroBatchContext:
-    """Experts may get no token on any rank: they have no gradient then, as in one process."""
+    """Average the gradients of experts over ``data`` alone, and all others over the whole group.
+
+    An expert may get no token on any rank: it has no gradient then, as in one process.
+    """
     others = set(job.model.parameters()) - experts
     dense = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters, only=others)
     if job.size("data") == 1:
@@ -233,7 +188,7 @@ def _with_experts(job: Job, experts: set[nn.Parameter], group: dist.ProcessGroup
 
 
 def _late(job: Job, group: dist.ProcessGroup) -> GradientAverager:
-    """Average what does not train yet: DDP never looks at parameters that were frozen when it was made."""
+    """Average parameters that are unfrozen later: DDP ignores those that were frozen when it was made."""
     frozen = {p for p in job.model.parameters() if not p.requires_grad}
     if not job.find_unused_parameters:
         refuse_frozen(job.model)
@@ -247,19 +202,78 @@ def _accumulating(replicas: DistributedDataParallel, late: GradientAverager, is_
 
 
 def replicate_cost(step: Step) -> Step:
-    """Twin of :func:`replicate`: one mean of every gradient per step."""
+    """Add one mean of every gradient per step: the twin of :func:`replicate`."""
     if step.shard_axis is not None:
         return step
-    axes = (*AVERAGING, "expert")  # over all of them at once, where there are several
+    axes = (*AVERAGING, "expert")  # one collective over all of them
     axis = next((axis for axis in axes if step.size(axis) > 1), "data")
     experts = [(count, p) for count, p in step.every_parameter() if p.trainable and p.expert is not None]
-    # With a word for each expert's parameter: whether it has a gradient.
+    # Each expert's parameter adds one element that says whether it has a gradient.
     size = sum(count * element_bytes(p, step.reduce_itemsize) * (p.numel + 1) for count, p in experts)
     step = step.send(*mean_traffic(step, axis, math.prod(map(step.size, axes))))
     return step.send(Traffic("all_reduce", "data", size, "backward"))
 
 
-def _spelled(item: Any) -> Any:
-    if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str):
-        return (_SPELLINGS.get(item[0], item[0]), item[1])
-    return item
+# --- The guard
+
+_TOLERANCE = 1e-5  # relative: devices of other kinds add in another order; other samples differ by far more
+
+
+class AveragedGradients:
+    """Compares the gradients of replicas before a step that no forward of DDP preceded.
+
+    DDP averages only gradients that its own forward leads to. A loop that calls a module inside the model, or steps
+    after ``no_sync``, would let the replicas drift apart. Steps after a forward of DDP, nearly all, are not checked.
+    See [Note: cross-rank guards] in methods/job.py.
+
+    Args:
+        replicas: The DDP module.
+        group: Its ranks.
+    """
+
+    def __init__(self, replicas: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+        self._replicas, self._group = replicas, group
+        self._will_average = False
+        replicas.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        self._will_average |= torch.is_grad_enabled() and self._replicas.require_backward_grad_sync
+
+    def follow(self, optimizer: Optimizer) -> Optimizer:
+        """Check before each step of an optimizer from now on; return it."""
+        guard = guard_of(optimizer)
+        stepped = guard.inner if guard is not None else optimizer
+        call_around(stepped, before=[lambda: self._check(stepped)])
+        return optimizer
+
+    def _check(self, optimizer: Optimizer) -> None:
+        will_average, self._will_average = self._will_average, False
+        if will_average:
+            return
+        smallest, largest = self._extremes(optimizer)
+        if largest - smallest > _TOLERANCE * largest:
+            raise agreed(
+                ModelError(
+                    "The ranks have gradients of their own, which nobody has averaged",
+                    expected="in every step a forward of job.model itself, outside of no_sync, that leads to the loss",
+                    got=f"none since the last step, and gradients of norms from {smallest:g} to {largest:g}; the "
+                    "weights are as they were",
+                    fix="call job.model, whose forward may choose what of it runs, in place of a module in it; where "
+                    "ranks are to take steps of their own, use the method outer",
+                )
+            )
+
+    @torch.no_grad()
+    def _extremes(self, optimizer: Optimizer) -> tuple[float, float]:
+        """Return the smallest and the largest norm of all gradients among the ranks; collective."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        device = next(self._replicas.parameters()).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for gradient in gradients:
+            if gradient.layout == torch.strided:
+                total += gradient.double().square().sum().to(device)
+        norm = total.sqrt().nan_to_num(0.0, 0.0, 0.0)  # other guards judge gradients that are not finite
+        both = torch.stack([-norm, norm])
+        dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
+        smallest, largest = both.tolist()
+        return -smallest, largest

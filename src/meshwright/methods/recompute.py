@@ -1,4 +1,8 @@
-"""Run a module under selective recomputation and name the operators whose results are kept."""
+"""Recompute modules under torch's checkpoint, and choose the operators whose results are kept.
+
+The method ``checkpoint`` calls :func:`recompute`, which wraps the forward of modules. Predictions ask :func:`kept_now`
+for the same choice while a model runs on fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +31,7 @@ from meshwright.nn import (
     recompute_contexts,
     wrap_methods,
 )
+from meshwright.runtime.torch_internals.operators import SCHEMA, OpOverloadPacket, schema_of
 
 SELECTIVE = frozenset(
     {
@@ -40,27 +45,27 @@ SELECTIVE = frozenset(
         "flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward",
     }
 )  # fmt: skip
-"""What ``policy="selective"`` keeps: products with weights, fused attention and functional collectives.
+"""Operators whose results ``policy="selective"`` keeps: products with weights, fused attention, collectives.
 
-Products of activations (``aten.bmm``) are not among them: scores of attention that is not fused are large and cheap,
-and the first to be recomputed (Korthikanti et al. 2022, §5)."""
+Products of activations (``aten.bmm``) are not among them: the scores of unfused attention are large and cheap, and the
+first to recompute (Korthikanti et al. 2022, §5)."""
 
-_running: list[frozenset[str]] = []  # the choice of the modules whose forward runs now, innermost last
+_running: list[frozenset[str]] = []  # kept operators of the modules whose forward runs now, innermost last
 
 
 def operator_name(operator: Any) -> str:
     """Return an operator's name without its overload: ``"aten.mm"``."""
-    schema = getattr(operator, "_schema", None)
+    schema = getattr(operator, SCHEMA, None)
     return schema.name.replace("::", ".") if schema is not None else f"higher_order.{operator.name()}"
 
 
 def can_keep(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a result can stand for running the operator again.
+    """Return whether recomputation can use a kept result instead of running the operator again.
 
-    Not if it changes its arguments; a view holds no result of its own; and one that draws random numbers must draw them
-    again, or those that follow would be other ones.
+    It cannot for operators that change their arguments, views, which have no storage of their own, and operators that
+    draw random numbers: skipping one would change all later draws.
     """
-    schema = getattr(operator, "_schema", None)
+    schema = getattr(operator, SCHEMA, None)
     if schema is None:
         return True
     if schema.is_mutable or operator.is_view:
@@ -92,7 +97,7 @@ def selective_contexts(kept: frozenset[str]) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def keeping(kept: frozenset[str]) -> Iterator[None]:
-    """Around the forward of a module: lets :func:`kept_now` know its choice."""
+    """Enter the forward of a module whose choice :func:`kept_now` is to answer."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -104,10 +109,10 @@ def keeping(kept: frozenset[str]) -> Iterator[None]:
 
 
 def operator_names(value: Any) -> Any:
-    """An operator or its name, or several -> a tuple of names without overloads; ``full`` and ``selective`` stay.
+    """Turn an operator, a name, or several into names without overloads; ``full`` and ``selective`` stay.
 
     Raises:
-        StrategyError: When one is not known to torch, or its results cannot be kept.
+        StrategyError: When torch does not know one, or its results cannot be kept.
     """
     if value is None or value in ("full", "selective"):
         return value
@@ -117,16 +122,16 @@ def operator_names(value: Any) -> Any:
 
 def _known_name(value: Any) -> str:
     packet = getattr(value, "overloadpacket", value)
-    written = str(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else packet
+    written = str(packet) if isinstance(packet, OpOverloadPacket) else packet
     if not isinstance(written, str):
         raise _unknown(value)
     namespace, _, rest = written.replace("::", ".").partition(".")
     name = rest.partition(".")[0]
     found = getattr(getattr(torch.ops, namespace), name, None) if namespace.isidentifier() and name else None
-    if not isinstance(found, torch._ops.OpOverloadPacket):
+    if not isinstance(found, OpOverloadPacket):
         raise _unknown(value)
     overloads = [getattr(found, overload) for overload in found.overloads()]
-    if all(each._schema.is_mutable or each.is_view for each in overloads):
+    if all(schema_of(each).is_mutable or each.is_view for each in overloads):
         raise StrategyError(
             f"checkpoint: the results of {namespace}.{name} cannot be kept",
             expected="operators that return new tensors",
@@ -145,9 +150,9 @@ def _unknown(value: Any) -> StrategyError:
     )
 
 
-# --- Running a module's forward under torch's checkpoint, which runs it again in backward (Chen et al. 2016).
+# --- Running a module's forward under torch's checkpoint, which runs it again in backward
 
-# Offloading takes what autograd saves, and kept results are no part of it; torch 2.15 asks what is meant.
+# Activation offloading moves what autograd saves; kept results stay out of it, which torch 2.15 makes a choice.
 _RESPECT = "respect_saved_tensors_hooks"
 _AS_EVER: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(torch_checkpoint).parameters else {}
 
@@ -158,38 +163,32 @@ def recompute(modules: Sequence[nn.Module], kept: frozenset[str], *, no_reentran
     """Make modules run their forward again in backward; parameter names stay as they are.
 
     Args:
-        modules: Whose forward is wrapped.
-        kept: Operators whose results are kept instead; only without reentrant autograd.
+        modules: The modules to wrap.
+        kept: Operators whose results are kept; only without reentrant autograd.
         no_reentrant: False uses torch's reentrant implementation.
     """
-    if not no_reentrant:
-        wrap_methods(modules, "forward", _reentrant)
-    elif kept:
+    run = functools.partial(_selective, kept) if kept else _whole
+    if kept and no_reentrant:
         _KEEPING.update(modules)
-        wrap_methods(modules, "forward", functools.partial(_selective, kept))
-    else:
-        wrap_methods(modules, "forward", _whole)
+    wrap_methods(modules, "forward", functools.partial(_recomputed, run if no_reentrant else _reentrant))
 
 
 def keeps_results(model: nn.Module) -> bool:
-    """Return whether a module of the model keeps results of operators beside what autograd saves.
-
-    Compiled ones save them.
-    """
+    """Return whether a module keeps results of operators outside of autograd; compiled modules save them in it."""
     return any(module in _KEEPING and not is_compiled(module) for module in outside_compiled(model))
 
 
 def _owner(forward: Callable[..., Any]) -> nn.Module:
-    """Return the module whose forward this is.
-
-    ``wrap_methods`` hands on the method with its module as first argument.
-    """
+    """Return the module of a wrapped forward, which ``wrap_methods`` passes with its module as first argument."""
     module: nn.Module = forward.args[0]  # type: ignore[attr-defined]
     return module
 
 
-def _refuse_caches(args: Iterable[Any]) -> None:
-    cache = next((value for value in args if is_cache(value)), None)
+def _recomputed(run: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``run`` where a backward may follow, and the plain forward elsewhere."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    cache = next((value for value in (*args, *kwargs.values()) if is_cache(value)), None)
     if cache is not None:
         raise ModelError(
             "checkpoint: a block is called with a cache of keys and values, which recomputing would fill a second time",
@@ -197,35 +196,27 @@ def _refuse_caches(args: Iterable[Any]) -> None:
             got=type(cache).__name__,
             fix="leave checkpoint out; prefix tuning cannot do without its cache, LoRA and prompt tuning need none",
         )
+    return run(forward, *args, **kwargs)
 
 
 def _whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    _refuse_caches((*args, *kwargs.values()))
     return torch_checkpoint(
         carried(forward), *args, use_reentrant=False, **recompute_contexts([_owner(forward)]), **kwargs
     )
 
 
 def _selective(kept: frozenset[str], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    _refuse_caches((*args, *kwargs.values()))
     contexts = recompute_contexts([_owner(forward)], functools.partial(selective_contexts, kept))
     with keeping(kept):
         return torch_checkpoint(carried(forward), *args, use_reentrant=False, **_AS_EVER, **contexts, **kwargs)
 
 
 def _reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    _refuse_caches((*args, *kwargs.values()))
-    # It takes positional arguments only, and only those get gradients.
+    # Reentrant checkpoint takes only positional arguments, and only those get gradients.
     names, count, same, forward = list(kwargs), len(args), SameBuffers([_owner(forward)]), carried(forward)
 
     def positional(*every: Any) -> Any:
-        # The first time it runs without gradients.
+        # The first run is without gradients.
         with same.again() if torch.is_grad_enabled() else same.first():
             return forward(*every[:count], **dict(zip(names, every[count:], strict=True)))
 

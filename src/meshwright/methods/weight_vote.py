@@ -1,4 +1,8 @@
-"""Compare the bits of replicated weights every few steps and repair the minority (`weight_vote`)."""
+"""Compare the bits of replicated weights every few steps and repair the minority (`weight_vote`).
+
+Every part of a weight has a key, equal on the ranks that must have the same bits. A :class:`Ballot` groups the ranks by
+keys, once; every vote then gathers one sum of bits per weight and looks for groups that disagree.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.cost import Step, Traffic
-from meshwright.errors import ReplicaError, StrategyError
-from meshwright.methods.base import Job, Method, Phase
+from meshwright.errors import ReplicaError
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.job import Job
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, average_of, inner_optimizer, local_tensor
 from meshwright.optim.guarded_step import call_around
 from meshwright.optim.weight_average import InnerWeights
@@ -28,26 +33,26 @@ from meshwright.runtime import Difference, agreed, bit_sums, gather_objects, out
 from meshwright.store.entries import stored_name, unwrapped
 from meshwright.store.optimizer_state import masters_by_name
 
-_NOBODY = 0  # where a rank holds fewer weights than others
+_NO_KEY = 0  # pads the keys of ranks with fewer weights than others
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One part of a weight that ranks hold unequally."""
+    """A part of a weight that is unequal on the ranks that have it."""
 
     key: int
     odd: tuple[int, ...]
-    """Ranks outside of the majority; all that hold it where there is none."""
+    """Ranks outside of the majority; all ranks of the part where there is none."""
     majority: tuple[int, ...]
 
 
 def key_of(name: str, weight: torch.Tensor, place: Iterable[object] = ()) -> int:
-    """A number that two ranks share if, and only if, they are to hold the same bits.
+    """Return a number that two ranks share if, and only if, they must have the same bits of a weight.
 
     Args:
-        name: Of the weight.
-        weight: A DTensor tells by its mesh which part a rank holds; anything else is whole.
-        place: What else tells ranks apart, such as the replica.
+        name: Name of the weight.
+        weight: The weight; a DTensor's mesh shows which part of it a rank has, anything else is whole.
+        place: Whatever else distinguishes ranks, such as the index of a replica.
     """
     parts = list(place)
     if isinstance(weight, DTensor):
@@ -61,39 +66,38 @@ def key_of(name: str, weight: torch.Tensor, place: Iterable[object] = ()) -> int
 
 
 class Ballot:
-    """The weights of all ranks, of which those of one key ought to be equal.
+    """The weights of all ranks, grouped by the keys of those that must be equal. Its construction is collective.
 
     Args:
-        keys: Of this rank's weights. Making a ballot is collective.
-        device: Whose links carry it, and the votes.
+        keys: Keys of this rank's weights.
+        device: Device whose links carry keys and votes.
     """
 
     def __init__(self, keys: list[int], device: torch.device) -> None:
         self._most = max(gather_objects(len(keys)))
-        self._own, self._device = keys, device
+        self._device = device
         every = gather(keys, self._most, device) if world_size() > 1 else np.array([keys])
         flat = every.reshape(-1)
         self._order = np.argsort(flat, kind="stable")
-        in_order = flat[self._order]
-        self._keys = in_order
-        self._first = np.searchsorted(in_order, in_order)  # where the run of each one's key begins
-        _, counts = np.unique(flat[flat != _NOBODY], return_counts=True)
+        self._keys = flat[self._order]
+        self._first = np.searchsorted(self._keys, self._keys)  # where the run of equal keys begins
+        _, counts = np.unique(flat[flat != _NO_KEY], return_counts=True)
         self.num_compared = int((counts > 1).sum())
-        """Parts of weights that several ranks hold."""
+        """Number of parts of weights that several ranks have."""
 
     def vote(self, tensors: Iterable[torch.Tensor]) -> list[Outcome]:
-        """Compare what the ranks hold; collective: one all-gather of 8 bytes for every weight.
+        """Compare the bits of all ranks; collective: one all-gather of 8 bytes for every weight.
 
         Args:
             tensors: This rank's parts, in the order of the keys.
 
         Returns:
-            What is unequal, the same on every rank.
+            The unequal parts, the same on every rank.
         """
         if not self.num_compared:
             return []
         sums = gather(bit_sums(tensors).tolist(), self._most, self._device).reshape(-1)[self._order]
-        odd = (sums != sums[self._first]) & (self._keys != _NOBODY)
+        odd = (sums != sums[self._first]) & (self._keys != _NO_KEY)
         found = []
         for key in np.unique(self._keys[odd]).tolist():
             of_key = np.flatnonzero(self._keys == key)
@@ -103,8 +107,8 @@ class Ballot:
 
 
 def gather(numbers: list[int], length: int, device: torch.device) -> np.ndarray:
-    """Integers of every rank, filled up to one length: (world, length)."""
-    own = torch.full((length,), _NOBODY, dtype=torch.int64)
+    """Gather the integers of every rank, padded to one length: (world, length)."""
+    own = torch.full((length,), _NO_KEY, dtype=torch.int64)
     own[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     every = torch.empty(world_size(), length, dtype=torch.int64, device=device)
     dist.all_gather(list(every), own.to(device))
@@ -112,11 +116,11 @@ def gather(numbers: list[int], length: int, device: torch.device) -> np.ndarray:
 
 
 def names_of(outcomes: Iterable[Outcome], names: Mapping[int, str]) -> dict[int, str]:
-    """Return the names of what is unequal, also of weights that this rank has not; collective.
+    """Return the names of unequal weights by key, also of those that this rank does not have; collective.
 
     Args:
-        outcomes: Equal on every rank.
-        names: This rank's, by key.
+        outcomes: The unequal parts, the same on every rank.
+        names: Names of this rank's weights, by key.
     """
     found: dict[int, str] = {}
     for own in gather_objects({each.key: names[each.key] for each in outcomes if each.key in names}):
@@ -124,17 +128,15 @@ def names_of(outcomes: Iterable[Outcome], names: Mapping[int, str]) -> dict[int,
     return found
 
 
-# --- The weights that replicas vote on, and everything that hangs on one of them.
-
-
 class VotedWeights:
-    """What the optimizer updates, or else the parameter, by name.
+    """The weights that ranks vote on, each with its optimizer states and its average.
 
-    A parameter in half precision beside fp32 masters is left out for its master, which every step writes over it.
+    They are the tensors that the optimizer updates: the fp32 master in place of a half-precision parameter, which every
+    step overwrites.
 
     Args:
-        model: As all methods have left it.
-        optimizer: Its optimizer, with everything around it.
+        model: The model, after all methods.
+        optimizer: Its optimizer, with all wrappers.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -145,22 +147,22 @@ class VotedWeights:
         self._parameters = named
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the model's, which tell by their layout which part a rank holds."""
+        """Return the model's parameters by name; their layout shows which part a rank has."""
         return self._parameters
 
     def tensors(self) -> list[torch.Tensor]:
-        """This rank's parts, where they are kept, in the order of the parameters."""
+        """Return this rank's parts, in the order of the parameters."""
         return [self._inner.source(tensor) for tensor in self._updated.values()]
 
     def copied(self, name: str) -> dict[str, Any]:
-        """A weight of this rank and everything that hangs on it, on the host."""
+        """Return host copies of a weight of this rank, its states and its average."""
         return {key: tensor.cpu() for key, tensor in self._around(name).items()}
 
     @torch.no_grad()
     def take(self, name: str, copied: dict[str, Any]) -> None:
-        """Replace them by those of another rank; call :meth:`finish` after the last.
+        """Overwrite a weight, its states and its average by another rank's; call :meth:`finish` after the last.
 
-        A state that only one of the two ranks has, because it belongs to an owner, stays as it is.
+        States that only one of the two ranks has, because it owns them, stay as they are.
         """
         for key, tensor in self._around(name).items():
             given = copied.get(key)
@@ -168,7 +170,7 @@ class VotedWeights:
                 tensor.copy_(given)
 
     def finish(self) -> None:
-        """Round masters into the model, and forget what was gathered from the weights before."""
+        """Round masters into the model, and free what was gathered from the old weights."""
         self._inner.finish()
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
@@ -185,30 +187,29 @@ class VotedWeights:
         return found
 
 
-# --- A vote every so many steps, and what follows from it.
-
 VoteAction = Literal["warn", "stop", "heal"]
 
 
 @dataclass(frozen=True)
 class VotePolicy:
-    """When replicas vote, and what happens to those that are outvoted."""
+    """The interval of votes, and the action when one is not unanimous."""
 
     every: int = 100
     action: VoteAction = "stop"
 
 
 class Voter:
-    """Compares the weights of ranks that are to hold the same after every so many steps of the optimizer.
+    """Holds a vote every few steps of the optimizer, and acts on it.
 
-    Making one is collective, and so is every vote: all ranks step equally often. Replicas of an outer optimizer are
-    compared when they have just synchronised to equal weights; those that never hold equal ones are compared inside.
+    Its construction and every vote are collective: all ranks step equally often. Replicas of an outer optimizer are
+    compared when they have just synchronised to equal weights; where they never are equal, only the ranks inside each
+    replica are compared.
 
     Args:
-        model: As all methods have left it.
-        optimizer: Its optimizer, with everything around it.
-        policy: When, and what then.
-        device: Whose links carry the votes.
+        model: The model, after all methods.
+        optimizer: Its optimizer, with all wrappers.
+        policy: How often, and what follows.
+        device: Device whose links carry the votes.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, policy: VotePolicy, device: torch.device) -> None:
@@ -222,19 +223,19 @@ class Voter:
             own = {key_of(n, p, [self._outer.replicas.rank]): n for n, p in parameters.items()}
             self._names_inside, self._ballot_inside = own, Ballot(list(own), device)
         self.num_steps = 0
-        """Of the optimizer."""
+        """Number of steps of the optimizer."""
         self.num_votes = 0
-        """Taken so far."""
+        """Number of votes so far."""
         self.equal_at: int | None = None
-        """The step after which all were last found equal, counted as ``num_steps``."""
+        """Value of ``num_steps`` when all were last found equal."""
 
     @property
     def num_compared(self) -> int:
-        """Parts of weights that several ranks hold."""
+        """Number of parts of weights that several ranks have."""
         return self._ballot.num_compared
 
     def count_step(self) -> None:
-        """Count a step, and vote where it is time.
+        """Count a step, and vote when it is due.
 
         Raises:
             ReplicaError: On every rank; see :meth:`hold`.
@@ -250,7 +251,7 @@ class Voter:
 
     @property
     def _syncs_to_equal(self) -> bool:
-        """Return whether there are moments at which all replicas hold the same."""
+        """Return whether all replicas are equal at some moments."""
         assert self._outer is not None
         policy = self._outer.policy
         return policy.fragments == 1 and policy.delay == 0 and policy.merge_alpha == 0
@@ -259,7 +260,7 @@ class Voter:
         """Vote now; collective.
 
         Returns:
-            What was unequal, the same on every rank; it is mended where the policy says so.
+            The unequal weights, the same on every rank; the policy ``heal`` has repaired them.
 
         Raises:
             ReplicaError: On every rank, with ``stop``, and where ``heal`` finds no majority.
@@ -282,12 +283,12 @@ class Voter:
         divided = [each for each in found if not each.majority]
         if self.policy.action == "stop" or (self.policy.action == "heal" and divided):
             raise agreed(self._error(found, divided))
-        said = "; ".join(map(str, found[:4])) + (f"; … ({len(found)} in all)" if len(found) > 4 else "")
+        text = "; ".join(map(str, found[:4])) + (f"; … ({len(found)} in all)" if len(found) > 4 else "")
         if self.policy.action == "heal":
             self._heal(outcomes, names)
-            said += "; the majority's are taken over"
+            text += "; the majority's are taken over"
         where = f"after step {self.num_steps} weights differ between ranks that are to hold the same"
-        print_rank(f"meshwright: {where}: {said}", file=sys.stderr, flush=True)
+        print_rank(f"meshwright: {where}: {text}", file=sys.stderr, flush=True)
 
     def _error(self, found: list[Difference], divided: list[Difference]) -> ReplicaError:
         first = (divided if self.policy.action == "heal" else found)[0]
@@ -301,7 +302,7 @@ class Voter:
         )
 
     def _heal(self, outcomes: list[Outcome], names: dict[int, str]) -> None:
-        """Each outvoted rank gets everything that hangs on the weight from the first of the majority."""
+        """Send the weight, its states and its average from the first rank of the majority to each outvoted rank."""
         for each in outcomes:
             source = each.majority[0]
             for odd in each.odd:
@@ -314,24 +315,23 @@ class Voter:
         self._weights.finish()
 
 
-# --- ``weight_vote``: ranks that hold the same weights compare their bits every so many steps.
-
-_NUMBER_BYTES = 8
+_SUM_BYTES = 8  # of the sum of bits that a rank sends for each weight
 
 
 class WeightVote(Method):
-    """Finds silent corruption: a flipped bit in one replica's weights or states, which no error tells of.
+    """Finds silent corruption, such as a flipped bit in one replica's weights or states.
 
-    Most held by the ranks of one weight, or of one shard of it, is right, and the ranks that hold something else are
-    named with the parameter. ``stop`` raises a :class:`~meshwright.errors.ReplicaError` on every rank, ``warn`` says
-    so, ``heal`` gives the outvoted ranks the weight, its optimizer states and its average from one of the majority.
-    Two ranks that differ are named both, and cannot heal. What one rank alone holds, such as a shard of ``fsdp`` over
-    all ranks, has nothing to be compared with; where that is all there is, the user is told.
+    Of the ranks that have one weight, or one shard of it, the majority is taken to be right, and the other ranks are
+    named with the parameter. ``stop`` raises a :class:`~meshwright.errors.ReplicaError` on every rank, ``warn`` prints
+    a warning, ``heal`` copies the weight, its optimizer states and its average from one of the majority. If two ranks
+    differ, both are named, and neither can be healed. A part that only one rank has, such as a shard of ``fsdp`` over
+    all ranks, cannot be compared; a notice says so where there are no other parts.
 
     Config: None, the number of steps, the action, or keys.
     """
 
     method_name: ClassVar[str] = "weight_vote"
+    short_forms: ClassVar[Mapping[type, str]] = {int: "every", str: "action"}
     phase: ClassVar[Phase] = Phase.WATCH
     summary: ClassVar[str] = "ranks that hold the same weights compare their bits, and name who differs"
     effect: ClassVar[str] = (
@@ -339,48 +339,33 @@ class WeightVote(Method):
     )
 
     every: PositiveInt = VotePolicy.every
-    """Steps of the optimizer from one vote to the next; under ``outer``, at least as many."""
+    """Number of optimizer steps from one vote to the next; under ``outer``, at least as many."""
     action: VoteAction = VotePolicy.action
 
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the number of steps, or the action."""
-        if isinstance(raw, int) and not isinstance(raw, bool):
-            return {"every": raw}
-        return {"action": raw} if isinstance(raw, str) else super().from_short(raw)
-
     def check(self, job: Job) -> None:
-        """Refuse a job in which nothing moves the weights."""
-        if job.optim_func is None:
-            raise StrategyError(
-                "weight_vote has no optimizer whose steps it could count",
-                expected="optim_func",
-                got="None",
-                fix="pass the class of the optimizer, or leave weight_vote out",
-            )
+        """Refuse a job without an optimizer."""
+        job.require_optimizer(self.method_name, "whose steps it could count")
 
     def apply(self, job: Job) -> None:
-        """Follow the optimizer's steps."""
-        finish = job.finish_optimizer
+        """Count the optimizer's steps, when it is built."""
 
         def voting(optimizer: Optimizer) -> Optimizer:
-            finished = finish(optimizer)
-            job.voter = Voter(job.model, finished, VotePolicy(self.every, self.action), job.device)
-            if not job.voter.num_compared:
+            job.voter = voter = Voter(job.model, optimizer, VotePolicy(self.every, self.action), job.device)
+            if not voter.num_compared:
                 job.notices.append("weight_vote has nothing to compare: every part of the weights is on one rank alone")
-                return finished
-            # Inside the guards, which others may put anew; a skipped step changes nothing that could be voted on.
-            stepped = finished.inner if isinstance(finished, GuardedOptimizer) else finished
-            call_around(stepped, after=[job.voter.count_step])
-            return finished
+                return optimizer
+            # Inside the guards: others may wrap the optimizer in new ones, and skipped steps change no weights.
+            stepped = optimizer.inner if isinstance(optimizer, GuardedOptimizer) else optimizer
+            call_around(stepped, after=[voter.count_step])
+            return optimizer
 
-        job.finish_optimizer = voting
+        job.optimizer.wrappers.append(voting)
 
     def cost(self, step: Step) -> Step:
-        """One all-gather of a number for each weight."""
+        """Add one all-gather of a number for each weight."""
         world = math.prod(size for _, size in step.axes)
         axis = next((name for name, size in step.axes if size > 1), None)
         if axis is None:
             return step
-        num_bytes = _NUMBER_BYTES * world * sum(count for count, _ in step.every_parameter())
+        num_bytes = _SUM_BYTES * world * sum(count for count, _ in step.every_parameter())
         return step.send(Traffic("all_gather", axis, num_bytes, "update", every=self.every, hidden=False))

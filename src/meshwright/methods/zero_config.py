@@ -1,4 +1,7 @@
-"""Configure and cost ZeRO: shared keys, the units that are gathered together, and the simulated step."""
+"""Configure and cost ZeRO without a job: the shared keys, the units gathered together, and the simulated step.
+
+:mod:`~meshwright.methods.zero` applies them to a job. A plan needs only this file: neither FSDP2 nor a process group.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from meshwright.cost import (
     Block,
@@ -29,13 +31,14 @@ from meshwright.cost import (
     reduced_bytes,
 )
 from meshwright.errors import ModelError, StrategyError, join_names
-from meshwright.methods.base import ClassReferences, Conflict, DType, Method, itemsize
+from meshwright.methods.base import ClassReferences, Conflict, DType, Job, Method, Phase, itemsize
 from meshwright.nn import class_name, find_blocks, modules_of, outermost
+from meshwright.runtime.torch_internals.modules import AnyBatchOrInstanceNorm
 from meshwright.strategy import Strategy
 
 _RENAMED = {"fsdp_wrap_params_outmost": "wrap_trainable_outmost"}
 
-# Arguments of FSDP1, DeepSpeed and ATorch that would change the result, or what a rank holds, if they were passed over.
+# Arguments of FSDP1, DeepSpeed and ATorch that would change the result or the memory of a rank if they were ignored.
 _REFUSED = {
     "sharding_strategy": "name the method instead: zero2 is SHARD_GRAD_OP, fsdp is FULL_SHARD, and a 'data' beside a "
     "'zero' axis in parallel_mode is HYBRID_SHARD",
@@ -50,12 +53,12 @@ _REFUSED = {
     "static_loss_scale": "leave it out; amp_native and half find the loss scale of fp16, and bf16 needs none",
     "dynamic_loss_args": "leave it out; amp_native and half find the loss scale of fp16, and bf16 needs none",
     "clip_grad": "leave it out and add the method grad_clip: ('grad_clip', 1.0)",
-    "allgather_bucket_size": "leave it out; what is gathered at once are the modules of atorch_wrap_cls",
-    "reduce_bucket_size": "leave it out; what is reduced at once are the modules of atorch_wrap_cls",
+    "allgather_bucket_size": "leave it out; the modules of atorch_wrap_cls are gathered one at a time",
+    "reduce_bucket_size": "leave it out; the modules of atorch_wrap_cls are reduced one at a time",
     "use_local_sgd": "leave it out and add the method outer: ('outer', {'rule': 'local_sgd'})",
 }
 
-# Arguments that say how an engine should do what FSDP2 always does: accepted, kept, and said to change nothing.
+# Arguments that say how an engine should do what FSDP2 always does: accepted, stored, and reported to change nothing.
 _INERT = {
     "limit_all_gathers": "FSDP2 always limits the all-gathers in flight",
     "use_orig_params": "FSDP2 always keeps the original parameters",
@@ -80,7 +83,7 @@ class MixedPrecision(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_torch(cls, value: Any) -> Any:
-        """Take FSDP1's ``MixedPrecision`` and FSDP2's ``MixedPrecisionPolicy``, too."""
+        """Accept FSDP1's ``MixedPrecision`` and FSDP2's ``MixedPrecisionPolicy``, too."""
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value
         changed = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
@@ -99,8 +102,12 @@ def not_beside(*names: str) -> tuple[Conflict, ...]:
 
 
 class ZeroMethod(Method):
-    """Keys of every method that shards. Short forms: None, or ATorch's ``{"use_ds_zero", True}``."""
+    """A method that shards, with the keys that all of them have.
 
+    Short forms: None, or ATorch's ``{"use_ds_zero", True}``.
+    """
+
+    phase: ClassVar[Phase] = Phase.SHARD
     shards: ClassVar[bool] = True
 
     atorch_wrap_cls: ClassReferences | None = None
@@ -150,13 +157,17 @@ class ZeroMethod(Method):
             )
         return keys
 
+    def check(self, job: Job) -> None:
+        """Refuse models that FSDP2 cannot shard."""
+        units_of(self, job.model, job.strategy, dict(job.axes))
+
     @field_validator("backward_prefetch", mode="before")
     @classmethod
     def _enum_name(cls, value: Any) -> Any:
         return getattr(value, "name", value)  # torch's BackwardPrefetch.BACKWARD_PRE
 
     def notices(self) -> list[str]:
-        """Say which accepted keys change nothing, and why."""
+        """Return which accepted keys change nothing, and why."""
         return [
             f"{self.method_name}: {key}={getattr(self, key)!r} changes nothing; {why}"
             for key, why in _INERT.items()
@@ -170,27 +181,27 @@ class ZeroMethod(Method):
         return [f"{self.method_name}: mixed_precision.buffer_dtype changes nothing; FSDP2 leaves buffers as they are"]
 
 
-# --- Which modules are gathered together: the units of sharding, and what must stay out of them.
+# --- Units: which modules are gathered together, and which parameters must stay whole
 
-KEPT_IN_HALF = class_name(_NormBase)
-"""The modules that compute beside running statistics, which sharding leaves in fp32 while it gathers in half."""
+KEPT_IN_HALF = class_name(AnyBatchOrInstanceNorm)
+"""Modules with running statistics, which stay whole and in fp32 where units are gathered in half precision."""
 
-_REDUCED_TOGETHER = ("pipeline", "expert")  # axes beside which no gradient is averaged apart from the others
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward of their own
+_REDUCED_TOGETHER = ("pipeline", "expert")  # beside these axes no gradient can be averaged apart from the others
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward, so that FSDP2 cannot hook them
 
 
 @dataclass(frozen=True)
 class Units:
-    """What FSDP2 is told: units inside the model (outer before inner), and parameters that stay whole."""
+    """Modules that FSDP2 gathers as units, outer before inner, and parameters that stay whole."""
 
     modules: list[tuple[str, nn.Module]]
     trainable: list[nn.Module]  # gathered together as one group when wrap_trainable_outmost asks for it
     ignored: set[nn.Parameter]
-    kept: set[nn.Parameter] = field(default_factory=set)  # of them, those that no key asks for
+    kept: set[nn.Parameter] = field(default_factory=set)  # those of ``ignored`` that no key asks for
 
 
 def units_of(config: ZeroMethod, model: nn.Module, strategy: Strategy, sizes: Mapping[str, int]) -> Units:
-    """Return the units of a config in a strategy on a mesh.
+    """Choose the units of a config in a strategy, and refuse those that the mesh does not allow.
 
     Args:
         config: The method's keys.
@@ -217,9 +228,9 @@ def units_of(config: ZeroMethod, model: nn.Module, strategy: Strategy, sizes: Ma
 def choose_units(config: ZeroMethod, model: nn.Module, *, in_half: bool = False) -> Units:
     """Find the units that a config asks for, and check that FSDP2 can shard them.
 
-    Scalars and empty parameters stay whole: there is nothing to divide. So do, where units are gathered in half, the
-    few numbers of modules that compute with running statistics: these stay in fp32, and torch normalises in one
-    precision.
+    Scalars and empty parameters stay whole: there is nothing to divide. So do the few parameters of batch
+    normalisation where units are gathered in half precision: their running statistics stay in fp32, and torch
+    normalises in one precision.
 
     Raises:
         ModelError: For classes that are not in the model, and parameters shared between units
@@ -240,7 +251,7 @@ def choose_units(config: ZeroMethod, model: nn.Module, *, in_half: bool = False)
 
 
 def _gathers_in_half(config: ZeroMethod, strategy: Strategy) -> bool:
-    """Return whether parameters are gathered in half beside buffers that are not: ``half`` casts these too."""
+    """Return whether parameters are gathered in half precision beside fp32 buffers; ``half`` casts these too."""
     asked = config.mixed_precision.param_dtype if config.mixed_precision is not None else None
     lower = asked != "fp32" if asked is not None else "amp_native" in strategy
     return lower and "half" not in strategy
@@ -249,7 +260,7 @@ def _gathers_in_half(config: ZeroMethod, strategy: Strategy) -> bool:
 def _kept_whole(model: nn.Module, *, in_half: bool) -> set[nn.Parameter]:
     kept = {parameter for parameter in model.parameters() if not parameter.shape or not parameter.numel()}
     for module in model.modules() if in_half else ():
-        if isinstance(module, _NormBase):
+        if isinstance(module, AnyBatchOrInstanceNorm):
             kept.update(module.parameters())
     return kept
 
@@ -270,7 +281,7 @@ def _candidates(config: ZeroMethod, model: nn.Module) -> list[tuple[str, nn.Modu
 
 
 def _by_size(path: str, module: nn.Module, minimum: int, found: list[tuple[str, nn.Module]]) -> int:
-    """Collect modules, inner first, that hold ``minimum`` parameters not yet in a unit; return what is left over."""
+    """Collect modules, inner first, with ``minimum`` parameters not yet in a unit; return how many are left over."""
     left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     for name, child in module.named_children():
         left += _by_size(f"{path}.{name}" if path else name, child, minimum, found)
@@ -281,7 +292,7 @@ def _by_size(path: str, module: nn.Module, minimum: int, found: list[tuple[str, 
 
 
 def _trainable_modules(model: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """Outermost modules all of whose parameters train, in a model in which some are frozen."""
+    """Return the outermost modules all of whose parameters train, in a model in which some are frozen."""
     if all(parameter.requires_grad for parameter in model.parameters()):
         return []
     found = []
@@ -314,7 +325,7 @@ def _check_parameters(
 
 
 def _check_dense(method: str, model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """FSDP2 packs gradients into one buffer, which takes no sparse ones."""
+    """Refuse sparse gradients: FSDP2 packs gradients into one dense buffer."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight not in ignored:
             raise ModelError(
@@ -328,7 +339,7 @@ def _check_dense(method: str, model: nn.Module, ignored: set[nn.Parameter]) -> N
 def _check_dtypes(
     method: str, model: nn.Module, units: list[tuple[str, nn.Module]], ignored: set[nn.Parameter]
 ) -> None:
-    """FSDP2 packs a unit into one buffer: its parameters must share a dtype."""
+    """Refuse units of several dtypes: FSDP2 packs a unit into one buffer."""
     in_units = {parameter for _, module in units for parameter in module.parameters()}
     groups: list[tuple[str, set[nn.Parameter]]] = [(path, set(module.parameters())) for path, module in units]
     groups.append(("the model outside its blocks", set(model.parameters()) - in_units))
@@ -343,7 +354,7 @@ def _check_dtypes(
             )
 
 
-# --- What sharding costs: the ``cost`` that zero1, zero2 and fsdp share. Its twin is ``engine``.
+# --- ``cost``
 
 _HALF_BYTES = 2
 
@@ -353,11 +364,11 @@ Gathers = Literal["once", "twice", "nearby"]
 
 
 def shard_cost(config: ZeroMethod, step: Step, *, gathers: Gathers, reduce_once: bool) -> Step:
-    """Twin of :func:`meshwright.methods.zero.shard`.
+    """Shard the simulated step: the twin of :func:`meshwright.methods.zero.shard`.
 
     Args:
         config: The method's keys.
-        step: The step; its ``shard_axis`` is what is sharded over.
+        step: The step; it is sharded over its ``shard_axis``.
         gathers: How often blocks are gathered.
         reduce_once: Whether gradients are reduced once per step instead of once per micro-batch.
     """
@@ -424,7 +435,10 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
 
 
 def _gathers(step: Step, axis: str, gathers: Gathers) -> tuple[Traffic, ...]:
-    """Blocks are gathered as often as they run; one that stays whole is freed by each of its backwards all the same."""
+    """Return the gathers of a step: blocks are gathered as often as they run.
+
+    A block that stays whole through a step is freed by each of its backwards all the same.
+    """
     again, each = gathers != "once", gathers == "twice"
     ahead = [(block, block.count * (block.runs * step.num_micro_batches if again else 1)) for block in step.blocks]
     behind = ahead if again else [(block, block.count * (block.runs - 1)) for block in step.blocks]
@@ -440,7 +454,10 @@ def _gathers(step: Step, axis: str, gathers: Gathers) -> tuple[Traffic, ...]:
 
 
 def _reduced_again(step: Step, axis: str) -> tuple[Traffic, ...]:
-    """Blocks that run several times: their first backward reduces what micro-batches have accumulated, apart."""
+    """Return the extra reductions of blocks that run several times in a forward.
+
+    Their first backward reduces separately what micro-batches have accumulated.
+    """
     blocks = [(block, block.count) for block in step.blocks if block.runs > 1 and step.num_micro_batches > 1]
     size = _sharded_bytes(blocks, lambda p: reduced_bytes(step, p) if p.trainable else 0)
     return reduce_traffic(step, axis, size, calls=sum(number for _, number in blocks))
@@ -451,7 +468,7 @@ def _sharded_bytes(times: list[tuple[Block, int]], bytes_of: Callable[[Parameter
 
 
 def _beside(step: Step, axis: str, trained: list[tuple[int, Parameter]]) -> list[Traffic]:
-    """Means of the shards of gradients over all other axes at once, where there are several; experts' over data."""
+    """Return the means of gradient shards over all other axes at once; those of experts over ``data`` alone."""
 
     def shards(of_experts: bool) -> int:
         return sum(

@@ -1,8 +1,7 @@
-"""Models for many ranks: wrappers that shard, and what methods need to know of modules.
+"""Modules and batches: layouts, FSDP2 units, changes in place, recomputation, 8-bit layers, collectives on hosts.
 
-A model is written with :class:`DistributedModule`, :class:`DistributedParameter` and :class:`Block` (BMTrain's way), or
-wrapped whole with :func:`BMTrainModelWrapper`. Of layers made for tensor parallelism (``init_distributed(tp_size=)``)
-every rank of a tensor group computes a part.
+BMTrain's :class:`DistributedModule`, :class:`DistributedParameter`, :class:`Block` and :func:`BMTrainModelWrapper` can
+be imported from here as well; they live in :mod:`meshwright.compat.bmtrain`.
 """
 
 from typing import TYPE_CHECKING
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
         wrap_method as wrap_method,
         wrap_methods as wrap_methods,
     )
-    from meshwright.nn.parallel_linear import OpParallelLinear as OpParallelLinear, ReduceType as ReduceType
     from meshwright.nn.recompute_buffers import SameBuffers as SameBuffers, recompute_contexts as recompute_contexts
     from meshwright.nn.swapped_parameters import (
         SavedAttributes as SavedAttributes,

@@ -1,19 +1,25 @@
-"""Call a model and its loss on a batch of any container: move it, resize it, cut it into micro-batches."""
+"""Call a model and its loss on a batch of any container: move it, resize it, cut it into micro-batches.
+
+A batch is a tree: nested containers with tensors as leaves. Torch's ``tree_map`` takes transformers' ``BatchEncoding``
+and dataclasses for leaves; :func:`map_tree` and :func:`leaves_of` go into them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.loss import _Loss
 
 from meshwright.errors import NOTE, ConfigError, DataError, MeshwrightError, ModelError, join_names
-from meshwright.runtime.trees import leaves_of, map_tree
+from meshwright.runtime.torch_internals.modules import AnyLoss
+from meshwright.runtime.torch_internals.pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
 _MISUNDERSTOOD: tuple[type[Exception], ...] = (TypeError, AttributeError)
@@ -26,10 +32,7 @@ _CALLS = {
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Return the default ``prepare_input``.
-
-    Every tensor of a batch moved to ``device``, and whatever else has a ``to``.
-    """
+    """Move every tensor of a batch, and whatever else has a ``to``, to ``device``: the default ``prepare_input``."""
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -40,15 +43,15 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 
 def _moves_itself(node: Any) -> bool:
-    """A packed sequence, a graph, a batch of the user's own class; of a mapping the values are moved, not the whole."""
+    # A packed sequence, a graph, a batch of the user's own class. Of a mapping the values are moved, not the whole.
     return callable(getattr(node, "to", None)) and not isinstance(node, Mapping | type)
 
 
 def check_input_format(model_input_format: str | None) -> None:
-    """Refuse a ``model_input_format`` that is none of the seed's three.
+    """Check that ``model_input_format`` is one of ATorch's three.
 
     Raises:
-        ConfigError: Naming them.
+        ConfigError: When it is not.
     """
     if model_input_format not in INPUT_FORMATS:
         raise ConfigError(
@@ -60,10 +63,7 @@ def check_input_format(model_input_format: str | None) -> None:
 
 
 def usual_input_format(batch: Any) -> str | None:
-    """Return how a model takes a batch of such a kind where nobody says it.
-
-    Dictionaries by name, sequences in order.
-    """
+    """Return the ``model_input_format`` for a batch of this kind: mappings by name, sequences in order."""
     if isinstance(batch, Mapping):
         return "unpack_dict"
     return "unpack_sequence" if isinstance(batch, list | tuple) else None
@@ -75,8 +75,9 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
     Raises:
         DataError: When the input is not of the kind the format unpacks.
     """
-    packed = model_input_format is not None or not isinstance(inputs, torch.Tensor)  # a tensor is called in one way
-    with _told_how(_CALLS.get(model_input_format, "") if packed else "", _MISUNDERSTOOD):
+    # A single tensor leaves no doubt about how it was passed.
+    packed = model_input_format is not None or not isinstance(inputs, torch.Tensor)
+    with _noting_call(_CALLS.get(model_input_format, "") if packed else "", _MISUNDERSTOOD):
         if model_input_format is None:
             return model(inputs)
         if model_input_format == "unpack_sequence" and isinstance(inputs, Sequence):
@@ -92,9 +93,7 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
 
 
 def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) -> Any:
-    """Return the loss function's result.
-
-    What kind of call it was stands below an error that looks like a misunderstanding.
+    """Return ``loss_func(inputs, output)``; errors that look like a misunderstanding say that it was called so.
 
     Raises:
         ConfigError: When one of torch's distances would compare an input and an output of different shapes.
@@ -109,28 +108,28 @@ def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) ->
         )
     # torch's losses, which want (output, target), fail in as many ways as there are kinds of input.
     kinds = (*_MISUNDERSTOOD, RuntimeError, ValueError, IndexError)
-    with _told_how("The loss was computed as loss_func(model_input, model_output).", kinds):
+    with _noting_call("The loss was computed as loss_func(model_input, model_output).", kinds):
         return loss_func(inputs, output)
 
 
 @contextlib.contextmanager
-def _told_how(call: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+def _noting_call(call: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Add to errors of these kinds a note of how the function was called; none if ``call`` is empty."""
     try:
         yield
     except kinds as error:
         is_clear = not call or isinstance(error, (MeshwrightError, torch.OutOfMemoryError))
-        if not is_clear and not getattr(error, "__notes__", ()):  # a loss within a model, or a model within a model
+        # The innermost call counts: a loss may run within a model, and a model within a model.
+        if not is_clear and not getattr(error, "__notes__", ()):
             error.add_note(f"{NOTE}{call}")
         raise
 
 
 def loss_of_output(inputs: Any, output: Any) -> Any:
-    """Return the default ``loss_func``.
-
-    The loss that the model's own output carries, as transformers' models return it.
+    """Return the loss in the model's own output, as transformers' models return it: the default ``loss_func``.
 
     Raises:
-        ConfigError: When the output carries none.
+        ConfigError: When the output has none.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
@@ -146,14 +145,14 @@ def loss_of_output(inputs: Any, output: Any) -> Any:
 
 
 def first_loss(loss: Any, trains: bool = False) -> torch.Tensor:
-    """Return the loss itself, where a loss function returns a list or tuple with the loss first.
+    """Return the loss from a loss function's result: itself, or the first of a list or tuple.
 
     Args:
-        loss: What the function returned.
-        trains: Whether gradients are wanted of it.
+        loss: The result.
+        trains: Whether the loss must have a graph to differentiate.
 
     Raises:
-        ModelError: When that is not a tensor of one number, or has no gradients to give.
+        ModelError: When it is not a tensor of one number, or has no graph although ``trains``.
     """
     found = loss[0] if isinstance(loss, list | tuple) and loss else loss
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
@@ -206,11 +205,11 @@ def resized(batch: Any, samples: int) -> Any:
 def micro_batches(batch: Any, count: int) -> list[Any]:
     """Cut a batch into equal parts along dim 0 of its tensors.
 
-    So are lists and tuples cut that hold one thing per sample, such as names: as many as there are samples, and no
-    tensors among them. Anything else goes into every part.
+    Lists and tuples with one item per sample, such as names, are cut as well: as many items as there are samples, and
+    no tensors among them. Anything else goes into every part.
 
     Raises:
-        DataError: When the batch does not divide, or nobody can tell whether numbers belong to samples.
+        DataError: When the batch does not divide, or it is unclear whether numbers belong to samples.
     """
     if count == 1:
         return [batch]
@@ -233,7 +232,7 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
 
 
 def _chosen(batch: Any, size: int, tensor_rows: Callable[[torch.Tensor], torch.Tensor], places: Sequence[int]) -> Any:
-    """Return the samples at these places, where ``tensor_rows`` takes them from tensors."""
+    """Return the samples at ``places``, which ``tensor_rows`` selects from tensors."""
 
     def choose(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
@@ -246,9 +245,9 @@ def _chosen(batch: Any, size: int, tensor_rows: Callable[[torch.Tensor], torch.T
 
 
 def _is_per_sample(node: Any, size: int) -> bool:
-    """Return whether it is a list or tuple with as many items as there are samples, and no tensors in them."""
+    """Return whether a node is a list or tuple with as many items as there are samples, and no tensors in them."""
     is_listed = type(node) in (list, tuple) and len(node) == size  # a named tuple is a structure
-    # Nothing but None stands for arguments that are left out.
+    # Only None: arguments that are left out.
     is_filled = is_listed and any(item is not None for item in node)
     return is_filled and not any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(node))
 
@@ -258,7 +257,7 @@ def _is_all_numbers(node: Any) -> bool:
 
 
 def _refuse_numbers(batch: Any, size: int) -> None:
-    """Two numbers beside two samples may be one for each, or the height and width of all."""
+    # Two numbers beside two samples may be one for each, or the height and width of all.
     for leaf in leaves_of(batch, is_leaf=lambda node: _is_per_sample(node, size)):
         if _is_per_sample(leaf, size) and _is_all_numbers(leaf):
             raise DataError(
@@ -269,27 +268,86 @@ def _refuse_numbers(batch: Any, size: int) -> None:
             )
 
 
-# --- Which functions may be called as ``loss_func(model_input, model_output)``, unlike most of torch's own losses.
+# --- Loss functions that can be called as ``loss_func(model_input, model_output)``.
+#
+# Most of torch's losses cannot: they take an output and a target. Only for distances the order makes no difference;
+# these compare the output with the input itself, as autoencoders do.
 
 _DISTANCES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _DISTANCE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 
 
 def is_loss_func(value: Any) -> bool:
-    """Return whether a value may be called with a model's input and its output.
-
-    Not a class; nor one of torch's losses, which are called with an output and a target, but for those to which it is
-    all one which is which: these compare the output with the input itself, as autoencoders do.
-    """
+    """Return whether a value can be called with a model's input and its output; no class can, and few torch losses."""
     if isinstance(value, type) or not callable(value):
         return False
-    return not _is_torchs_loss(value) or is_distance(value)
-
-
-def _is_torchs_loss(value: Any) -> bool:
-    return isinstance(value, _Loss) or getattr(value, "__module__", "") == F.__name__
+    is_torch_loss = isinstance(value, AnyLoss) or getattr(value, "__module__", "") == F.__name__
+    return not is_torch_loss or is_distance(value)
 
 
 def is_distance(value: Any) -> bool:
-    """Return whether it is one of torch's losses to which it is all one which argument is the target."""
+    """Return whether a value is one of torch's losses that is symmetric in its arguments."""
     return isinstance(value, _DISTANCES) or value in _DISTANCE_FUNCTIONS
+
+
+# --- Trees: torch's containers, and mappings and dataclasses that torch takes for leaves.
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Map a tree as torch's ``tree_map`` does, but also go into other mappings and into dataclasses.
+
+    Args:
+        function: Called with every leaf.
+        tree: Nested containers, which are not modified. The result has containers of the same classes; a dataclass in
+            which nothing changes is the same object.
+        is_leaf: Nodes that are passed to ``function`` whole, containers included.
+    """
+
+    def enter(leaf: Any) -> Any:
+        if not _is_opaque(leaf) or (is_leaf is not None and is_leaf(leaf)):
+            return function(leaf)
+        before = _values_of(leaf)
+        values = {key: map_tree(function, value, is_leaf) for key, value in before.items()}
+        return _with_values(leaf, values, is_same=all(values[key] is before[key] for key in before))
+
+    return tree_map(enter, tree, is_leaf=is_leaf)
+
+
+def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """List the leaves of a tree as torch's ``tree_leaves`` does, those in other mappings and in dataclasses too."""
+    found = []
+    for leaf in tree_leaves(tree, is_leaf=is_leaf):
+        is_container = _is_opaque(leaf) and not (is_leaf is not None and is_leaf(leaf))
+        found += leaves_of(_values_of(leaf), is_leaf) if is_container else [leaf]
+    return found
+
+
+def _is_opaque(leaf: Any) -> bool:
+    """Return whether torch takes this mapping or dataclass instance for a leaf."""
+    return (isinstance(leaf, Mapping) or _is_dataclass(leaf)) and type(leaf) not in SUPPORTED_NODES
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Mapping)
+
+
+def _values_of(leaf: Any) -> dict[Any, Any]:
+    if not _is_dataclass(leaf):
+        return dict(leaf)
+    return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
+
+
+def _with_values(mapping: Any, values: dict[Any, Any], is_same: bool) -> Any:
+    if _is_dataclass(mapping):
+        if is_same:  # it may be a state that is changed where it is, or settings
+            return mapping
+        changed = copy.copy(mapping)
+        for key, value in values.items():
+            object.__setattr__(changed, key, value)  # frozen ones, too
+        return changed
+    if not isinstance(mapping, MutableMapping):
+        return values
+    changed = copy.copy(mapping)
+    for key, value in values.items():
+        changed[key] = value
+    return changed

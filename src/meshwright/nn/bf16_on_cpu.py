@@ -1,4 +1,8 @@
-"""Compute bf16 products and attention in fp32 on CPUs that are slow in bf16."""
+"""Compute bf16 products and attention in fp32 on CPUs that are slow in bf16.
+
+Tensors stay bf16, also those that backward keeps. Only while a kernel runs do its operands exist in fp32 as well:
+memory is that of bf16, and sums are at least as exact.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from meshwright.nn.module_structure import wrap_method, wrap_methods
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function, current_function_modes, in_functorch_transform
+from meshwright.runtime.torch_internals.operators import (
+    CPU_HAS_AMX_BF16,
+    CPU_HAS_AVX512_BF16,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+)
 
-_MIN_ROWS = 32  # fewer do not pay for widening the weight
+# Fewer rows do not pay for converting the weight.
+_MIN_ROWS = 32
 
 
 def widen_products(model: nn.Module, device: torch.device) -> int:
-    """Let the ``nn.Linear`` layers of a model multiply in fp32 where they would in bf16, on CPUs that lack bf16.
+    """Let the ``nn.Linear`` layers of a model multiply bf16 in fp32, on CPUs without bf16 products.
 
-    Weights, inputs, outputs and what backward keeps stay as they are; only for the time of a product its factors exist
-    in fp32, too. Layers whose forward is not that of ``nn.Linear``, and DTensors, are left alone.
+    Layers with a forward of their own, and DTensors, are left alone.
 
     Args:
         model: Changed in place.
-        device: Where it computes; nothing is done on others than such CPUs.
+        device: The device it runs on; on any but such a CPU nothing is done.
 
     Returns:
-        How many layers were changed.
+        The number of layers that were changed.
     """
     if device.type != "cpu" or has_bf16_products():
         return 0
@@ -43,10 +53,10 @@ def widen_products(model: nn.Module, device: torch.device) -> int:
 
 @functools.cache
 def has_bf16_products() -> bool:
-    """Return whether this CPU multiplies bf16 numbers; True for those that are not known here."""
+    """Return whether this CPU has instructions for bf16 products; True for unknown architectures."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
-    known = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    known = (getattr(torch.cpu, name, None) for name in (CPU_HAS_AVX512_BF16, CPU_HAS_AMX_BF16))
     return any(ask is None or ask() for ask in known)
 
 
@@ -62,7 +72,7 @@ def _widened(forward: Callable[..., Any], input: Tensor) -> Tensor:
 
 
 def _is_left_alone(input: Tensor, weight: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or in_functorch_transform():
         return True
     return isinstance(weight, DTensor) or isinstance(input, DTensor) or weight.device.type != "cpu"
 
@@ -93,49 +103,49 @@ class _WidenedLinear(Function):
             )
 
 
-# --- bf16 attention on x86 CPUs: in fp32 where torch's fused kernel is faster in that.
+# --- Attention on x86 CPUs, in fp32 where torch's fused kernel is faster in it.
 #
-# Without bf16 instructions all of it is, several times. With them backward over few tokens is (2 times over 128; over
-# 512 it no longer is), and forward stays as it is. Queries, keys, values and results stay bf16 in what backward keeps;
-# only while a kernel runs do they exist in fp32, too: memory is that of bf16, and sums are at least as exact.
+# Without bf16 instructions forward and backward are faster in fp32, several times. With them only backward over few
+# tokens is (2 times over 128 tokens, not any more over 512); forward then stays in bf16.
 
 _aten = torch.ops.aten
-_MASK_DIMS = (2, 4)  # that the fused kernel takes
-_MOST_TOKENS = 256  # up to which backward is faster in fp32 on CPUs that multiply bf16
+# Dims of the masks that the fused kernel takes.
+_MASK_DIMS = (2, 4)
+# Up to so many tokens backward is faster in fp32 on CPUs with bf16 products.
+_MOST_TOKENS = 256
 
 
 class WideAttention(TorchFunctionMode):
-    """While it is entered, attention of bf16 tensors on the CPU runs in fp32; all else runs as it is."""
+    """Mode in which ``scaled_dot_product_attention`` of bf16 tensors on the CPU runs in fp32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Answer calls of ``scaled_dot_product_attention``."""
+        """Intercept ``scaled_dot_product_attention``; run anything else as it is."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return _attention(*args, **(kwargs or {}))
 
 
 def attends_wide(device: torch.device) -> bool:
-    """Return whether bf16 attention runs in fp32 there: on x86, where it was measured."""
+    """Return whether bf16 attention may run in fp32 on a device: on x86 CPUs, where it was measured."""
     return device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
 
 
 def with_wide_attention(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Go around a forward whose attention is to run in fp32; nothing is done inside another such."""
+    """Call a forward with its attention in fp32; nested calls enter the mode once."""
     with contextlib.nullcontext() if _is_on() else WideAttention():
         return forward(*args, **kwargs)
 
 
 def carried(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that runs again in backward as it runs now, when modes that were entered have been left."""
+    """Return a forward that enters :class:`WideAttention` if it is active now.
 
-    def again(*args: Any, **kwargs: Any) -> Any:
-        return with_wide_attention(forward, *args, **kwargs)
-
-    return again if _is_on() else forward
+    Recomputation in backward runs when the mode has been left.
+    """
+    return functools.partial(with_wide_attention, forward) if _is_on() else forward
 
 
 def _is_on() -> bool:
-    return any(isinstance(mode, WideAttention) for mode in _get_current_function_mode_stack())
+    return any(isinstance(mode, WideAttention) for mode in current_function_modes())
 
 
 def _attention(
@@ -159,7 +169,7 @@ def _attention(
 
 
 def _is_half(given: tuple[Tensor, ...]) -> bool:
-    """Return whether torch would compute in bf16."""
+    # Whether torch would compute in bf16.
     if torch.is_autocast_enabled("cpu"):
         floating = all(each.dtype in (torch.float32, torch.bfloat16) for each in given)
         return floating and torch.get_autocast_dtype("cpu") == torch.bfloat16
@@ -167,9 +177,9 @@ def _is_half(given: tuple[Tensor, ...]) -> bool:
 
 
 def _fits_kernel(given: tuple[Tensor, ...], mask: Tensor | None) -> bool:
-    """Return whether it is what torch's fused kernel does, and nobody looks at or transforms the operators."""
+    # Whether torch's fused kernel applies, and neither a compiler nor functorch transforms the operators.
     query, key, value = given
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or in_functorch_transform():
         return False
     if any(type(each) is DTensor or each.device.type != "cpu" or each.dim() != 4 for each in given):
         return False
@@ -191,7 +201,7 @@ class _WidenedAttention(Function):
         ctx.is_causal, ctx.scale = is_causal, scale
         given = (query, key, value) if has_bf16_products() else tuple(map(_wide, (query, key, value)))
         with torch.autocast("cpu", enabled=False):
-            found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+            found, sums = flash_attention_on_cpu(
                 *map(_along_rows, given), 0.0, is_causal, attn_mask=_added(mask), scale=scale
             )
         out = found.to(query.dtype)
@@ -202,7 +212,7 @@ class _WidenedAttention(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, mask, out, sums = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            found = flash_attention_on_cpu_backward(
                 *map(_wide, (gradient, query, key, value, out)), sums, 0.0, ctx.is_causal,
                 attn_mask=_added(mask), scale=ctx.scale,
             )  # fmt: skip
@@ -214,22 +224,19 @@ def _wide(half: Tensor) -> Tensor:
 
 
 def _along_rows(tensor: Tensor) -> Tensor:
-    """As the kernel reads it."""
+    # The kernel reads rows with stride 1.
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _added(mask: Tensor | None) -> Tensor | None:
-    """Return what is added to scores: of a mask of truths, minus infinity where it is false."""
+    """Return the mask that is added to scores: minus infinity where a boolean mask is false."""
     if mask is None or mask.dtype != torch.bool:
         return None if mask is None else mask.float()
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
 
 
-# --- Models in bf16 on CPUs: what these are slow in runs in fp32.
-
-
 def widen(model: nn.Module, device: torch.device) -> None:
-    """Let a model's layers multiply, and its forward attend, in fp32 where that is faster; change it in place."""
+    """Let a bf16 model's products and attention run in fp32 where that is faster; change it in place."""
     widen_products(model, device)
     if attends_wide(device):
         wrap_method(model, "forward", with_wide_attention)
@@ -237,7 +244,7 @@ def widen(model: nn.Module, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def widened(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """:func:`widen` for a while: afterwards the model is as it was."""
+    """Apply :func:`widen` inside the context; afterwards the model is as it was."""
     classes = {module: type(module) for module in model.modules() if isinstance(module, nn.Linear)}
     widen_products(model, device)
     try:

@@ -1,4 +1,7 @@
-"""Linear layers whose three matrix products run in 8 bits with delayed scaling (Micikevicius et al. 2022)."""
+"""Linear layers whose three matrix products run in 8 bits with delayed scaling (Micikevicius et al. 2022).
+
+Shapes: M rows (tokens), N output and K input features, L layers, H steps of history.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,26 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
+from meshwright.runtime.torch_internals.operators import scaled_mm
+from meshwright.runtime.torch_internals.optim import foreach_add_, foreach_copy_, foreach_zero_
+from meshwright.runtime.torch_internals.tensors import version_of
 
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
-"""The three tensors of a layer that are cast to 8 bits: places in its scales and histories."""
+"""Roles of the three tensors that a layer casts to 8 bits; they index its scales and histories."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """How tensors are scaled before they are cast: by the largest absolute values (amax) of earlier steps.
+    """Recipe that scales tensors before the cast by their largest absolute values (amax) in earlier steps.
 
     Names, defaults and the formula ``scale = fp8_max / amax / 2**margin`` are those of TransformerEngine's
     ``recipe.DelayedScaling``, which ATorch's ``fp8`` takes its keys from.
 
     Args:
-        margin: Powers of two left free above the largest value known.
+        margin: Powers of two left free above the largest known value.
         interval: Optimizer steps between two updates of the scales; histories grow in every step.
         fp8_format: ``HYBRID`` casts inputs and weights to E4M3 (largest value 448) and gradients to E5M2 (57344);
             ``E4M3`` casts all three to E4M3.
@@ -47,25 +53,21 @@ class DelayedScaling:
         return E5M2 if role == GRADIENT and self.fp8_format == "HYBRID" else E4M3
 
     def scale(self, amax: torch.Tensor, role: int) -> torch.Tensor:
-        """Return the factor that brings ``amax`` (fp32) to the largest value of the format.
-
-        Infinite where ``amax`` is 0.
-        """
-        limit = torch.full_like(amax, torch.finfo(self.dtype(role)).max)  # a number over a tensor would round twice
+        """Return the factor that brings ``amax`` (fp32) to the largest value of the format; infinite for 0."""
+        # A tensor, for a Python number over a tensor would round twice.
+        limit = torch.full_like(amax, torch.finfo(self.dtype(role)).max)
         return limit / amax / 2.0**self.margin
 
 
-# --- Casting to 8 bits, and the product of two tensors that are in 8 bits.
-#
-# Shapes: M rows (tokens), N output and K input features.
+# --- Casts and products.
 
-ROWS = 16  # the tensor cores sum over multiples of so many elements
-_EXPONENT_BITS = 0x7F800000  # of fp32
+ROWS = 16  # tensor cores sum over multiples of so many elements
+_FP32_EXPONENT_BITS = 0x7F800000
 _LARGEST_SCALE = 2.0**126  # its inverse is still a normal number
 
 
 class Scaled(NamedTuple):
-    """A tensor in 8 bits: ``values * inverse`` is what it stands for."""
+    """A tensor in 8 bits, which stands for ``values * inverse``."""
 
     values: torch.Tensor
     inverse: torch.Tensor  # 0-dim fp32
@@ -82,16 +84,16 @@ def cast(tensor: torch.Tensor, amax: torch.Tensor, known: torch.Tensor, recipe: 
     A tensor that holds inf or nan becomes nan as a whole: saturating would hide an overflow from the loss scale.
 
     Args:
-        tensor: Of any floating type.
+        tensor: A tensor of any floating type.
         amax: Its :func:`largest`.
-        known: The scale from its history, 0-dim fp32; 0 where there is none yet. Then its own amax serves, and the
-            scale is rounded down to a power of two: ranks that see other data then round alike, as long as no history
-            has made their scales equal.
+        known: The scale from its history, 0-dim fp32; 0 if there is none yet. Then the scale follows from its own amax,
+            rounded down to a power of two: so ranks with other data round alike until a shared history makes their
+            scales equal.
         recipe: Formats and margin.
         role: Which of the three tensors of a layer it is.
     """
     own = recipe.scale(amax, role).clamp(max=_LARGEST_SCALE)
-    own = (own.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    own = (own.view(torch.int32) & _FP32_EXPONENT_BITS).view(torch.float32)
     scale = torch.where(known > 0, known, own)
     limit = torch.finfo(recipe.dtype(role)).max
     values = (tensor.float() * scale).clamp(-limit, limit).to(recipe.dtype(role))
@@ -102,17 +104,17 @@ def product(left_MK: Scaled, right_KN: Scaled, dtype: torch.dtype, *, fast: bool
     """Multiply two 8-bit matrices, with sums in fp32.
 
     Args:
-        left_MK: In row order.
-        right_KN: In column order: the transpose of a matrix in row order. K is a multiple of 16, and so is N.
-        dtype: Of the result.
+        left_MK: A row-major matrix.
+        right_KN: A column-major matrix: the transpose of a row-major one. K and N are multiples of 16.
+        dtype: Type of the result.
         fast: Let the tensor cores sum in fewer bits, as is usual in forward.
-        emulate: Multiply the same 8-bit values in fp32, where the hardware has no such product.
+        emulate: Multiply the same 8-bit values in fp32, for hardware without such products.
     """
     if emulate:
         with torch.autocast(left_MK.values.device.type, enabled=False):
             sums = left_MK.values.float() @ right_KN.values.float()
         return (sums * (left_MK.inverse * right_KN.inverse)).to(dtype)
-    return torch._scaled_mm(
+    return scaled_mm(
         left_MK.values,
         right_KN.values,
         scale_a=left_MK.inverse,
@@ -123,39 +125,37 @@ def product(left_MK: Scaled, right_KN: Scaled, dtype: torch.dtype, *, fast: bool
 
 
 def transposed(scaled_MK: Scaled) -> Scaled:
-    """Return the transpose in row order, (K, M): products read both sides along the dim they sum over.
+    """Return the row-major transpose (K, M): products read both sides along the dim that they sum over.
 
-    M is filled up with zeros to a multiple of 16; they add nothing to a sum over it.
+    M is padded with zeros to a multiple of 16.
     """
-    bits = scaled_MK.values.view(torch.uint8)  # few operations take 8-bit floats
+    # As integers, for few operations take 8-bit floats.
+    bits = scaled_MK.values.view(torch.uint8)
     missing = -bits.shape[0] % ROWS
     flipped = F.pad(bits, (0, 0, 0, missing)).t().contiguous() if missing else bits.t().contiguous()
     return Scaled(flipped.view(scaled_MK.values.dtype), scaled_MK.inverse)
 
 
-# --- A linear layer that multiplies in 8 bits: what ``nn.Linear`` becomes in place, with its own parameters.
+# --- The layer. An ``nn.Linear`` becomes one in place, with its own parameters.
 
 PERSISTENT = ("fp8_amax_history", "fp8_scale", "fp8_num_updates")
 BUFFERS = (*PERSISTENT, "fp8_amax", "fp8_weight")
 
 
 def is_scaling_state(name: str) -> bool:
-    """Return whether an entry of a state dict is a scale or its history.
-
-    A model can go on without, with and from scratch.
-    """
+    """Return whether an entry of a state dict is a scale or its history, without which a model can be loaded."""
     return name.rpartition(".")[2] in PERSISTENT
 
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """What a layer is told.
+    """Options of a layer.
 
     Args:
-        recipe: How tensors are scaled.
-        emulate: Multiply in fp32 where the hardware has no 8-bit products; the values are the same.
-        keep_weight: Keep the weight in 8 bits from one optimizer step to the next. Not where it is whole only while
-            the layer computes, as under fsdp: there it is cast in forward and again in backward.
+        recipe: Formats and scaling.
+        emulate: Multiply the same 8-bit values in fp32, for hardware without such products.
+        keep_weight: Keep the 8-bit weight from one optimizer step to the next. Must be False where the weight is
+            gathered only while the layer computes, as under fsdp: there it is cast in forward and again in backward.
     """
 
     recipe: DelayedScaling
@@ -171,16 +171,16 @@ class Fp8Linear(nn.Linear):
 
     - ``fp8_amax_history`` (3, amax_history_len): largest absolute values of input, weight and output gradient in the
       last steps, latest first;
-    - ``fp8_scale`` (3,): what follows from them; 0 before a tensor has a history;
-    - ``fp8_num_updates``: how often :func:`~meshwright.nn.fp8.update_scales` was called;
-    - ``fp8_amax`` (3,): the largest values of this step so far, which the next update takes; not in state dicts;
-    - ``fp8_weight``: the weight in 8 bits, where it is kept; not in state dicts.
+    - ``fp8_scale`` (3,): scales that follow from them; 0 before a tensor has a history;
+    - ``fp8_num_updates``: number of calls of :func:`~meshwright.nn.fp8.update_scales`;
+    - ``fp8_amax`` (3,): largest values of this step so far, for the next update; not in state dicts;
+    - ``fp8_weight``: the 8-bit weight with ``keep_weight``; not in state dicts.
 
-    What runs without gradients leaves all of them alone. Repeating a forward, as recomputation does, changes nothing:
-    the step's largest value is taken once more.
+    A forward without gradients changes none of them. Neither does a recomputation, which sees the same largest values.
     """
 
-    repeats_alike: ClassVar[bool] = True  # what forward leaves in buffers, its repetition needs
+    # Recomputation needs the buffers as forward has left them, so SameBuffers must not reset them.
+    repeats_alike: ClassVar[bool] = True
 
     fp8: Fp8Options
     fp8_amax_history: torch.Tensor
@@ -188,7 +188,8 @@ class Fp8Linear(nn.Linear):
     fp8_num_updates: torch.Tensor
     fp8_amax: torch.Tensor
     fp8_weight: torch.Tensor | None
-    _held: tuple[tuple[int, ...], torch.Tensor] | None  # what fp8_weight was made of, and its inverse scale
+    # The identity and versions that ``fp8_weight`` was cast from, and its inverse scale.
+    _cast_from: tuple[tuple[int, ...], torch.Tensor] | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, in_features) -> (…, out_features)."""
@@ -212,23 +213,23 @@ class Fp8Linear(nn.Linear):
         return cast(tensor, amax, self.fp8_scale.view(torch.float32)[role], self.fp8.recipe, role)
 
     def _cast_weight(self, *, record: bool) -> Scaled:
-        """Return the weight in 8 bits: the one that is kept, if neither weight nor scale has changed since.
+        """Return the 8-bit weight: the kept one if neither weight nor scale has changed since it was cast.
 
-        Without gradients it is cast anew: whoever evaluates may have written to ``weight.data``, which leaves no trace.
-        So it is in a compiled model, which knows no versions of tensors, and casts on the way to the product.
+        Without gradients it is cast anew, for a write to ``weight.data`` before evaluation would leave no trace. In a
+        compiled model it is as well: there tensors have no versions, and the cast is fused with its surroundings.
         """
         kept = self.fp8_weight
         if kept is None or not record or torch.compiler.is_compiling():
             return self.cast(self.weight, WEIGHT, record=record)
-        made_of = (id(self.weight), self.weight._version, self.fp8_scale._version)
-        if self._held is None or self._held[0] != made_of:
+        source = (id(self.weight), version_of(self.weight), version_of(self.fp8_scale))
+        if self._cast_from is None or self._cast_from[0] != source:
             fresh = self.cast(self.weight, WEIGHT, record=True)
             kept.copy_(fresh.values.view(torch.uint8))
-            self._held = made_of, fresh.inverse
-        return Scaled(kept.view(self.fp8.recipe.dtype(WEIGHT)), self._held[1])
+            self._cast_from = source, fresh.inverse
+        return Scaled(kept.view(self.fp8.recipe.dtype(WEIGHT)), self._cast_from[1])
 
     def extra_repr(self) -> str:
-        """As ``nn.Linear``, with the format."""
+        """Describe the layer as ``nn.Linear`` does, with the format."""
         return f"{super().extra_repr()}, fp8={self.fp8.recipe.fp8_format}"
 
 
@@ -238,7 +239,7 @@ def _computing_dtype(input: torch.Tensor) -> torch.dtype:
 
 
 class _Product(Function):
-    """``input @ weight.t()``, from both in 8 bits; backward casts the gradient and multiplies it with both."""
+    """``input @ weight.t()`` in 8 bits; backward casts the gradient and multiplies it with both."""
 
     @staticmethod
     def forward(
@@ -256,7 +257,7 @@ class _Product(Function):
         of_input, of_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *((input8_MK, input_inverse) if of_weight else (None, None)),
-            # A weight that is not kept is not kept for backward either: it is whole again by then.
+            # Without keep_weight, save the weight itself: FSDP2 gathers it again for backward.
             *((weight8_NK, weight_inverse) if of_input and layer.fp8.keep_weight else (None, None)),
             weight_NK if of_input and not layer.fp8.keep_weight else None,
         )
@@ -283,7 +284,7 @@ class _Product(Function):
 
 
 def _by_columns(scaled: Scaled) -> Scaled:
-    """Return the same matrix in column order, its rows filled up to a multiple of 16."""
+    """Return the same matrix column-major, its rows padded to a multiple of 16."""
     return Scaled(transposed(scaled).values.t(), scaled.inverse)
 
 
@@ -291,14 +292,14 @@ def to_fp8(linear: nn.Linear, options: Fp8Options) -> Fp8Linear:
     """Make a plain ``nn.Linear`` multiply in 8 bits, in place.
 
     Args:
-        linear: Of class ``nn.Linear`` itself; both dims of its weight are multiples of 16.
-        options: What it is told.
+        linear: A layer of class ``nn.Linear`` itself; both dims of its weight are multiples of 16.
+        options: Options of the layer.
     """
-    assert type(linear) is nn.Linear, "its forward is known"
+    assert type(linear) is nn.Linear, "a subclass may have a forward of its own"
     device, recipe = linear.weight.device, options.recipe
     linear.__class__ = Fp8Linear
     assert isinstance(linear, Fp8Linear)
-    linear.fp8, linear._held = options, None
+    linear.fp8, linear._cast_from = options, None
     shapes = {
         "fp8_amax_history": (3, recipe.amax_history_len),
         "fp8_scale": (3,),
@@ -314,28 +315,25 @@ def to_fp8(linear: nn.Linear, options: Fp8Options) -> Fp8Linear:
 
 
 def to_plain(linear: Fp8Linear) -> None:
-    """The way back, in place."""
+    """Undo :func:`to_fp8`, in place."""
     for name in BUFFERS:
         delattr(linear, name)
-    del linear.fp8, linear._held
+    del linear.fp8, linear._cast_from
     linear.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-# --- The end of a step: largest values enter the histories, and scales follow; of all layers at once.
 
 
 @torch.no_grad()
 def update_scales(layers: Sequence[Fp8Linear], group: dist.ProcessGroup | None = None) -> None:
-    """End a step: moves the largest values of the step into the histories, and updates the scales when it is due.
+    """End a step: move its largest values into the histories, and update the scales every ``interval`` steps.
 
-    Called once before every optimizer step. Nothing in it waits for the device, and its kernels do not grow in number
-    with the layers. A tensor that was not seen in the step, or was zero, enters as 0, and a history of zeros leaves a
-    scale as it was. What was inf or nan does not enter.
+    Call it once before every optimizer step. It does not wait for the device, and the number of its kernels does not
+    depend on the number of layers. A tensor that was not cast in the step, or was zero, enters as 0; inf and nan do not
+    enter. A history of zeros leaves a scale as it was.
 
     Args:
-        layers: All of one recipe and device; the same on every rank of ``group``.
+        layers: Layers of one recipe and device; the same on every rank of ``group``.
         group: The ranks that hold these layers: one all-reduce of all largest values makes histories and scales equal
-            on them. None updates each rank by what it has seen itself.
+            on them. None updates each rank from its own values.
     """
     if not layers:
         return
@@ -350,12 +348,11 @@ def update_scales(layers: Sequence[Fp8Linear], group: dist.ProcessGroup | None =
     wanted_L3 = torch.stack([recipe.scale(by_L3[:, role], role) for role in (INPUT, WEIGHT, GRADIENT)], dim=1)
     due_L1 = torch.stack([layer.fp8_num_updates for layer in layers]).remainder(recipe.interval).eq(0).unsqueeze(1)
     scale_L3 = torch.where(due_L1 & (by_L3 > 0) & torch.isfinite(wanted_L3), wanted_L3, scale_L3)
-    torch._foreach_copy_([_numbers(layer.fp8_amax_history) for layer in layers], list(history_L3H))
-    torch._foreach_copy_([_numbers(layer.fp8_scale) for layer in layers], list(scale_L3))
-    torch._foreach_add_([layer.fp8_num_updates for layer in layers], 1)
-    torch._foreach_zero_([layer.fp8_amax for layer in layers])
+    foreach_copy_([_numbers(layer.fp8_amax_history) for layer in layers], list(history_L3H))
+    foreach_copy_([_numbers(layer.fp8_scale) for layer in layers], list(scale_L3))
+    foreach_add_([layer.fp8_num_updates for layer in layers], 1)
+    foreach_zero_([layer.fp8_amax for layer in layers])
 
 
 def _numbers(bits: torch.Tensor) -> torch.Tensor:
-    """Return a view of int32 bits as the fp32 numbers that they are."""
     return bits.view(torch.float32)

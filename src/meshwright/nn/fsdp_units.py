@@ -1,4 +1,7 @@
-"""FSDP2 units: their groups, resharding at updates, recovery after failures, and the collective log."""
+"""Additions to FSDP2's units: reshard at updates, recover after failures, average plain gradients, log collectives.
+
+A unit is a module that ``fully_shard`` was called on; its parameters are gathered and their gradients reduced together.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -22,76 +24,87 @@ from meshwright.nn.module_structure import outside_compiled
 from meshwright.optim import local_tensor
 from meshwright.optim.dtensors import by_kind
 from meshwright.runtime import tensor_mesh
+from meshwright.runtime.torch_internals.autograd import current_graph_task_id, queue_callback
+from meshwright.runtime.torch_internals.fsdp import (
+    GROUP,
+    GROUPS,
+    UNSHARDED,
+    abandon_step,
+    is_root,
+    lazy_init,
+    shared_context_of,
+    unsharded_of,
+)
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the parameters that it communicates together; none where the unit has none of its own."""
+    """Return FSDP2's groups of parameters that a unit communicates together; empty if it has no parameters."""
     return groups_of(fully_shard.state(unit))  # type: ignore[attr-defined]
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Return the same of what FSDP2 keeps for a unit, its ``FSDPState``."""
-    # torch 2.11 knows one group, later versions list them.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    """Return FSDP2's groups of parameters, by a unit's ``FSDPState``."""
+    groups = getattr(state, GROUPS, None) or [getattr(state, GROUP)]
     return [group for group in groups if group is not None]
 
 
-# --- Gathered weights do not outlive an update of their shards, whoever gathered them and whoever updates.
+# --- [Note: reshard at updates] Gathered weights must not outlive an update of their shards.
+#
+# Backward frees gathered weights. But a forward after it, say for a metric, gathers them again, and no backward frees
+# them. FSDP2 would compute the next forward with these weights, from before the update. So they are freed after every
+# optimizer step, whoever gathered them and whichever optimizer updates.
 
 _units: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _hooked = False
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what is gathered of a sharded model, else it would be taken for its weights after the shards have changed.
+    """Free the gathered weights of a sharded model, so that the next forward gathers the current shards.
 
-    Nothing is communicated, and nothing done where nothing is gathered.
+    Does not communicate. See [Note: reshard at updates].
     """
     reshard_units(model.modules())
 
 
 def reshard_units(modules: Iterable[nn.Module]) -> None:
-    """The same for those of these modules that are FSDP2 units; without a walk where they are known."""
+    """Free the gathered weights of those modules that are FSDP2 units."""
     for module in modules:
-        if isinstance(module, FSDPModule):  # what has been taken apart is no unit any more
+        if isinstance(module, FSDPModule):  # a Block that was released is no unit any more
             module.reshard()
 
 
 def reshard_at_updates(units: Iterable[nn.Module]) -> None:
-    """Free what is gathered of FSDP2 units after every step of an optimizer of their parameters, from now on.
+    """Free the gathered weights of FSDP2 units after every step of an optimizer of their parameters, from now on.
 
-    Backward frees it; but a forward after that, for a metric say, gathers it again, and leaves it so where no backward
-    is to gather it twice. FSDP2 would compute the next forward with these weights, of before the update.
+    See [Note: reshard at updates].
     """
     global _hooked
     _units.update(units)
     if not _hooked:
-        # torch's for all optimizers: nobody tells here which one will be built over these parameters.
+        # A hook of all optimizers: which one will be built over these parameters is not known here.
         register_optimizer_step_post_hook(_reshard_updated)
         _hooked = True
 
 
 def _reshard_updated(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # What has been taken apart since is no unit any more.
-    gathered = [unit for unit in list(_units) if isinstance(unit, FSDPModule) and _is_gathered(unit)]
+    units = [unit for unit in list(_units) if isinstance(unit, FSDPModule)]
+    gathered = [unit for unit in units if any(not group.is_sharded for group in parameter_groups(unit))]
     if not gathered:
         return
-    # Only those that this optimizer updates: it may be one of few ranks, and to gather again takes all of them.
+    # Only those that this optimizer updates: it may step on a few ranks only, and gathering again takes all of them.
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for unit in gathered:
         if any(id(each.sharded_param) in updated for group in parameter_groups(unit) for each in group.fsdp_params):
             unit.reshard()
 
 
-def _is_gathered(unit: FSDPModule) -> bool:
-    return any(not group.is_sharded for group in parameter_groups(unit))
-
-
 @contextlib.contextmanager
 def gathered_root(model: nn.Module) -> Iterator[None]:
-    """Whole weights outside of units while parts of a model are called by themselves; all are shards afterwards."""
+    """Gather the root's weights while parts of a model are called by themselves; reshard everything on exit."""
     assert isinstance(model, FSDPModule)
-    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]  # else the part that is called becomes a root
+    # Otherwise the part that is called first would become the root.
+    lazy_init(fully_shard.state(model))  # type: ignore[attr-defined]
     model.unshard()
     try:
         yield
@@ -99,110 +112,84 @@ def gathered_root(model: nn.Module) -> Iterator[None]:
         reshard(model)
 
 
-# --- What FSDP2 leaves behind when forward or backward fails, and the way back.
+# --- [Note: recovery after a failed pass]
+#
+# FSDP2 ends a backward pass in a callback. Where backward fails, the callback is not called, and FSDP2 believes for
+# ever that the pass is under way: no later pass would be ended, and gradients of the failed one would be added to those
+# of the next. A loop that catches the error (out of memory, say) goes on with wrong gradients.
 
 
 def abandon_units(model: nn.Module) -> None:
-    """After a failure: units are sharded and idle, and nothing is left of gradients that were not reduced yet."""
-    trees = {}
+    """Reset all units after a failed pass: sharded, idle, and without gradients that were not reduced yet.
+
+    See [Note: recovery after a failed pass].
+    """
+    contexts = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            context = fully_shard.state(module)._state_ctx  # type: ignore[attr-defined]
-            trees[id(context)] = context
-    for context in trees.values():
+            context = shared_context_of(fully_shard.state(module))  # type: ignore[attr-defined]
+            contexts[id(context)] = context
+    for context in contexts.values():
         _abandon(context)
 
 
 def recover_in_forward(unit: nn.Module) -> None:
-    """Let the first forward after a backward that failed begin as if it had not, for loops that catch the error.
+    """Reset a unit's tree at the first forward after a failed backward.
 
-    FSDP2 ends a backward pass in a callback, and believes for ever that one is under way where it was not called: no
-    later pass would be ended, and gradients of the failed one would be added to those of the next.
+    See [Note: recovery after a failed pass].
     """
     # Before FSDP2's own hook, which gathers.
     unit.register_forward_pre_hook(_recover, prepend=True)
 
 
 def _recover(unit: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling() or not isinstance(unit, FSDPModule):  # taken apart since
+    if torch.compiler.is_compiling() or not isinstance(unit, FSDPModule):
         return
-    context = fully_shard.state(unit)._state_ctx  # type: ignore[attr-defined]
-    # In backward itself, recomputation runs forwards.
-    if context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
+    context = shared_context_of(fully_shard.state(unit))  # type: ignore[attr-defined]
+    # A forward inside backward is a recomputation.
+    if context.post_backward_final_callback_queued and current_graph_task_id() == -1:
         _abandon(context)
 
 
 def _abandon(context: Any) -> None:
-    roots = [state for state in context.all_states if state._is_root]  # none before the first forward
+    roots = [state for state in context.all_states if is_root(state)]  # none before the first forward
     parameters = [each for state in context.all_states for group in groups_of(state) for each in group.fsdp_params]
-    # Those of earlier passes, which loops by hand add to; torch 2.15 takes them, too.
-    reduced = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
+    # Gradients of earlier passes, to which a loop may add; torch 2.15's reset clears them, too.
+    reduced_before = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
     for root in roots:
-        if hasattr(root, "_reset_iter_state"):  # since torch 2.13
-            root._reset_iter_state()
-        else:
-            _reset(root)
-    for parameter, gradient in reduced:
+        abandon_step(root, groups_of)
+    for parameter, gradient in reduced_before:
         parameter.grad = gradient
     for each in parameters:
-        if "unsharded_accumulated_grad" in vars(each):  # later torch keeps all in the gradient below
+        if "unsharded_accumulated_grad" in vars(each):  # later torch accumulates in the gradient below
             each.unsharded_accumulated_grad = None
-        if hasattr(each, "_unsharded_param"):
-            each._unsharded_param.grad = None
+        if hasattr(each, UNSHARDED):
+            unsharded_of(each).grad = None
 
 
-def _reset(root: Any) -> None:
-    """``FSDPState._reset_iter_state`` for the torch before it: waits for what is under way, and forgets it."""
-    context, comm, idle = root._state_ctx, root._comm_ctx, type(root._training_state).IDLE
-    for under_way in (comm.all_gather_state, comm.reduce_scatter_state):
-        _wait_for(root, under_way.event if under_way is not None else None)
-    comm.all_gather_state = comm.reduce_scatter_state = None
-    comm.post_forward_order.clear()
-    for state in context.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = idle
-        for group in groups_of(state):
-            gathering, group._all_gather_result = group._all_gather_result, None
-            if gathering is not None:
-                _wait_for(root, gathering.all_gather_event)
-                if gathering.all_gather_work is not None:
-                    gathering.all_gather_work.wait()
-            group._wait_for_post_backward()
-            group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = idle
-            group.reshard()
-    context.iter_forward_root = None
-    context.post_backward_final_callback_queued = False
-
-
-def _wait_for(root: Any, event: Any) -> None:
-    if event is not None:
-        root._device_handle.current_stream().wait_event(event)
-
-
-# --- Averaged gradients of parameters that every rank holds whole, where no wrapper averages them.
+# --- Gradients of unsharded parameters, averaged over ranks without a wrapper.
 
 _AVERAGED = "_meshwright_averaged"
 
 
 class _TensorAverager:
-    """Averages over the tensor group what a backward pass has reduced over the other axis: all of it at its end.
+    """Averages gradients over the tensor group, all at the end of a backward pass.
 
-    These are the many small parameters, norms and biases, that a collective each would hardly be worth.
+    FSDP2 has reduced them over the other axis. They are those of many small parameters, norms and biases: a collective
+    for each would cost more than the data.
     """
 
     def __init__(self) -> None:
-        self._backward = -1  # the pass that the parameters below belong to: one that failed leaves some behind
-        self._waiting: dict[int, torch.Tensor] = {}  # parameters by identity
+        self._backward = -1  # the pass that the parameters below belong to: a failed one leaves some behind
+        self._waiting: dict[int, torch.Tensor] = {}  # parameters by ``id``
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Note a parameter whose gradient is there; a hook after accumulation."""
-        backward = torch._C._current_graph_task_id()
+        """Add a parameter whose gradient has been accumulated."""
+        backward = current_graph_task_id()
         if self._backward != backward:
             self._backward, self._waiting = backward, {}
             # Behind FSDP2's own callback, which waits for its streams.
-            Variable._execution_engine.queue_callback(self._average)
+            queue_callback(self._average)
         self._waiting[id(parameter)] = parameter
 
     @torch.no_grad()
@@ -220,20 +207,20 @@ _at_end_of_backward = _TensorAverager()
 def average_gradients(
     parameters: Iterable[nn.Parameter], num_ranks: int, group: dist.ProcessGroup | None = None
 ) -> list[nn.Parameter]:
-    """Averages gradients over ranks as backward accumulates them, from now on; twice for none.
+    """Average gradients over ranks as backward accumulates them, from now on; each parameter once.
 
     Args:
-        parameters: Equal on all ranks, and used by all of them: plain, or sharded and alike on all tensor ranks, over
-            which they are averaged then.
-        num_ranks: Ranks in the group; 1 averages nothing.
+        parameters: Equal on all ranks, and used by all of them. Plain, or sharded over the ``zero`` axis and replicated
+            over the tensor group: these are averaged over the latter.
+        num_ranks: Ranks in the group; with 1 there is nothing to average.
         group: None for the world.
 
     Returns:
-        The frozen ones among them: a hook needs a parameter that trains.
+        The frozen ones, which cannot have a hook: call again when they may train.
     """
 
     def average(parameter: torch.Tensor) -> None:
-        # Averaging what is already an average changes nothing, so accumulated gradients stay right.
+        # The average of averages is the same average, so accumulated gradients stay right.
         assert parameter.grad is not None
         parameter.grad /= num_ranks
         dist.all_reduce(parameter.grad, group=group)
@@ -245,34 +232,34 @@ def average_gradients(
         if not parameter.requires_grad:
             frozen.append(parameter)
         elif not hasattr(parameter, _AVERAGED):
-            alike = is_alike_on_tensor_ranks(parameter)
-            parameter.register_post_accumulate_grad_hook(_at_end_of_backward.take if alike else average)
+            is_replicated = is_replicated_over_tensor_group(parameter)
+            parameter.register_post_accumulate_grad_hook(_at_end_of_backward.take if is_replicated else average)
             setattr(parameter, _AVERAGED, True)
     return frozen
 
 
-def is_alike_on_tensor_ranks(parameter: torch.Tensor) -> bool:
-    """Return whether a sharded parameter exists once per tensor rank.
-
-    FSDP2 reduces its gradient along the other axis only.
-    """
+def is_replicated_over_tensor_group(parameter: torch.Tensor) -> bool:
+    """Return whether every tensor rank has all of a sharded parameter; FSDP2 reduces over the other axis only."""
     return isinstance(parameter, DTensor) and parameter.placements[1:] == (Replicate(),)
 
 
-# --- What a rank of a sharded model has gathered and reduced, and in which order: others may have run other layers.
+# --- [Note: collective log] The order in which a rank gathers units and reduces gradients.
+#
+# Ranks pair their collectives by order alone. A rank that runs other layers than the others exchanges wrong tensors, or
+# waits for ever. The gather-order check compares the logs of all ranks.
 
 
 class CollectiveLog:
-    """Notes what FSDP2 exchanges on this rank: units that a forward gathers, and gradients that a backward reduces.
+    """Log of FSDP2's collectives on this rank: units that a forward gathers, and gradients that a backward reduces.
 
-    Ranks pair what they exchange by order alone. Units that are gathered already are not noted, nor gradients that only
-    accumulate: ranks may run what they like there.
+    See [Note: collective log]. Not logged are forwards of units that are gathered already and gradients that only
+    accumulate: they communicate nothing.
 
     Args:
-        model: Sharded, by the same names on every rank.
-        apart: Parameters that are not exchanged, or not between the ranks that will be compared.
-        hosted: Parameters whose gradients FSDP2 moves to the host: it would wait for them, if a hook were to see them.
-        gathers: Whether units are noted; not where one rank has all of each.
+        model: Sharded, with the same names on every rank.
+        apart: Parameters that are not exchanged, or not between the ranks whose logs will be compared.
+        offloaded: Parameters whose gradients FSDP2 moves to the host: with a hook, it would wait for them.
+        gathers: Whether to log gathers of units; False where one rank has all of each.
     """
 
     def __init__(
@@ -284,50 +271,52 @@ class CollectiveLog:
         gathers: bool = True,
     ) -> None:
         self._names: list[str] = []  # of units and parameters
-        self._order = array.array("I")  # places in them
+        self._order = array.array("I")  # indices of ``_names``
         exchanged = {name: parameter for name, parameter in model.named_parameters() if parameter not in apart}
         for unit, name in _first_parameters(model, exchanged).items() if gathers else ():
-            self._note_gathers(model, unit, name)
+            self._log_gathers(model, unit, name)
         for name, parameter in exchanged.items():
             if parameter.requires_grad and parameter not in offloaded:
-                note = self._note(f"the gradient of {name}")
+                log = self._logger(f"the gradient of {name}")
                 # FSDP2 calls it where it has sent the gradient, in compiled models too.
-                parameter.register_post_accumulate_grad_hook(lambda _, note=note: note())
+                parameter.register_post_accumulate_grad_hook(lambda _, log=log: log())
 
-    def _note(self, name: str) -> Callable[[], None]:
+    def _logger(self, name: str) -> Callable[[], None]:
         place, append = len(self._names), self._order.append
         self._names.append(name)
         return lambda: append(place)
 
-    def _note_gathers(self, model: nn.Module, unit: str, name: str) -> None:
+    def _log_gathers(self, model: nn.Module, unit: str, name: str) -> None:
         path, _, attribute = name.rpartition(".")
-        held, note = model.get_submodule(path)._parameters, self._note(unit or "the rest of the model")
-        shard = held[attribute]
+        parameters, log = parameters_of(model.get_submodule(path)), self._logger(unit or "the rest of the model")
+        shard = parameters[attribute]
 
-        def about_to_run(module: nn.Module, args: Any) -> None:
-            if held[attribute] is shard and torch.is_grad_enabled():  # ranks may look at their validation data alone
-                note()
+        def before_forward(module: nn.Module, args: Any) -> None:
+            is_sharded = parameters[attribute] is shard
+            # Without gradients nothing is compared: a rank may validate alone.
+            if is_sharded and torch.is_grad_enabled():
+                log()
 
-        # Before FSDP2's own. Where compiling fails on one rank alone, traced hooks would run there alone.
-        model.get_submodule(unit).register_forward_pre_hook(torch.compiler.disable(about_to_run), prepend=True)
+        # Before FSDP2's own hook. Not traced: where compiling fails on one rank, only that rank would run it.
+        model.get_submodule(unit).register_forward_pre_hook(torch.compiler.disable(before_forward), prepend=True)
 
     def is_any(self) -> bool:
-        """Return whether anything was exchanged since the last :meth:`take`."""
+        """Return whether anything was logged since the last :meth:`take`."""
         return bool(self._order)
 
     def take(self) -> bytes:
-        """Return the order since the last call; equal bytes are equal orders."""
+        """Return the log since the last call, and clear it; equal bytes are equal orders."""
         taken = self._order.tobytes()
         del self._order[:]
         return taken
 
     def names(self, order: bytes) -> list[str]:
-        """Return what was exchanged in an order, that of any rank."""
+        """Decode a log, of this rank or another, into names."""
         return [self._names[place] for place in array.array("I", order)]
 
 
 def _first_parameters(model: nn.Module, exchanged: dict[str, nn.Parameter]) -> dict[str, str]:
-    """By the paths of units that hooks can be put on: a parameter that each gathers itself."""
+    """Return one parameter that a unit gathers itself, by the unit's path, for all units that can have hooks."""
     can_hook = set(outside_compiled(model))
     units = dict(each for each in model.named_modules() if isinstance(each[1], FSDPModule))
     found: dict[str, str] = {}

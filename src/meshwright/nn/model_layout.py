@@ -1,4 +1,8 @@
-"""Where a model's whole tensors lie: sharded pieces, other stages' blocks, rows in the order of ranks."""
+"""Layouts of a model's parameters: shards and tensor-parallel pieces, fused rows in rank order, and pipeline stages.
+
+The mesh of a parameter has one dim, ``zero``, or two, ``zero`` and ``tensor``. A tensor group's ranks each compute with
+a *piece* of a parameter, cut along any dim; the ranks of the ``zero`` axis each hold *rows* (dim 0) of that piece.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +16,23 @@ from torch import nn
 from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.errors import ModelError
 from meshwright.inspect import OUTLINE
 from meshwright.runtime import ShardAxes, settings, shard_axes, stage_index, tensor_rank, tensor_size
+from meshwright.runtime.torch_internals.dtensor import DTensorSpec, StridedShard, TensorMeta
+from meshwright.runtime.torch_internals.modules import children_of
 
-_AXES = ("zero", "tensor")  # of the mesh of parameters with tensor parallelism
+_AXES = ("zero", "tensor")
 _ZERO, _TENSOR = 0, 1
 
 
 def sharded(full: torch.Tensor, axes: ShardAxes | None = None) -> DTensor:
-    """Keep this rank's part of a full tensor, without communication.
+    """Shard a full tensor over the ``zero`` axis, without communication.
 
     Args:
         full: Equal on all ranks of the mesh.
-        axes: Those of a pipeline stage; None for all ranks.
+        axes: The axes of a pipeline stage; None for all ranks.
 
     Returns:
         A DTensor split along dim 0 as ``torch.chunk`` splits: the last ranks may hold less, or nothing.
@@ -39,44 +43,45 @@ def sharded(full: torch.Tensor, axes: ShardAxes | None = None) -> DTensor:
 
 
 def sharded_piece(piece: torch.Tensor, dim: int, axes: ShardAxes | None = None) -> DTensor:
-    """Keep this rank's rows of its tensor rank's piece, without communication.
+    """Shard a tensor rank's piece over the ``zero`` axis, without communication.
 
     Args:
-        piece: Equal on all ranks with the same place in their tensor group.
-        dim: Along which the pieces of a tensor group make the whole.
-        axes: Those of a pipeline stage; None for all ranks.
+        piece: Equal on all ranks with the same tensor rank.
+        dim: The dim along which pieces are concatenated to the whole.
+        axes: The axes of a pipeline stage; None for all ranks.
 
     Returns:
         A DTensor of the whole's shape.
     """
-    shape = _widened(piece.shape, dim)
-    over_zero = _StridedShard(0, split_factor=tensor_size()) if dim == 0 else Shard(0)
+    shape = torch.Size(size * tensor_size() if index == dim else size for index, size in enumerate(piece.shape))
+    over_zero = StridedShard(0, split_factor=tensor_size()) if dim == 0 else Shard(0)
     axes = axes or shard_axes()
     return _placed(_rows(piece, axes.zero), shape, axes.parameters, (over_zero, Shard(dim)))
 
 
 def laid_out_like(parameter: DTensor, full: torch.Tensor) -> DTensor:
-    """Keep of a full tensor, equal on all ranks, what this rank holds of ``parameter``; without communication."""
+    """Distribute a full tensor, equal on all ranks, as ``parameter`` is; without communication."""
     mesh, placements = parameter.device_mesh, parameter.placements
     if placements == (Shard(0),) or mesh.mesh_dim_names == _AXES:
         return _placed(local_part(full, parameter), full.shape, mesh, placements)
-    return distribute_tensor(full, mesh, placements, src_data_rank=None)  # of a wrapper that is not ours
+    # A layout that this module did not make.
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
 def local_part(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """Return the elements of a full tensor that this rank holds of a distributed parameter, as a view."""
+    """Return a view of the elements of a full tensor that this rank holds of ``parameter``."""
     dim = tensor_dim(parameter)
     mesh = parameter.device_mesh
     return _rows(full if dim is None else local_piece(full, dim), mesh)
 
 
 def local_piece(full: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the piece of a full tensor that this rank has in its tensor group, as a view."""
+    """Return a view of this tensor rank's piece of a full tensor."""
     return full.chunk(tensor_size(), dim)[tensor_rank()]
 
 
 def tensor_dim(parameter: torch.Tensor) -> int | None:
-    """Return the dim along which tensor ranks hold pieces of a parameter; None where each has the whole."""
+    """Return the dim along which tensor ranks hold pieces of a parameter; None if each has the whole."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names != _AXES:
         return None
     placement = parameter.placements[_TENSOR]
@@ -84,9 +89,9 @@ def tensor_dim(parameter: torch.Tensor) -> int | None:
 
 
 def gather_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this rank computes with, gathered over the ``zero`` axis: the whole, or its piece. Collective.
+    """Gather a parameter over the ``zero`` axis: the whole, or this tensor rank's piece. Collective.
 
-    Backward averages the gradient and splits it again.
+    Backward averages the gradient and shards it again.
     """
     assert isinstance(parameter, DTensor)
     mesh, dim = parameter.device_mesh, tensor_dim(parameter)
@@ -108,13 +113,13 @@ def gather_parameter(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_piece(parameter: DTensor) -> torch.Tensor:
-    """Return what this rank computes with of a tensor-split parameter that FSDP2 has gathered over the ``zero`` axis."""
+    """Return this tensor rank's piece of a parameter that FSDP2 has gathered over the ``zero`` axis."""
     piece = parameter.to_local(grad_placements=parameter.placements)
     return _OncePerGroup.apply(piece, parameter.device_mesh.size())
 
 
 def without_memory(parameter: torch.Tensor, axes: ShardAxes) -> nn.Parameter:
-    """Return what FSDP2 is given to shard over the ``zero`` axis: the parameter's shapes on ``meta``."""
+    """Return a parameter of the same shapes on ``meta``, for FSDP2 to shard over the ``zero`` axis."""
     shape, dim = list(parameter.shape), tensor_dim(parameter)
     if dim is not None:
         shape[dim] //= tensor_size()
@@ -126,7 +131,7 @@ def without_memory(parameter: torch.Tensor, axes: ShardAxes) -> nn.Parameter:
 
 
 class _OncePerGroup(Function):
-    """Identity; the gradient, a sum over a tensor group's losses, becomes one over their number."""
+    """Identity whose gradient, a sum over the tensor group's losses, is divided by their number."""
 
     @staticmethod
     def forward(ctx: Any, piece: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -139,7 +144,7 @@ class _OncePerGroup(Function):
 
 
 def _rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows along the first mesh dim, as a view."""
+    """Return a view of this rank's rows along the first mesh dim."""
     rows, chunk = whole.shape[0], -(-whole.shape[0] // mesh.size(_ZERO))
     start = min(mesh.get_local_rank(_ZERO) * chunk, rows)
     return whole[start : min(start + chunk, rows)]
@@ -163,28 +168,24 @@ def _strides(shape: Any) -> tuple[int, ...]:
     return torch.empty(tuple(shape), device="meta").stride()
 
 
-def _widened(shape: torch.Size, dim: int) -> torch.Size:
-    return torch.Size(size * tensor_size() if index == dim else size for index, size in enumerate(shape))
-
-
-# --- Parameters whose rows lie in the order of ranks: fused projections that a tensor axis splits.
+# --- [Note: rank order] Fused projections that a tensor axis splits.
 #
 # A fused projection lists all queries, then all keys, then all values; each rank of a tensor axis needs some of each.
-# So the DTensor's whole tensor lists rank 0's queries, keys and values, then rank 1's. Everything that does not care
-# for the order of rows (updates, norms, further sharding) works on it as it is; state dicts and checkpoints have the
-# model's own.
+# So the DTensor's whole tensor lists rank 0's queries, keys and values, then rank 1's: rows are in rank order. What
+# does not depend on the order of rows (updates, norms, further sharding) works on it as it is. State dicts and
+# checkpoints have the model's own order.
 
 _ATTRIBUTE = "_rank_orders"
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """How a dim of a parameter is laid out.
+    """Rank order of one dim of a parameter.
 
     Args:
         dim: The dim.
-        parts: Sizes of what is fused along it, in the model's own order.
-        ranks: Size of the tensor axis; divides every one of them.
+        parts: Sizes of the parts fused along it, in the model's own order.
+        ranks: Size of the tensor axis; divides every part.
     """
 
     dim: int
@@ -192,16 +193,16 @@ class RankOrder:
     ranks: int
 
     def source(self) -> torch.Tensor:
-        """For every place in the order of ranks: the place in the model's own order, int64."""
+        """Return the index in the model's order of every row in rank order, int64."""
         places = torch.arange(sum(self.parts)).split(list(self.parts))
         return torch.cat([part.chunk(self.ranks)[rank] for rank in range(self.ranks) for part in places])
 
     def to_model(self, tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        """A tensor in the order of ranks, plain or DTensor, in the model's own; collective for a DTensor."""
+        """Permute a plain tensor or DTensor from rank order to the model's own; collective for a DTensor."""
         return _permuted(tensor, self.dim if dim is None else dim, self.source().argsort())
 
     def to_ranks(self, tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        """Return the way back."""
+        """Permute a tensor from the model's own order to rank order; the inverse of :meth:`to_model`."""
         return _permuted(tensor, self.dim if dim is None else dim, self.source())
 
 
@@ -215,10 +216,10 @@ def _permuted(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tens
 
 
 def keep_rank_order(module: nn.Module, name: str, order: RankOrder) -> None:
-    """Note that a parameter of a module lies in the order of ranks; its state dict keeps the model's own.
+    """Declare that a parameter of a module is in rank order; the state dict keeps the model's own order.
 
     ``state_dict()`` and ``load_state_dict()`` of such a model are collective. With ``keep_vars=True`` the former holds
-    the parameters themselves, as they lie.
+    the parameters themselves, in rank order.
     """
     orders = module.__dict__.setdefault(_ATTRIBUTE, {})
     if not orders:
@@ -228,7 +229,7 @@ def keep_rank_order(module: nn.Module, name: str, order: RankOrder) -> None:
 
 
 def rank_orders(model: nn.Module) -> dict[int, RankOrder]:
-    """Return the parameters of a model that lie in the order of ranks, by identity."""
+    """Return the rank orders of a model's parameters, by the parameter's ``id``."""
     return {
         id(getattr(module, name)): order
         for module in model.modules()
@@ -250,15 +251,15 @@ def _to_rank_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
             state_dict[prefix + name] = order.to_ranks(value)
 
 
-# --- Which blocks a pipeline stage holds, and what stands in the place of those that others hold.
+# --- Blocks of other pipeline stages.
 
 
 class Elsewhere(nn.Module):
-    """Stands for a block of another stage, so that names and positions are those of the whole model.
+    """Placeholder for a block of another stage, so that names and positions are those of the whole model.
 
     Args:
-        block: What is there; its tensors are replaced by ones without memory.
-        stage: Where it is.
+        block: The block, its tensors on ``meta``.
+        stage: The stage that holds it.
     """
 
     def __init__(self, block: nn.Module, stage: int) -> None:
@@ -286,24 +287,25 @@ class Elsewhere(nn.Module):
         )
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Its entries are for other ranks: neither missing nor unexpected here."""
+        # Its entries are for other ranks: neither missing nor unexpected here.
+        pass
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if _whole_model:
             destination.update(self.outline.state_dict(prefix=prefix, keep_vars=keep_vars))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Follow a conversion: dtypes are those that the block has on its stage."""
+        # Follow conversions of the dtype, so that it is the one on the block's own stage.
         self.outline._apply(lambda each: each.to(fn(torch.empty(0, dtype=each.dtype)).dtype))
         return super()._apply(fn, recurse)
 
 
-_whole_model: list[None] = []  # not empty inside `whole_model`
+_whole_model: list[None] = []  # as many entries as `whole_model` contexts are active
 
 
 @contextlib.contextmanager
 def whole_model() -> Iterator[None]:
-    """Let ``state_dict()`` name what other stages hold too, as tensors on ``meta``: names are alike on all ranks."""
+    """Include other stages' tensors in ``state_dict()``, on ``meta``: all ranks then have the same names."""
     _whole_model.append(None)
     try:
         yield
@@ -312,11 +314,11 @@ def whole_model() -> Iterator[None]:
 
 
 def stages_of(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """Return the stage of every entry of a model's state dict that is on one; without those that all ranks hold."""
+    """Return the stage of every entry of a model's state dict that one stage holds."""
     paths: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        children = module._modules
+        children = children_of(module)
         if any(isinstance(child, Elsewhere) for child in children.values()):
             for key, child in children.items():
                 paths[f"{prefix}{key}."] = child.stage if isinstance(child, Elsewhere) else stage_index()

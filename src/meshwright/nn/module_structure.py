@@ -1,4 +1,8 @@
-"""Find modules by class, repeated block or pipeline part, check them, and change what their forward does in place."""
+"""Find modules of a model, check them, and change their forward in place.
+
+Modules are found by class or as the model's repeated blocks. Methods change a module's forward by giving it a subclass
+of its own class: no wrapper module, so parameter names, hooks and ``isinstance`` stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def class_name(cls: type) -> str:
 
 
 def subclass_like(cls: type[nn.Module], mixin: type[M]) -> type[M]:
-    """A class with the name of ``cls`` that derives from ``mixin`` first and from ``cls`` second; one per pair."""
+    """Return the one class that derives from ``mixin`` and ``cls`` and has the name of ``cls``."""
     if (cls, mixin) not in _subclasses:
         named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _subclasses[cls, mixin] = type(cls.__name__, (mixin, cls), named)
@@ -33,7 +37,7 @@ def subclass_like(cls: type[nn.Module], mixin: type[M]) -> type[M]:
 
 
 def class_names(module: nn.Module) -> list[str]:
-    """Qualified names of a module's class and of every nn.Module class it derives from, most derived first."""
+    """Return the qualified names of a module's class and its bases below nn.Module, most derived first."""
     return [class_name(cls) for cls in type(module).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module]
 
 
@@ -43,7 +47,7 @@ def modules_of(model: nn.Module, references: Sequence[str], *, method: str) -> l
     Args:
         model: Where to look; the model itself is not a candidate.
         references: Class names, bare (``"GPT2Block"``) or qualified.
-        method: The method that asks, for the error.
+        method: Name of the method, for the error.
 
     Returns:
         ``(path, module)`` pairs.
@@ -70,7 +74,7 @@ def modules_of(model: nn.Module, references: Sequence[str], *, method: str) -> l
 
 
 def outermost(found: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Leave out modules that lie inside another of the found ones."""
+    """Leave out modules that lie inside another one of ``found``."""
     last = None
     for path, module in sorted(found, key=lambda entry: entry[0].split(".")):
         if last is None or not path.startswith(last + "."):
@@ -78,7 +82,7 @@ def outermost(found: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.
             yield path, module
 
 
-# --- The repeated blocks of a model, found by structure: whatever its forward loops over.
+# --- Repeated blocks, found by structure: whatever the model's forward loops over.
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -104,10 +108,15 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def require_blocks(model: nn.Module, *, method: str, option: str) -> list[tuple[str, nn.Module]]:
-    """Find the blocks of a model, or say why a method cannot go on without.
+    """Find the blocks of a model for a method that needs some.
+
+    Args:
+        model: Where to look.
+        method: Name of the method, for the error.
+        option: Its option that names classes instead, for the error.
 
     Raises:
-        ModelError: When the model holds no ``nn.ModuleList`` of modules with parameters.
+        ModelError: When the model has no ``nn.ModuleList`` of modules with parameters.
     """
     blocks = find_blocks(model)
     if not blocks:
@@ -121,9 +130,9 @@ def require_blocks(model: nn.Module, *, method: str, option: str) -> list[tuple[
     return blocks
 
 
-# --- What one pipeline rank knows of the whole model, of which it holds a part: all names, and where each lies.
+# --- One pipeline rank's part of a model.
 #
-# A model that ``pipeline_parallel`` has cut keeps its own names; this says which of them are elsewhere.
+# A model that ``pipeline_parallel`` has cut has its own names still; ``Part`` says which of them are on other ranks.
 
 _ATTRIBUTE = "_part_of_whole"
 
@@ -133,54 +142,55 @@ class Part:
     """One pipeline rank's part of a model, as plain data."""
 
     names: tuple[str, ...]
-    """Of the whole model's state dict, in its order; tied tensors under each of theirs."""
+    """Names in the whole model's state dict, in its order; tied tensors under each of theirs."""
     homes: Mapping[str, tuple[int, ...]]
-    """By name, the pipeline ranks that hold a tensor as it is trained, ascending."""
+    """Pipeline ranks that train a tensor, ascending, by its name."""
     rank: int
-    """This rank's place on the pipeline axis."""
+    """This rank's coordinate on the pipeline axis."""
     size: int
-    """Ranks on it."""
+    """Size of the pipeline axis."""
 
     def is_home(self, name: str) -> bool:
-        """Return whether this rank holds a tensor as it is trained, and not a copy that is lent or goes stale."""
-        homes = self.homes.get(name)  # what methods have added since is on every rank
+        """Return whether this rank trains a tensor, and has not merely a copy that may be stale."""
+        homes = self.homes.get(name)  # none for what methods have added since: it is on every rank
         return homes is None or self.rank in homes
 
 
 def keep_part_of_whole(model: nn.Module, part: Part) -> None:
-    """Note on a model what it is a part of."""
+    """Attach to a model which part of the whole it is."""
     model.__dict__[_ATTRIBUTE] = part
 
 
 def part_of_whole(model: nn.Module) -> Part | None:
-    """Return what :func:`keep_part_of_whole` noted; None for a model that every rank holds."""
+    """Return what :func:`keep_part_of_whole` attached; None for a model that is whole on every rank."""
     part: Part | None = model.__dict__.get(_ATTRIBUTE)
     return part
 
 
-# --- Changing what a module's forward does, without a wrapper module: parameter names stay as they are.
+# --- Wrapped methods.
 
 Around = Callable[..., Any]
 """Called as ``around(forward, *args, **kwargs)`` in place of ``forward(*args, **kwargs)``."""
 
 
 def class_with(cls: type[nn.Module], name: str, method: Callable[..., Any]) -> type[nn.Module]:
-    """A class that differs from ``cls`` in one method: a subclass of the same name, whatever it is asked."""
+    """Return a subclass of ``cls`` under the same name that differs in one method."""
     return type(cls.__name__, (cls,), {name: method, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def wrap_method(module: nn.Module, name: str, around: Around) -> None:
-    """Put ``around`` about one method of one module, for example its ``forward``.
+    """Wrap one method of one module, for example its ``forward``, in ``around``.
 
     The module's class becomes a subclass of what it was (as FSDP2 does), so ``isinstance``, deep copies, parameter
-    names and state dicts are those of the plain module; wrapping twice nests.
+    names and state dicts are those of the plain module. Wrapping twice nests.
     """
     wrap_methods([module], name, around)
 
 
 def wrap_methods(modules: Iterable[nn.Module], name: str, around: Around) -> None:
-    """:func:`wrap_method` for several modules; those of one class still share a class, so what is compiled for one of
-    them serves all.
+    """Wrap one method of several modules, as :func:`wrap_method` does.
+
+    Modules of one class go on sharing a class, so code that is compiled for one of them serves all.
     """
     wrapped: dict[type[nn.Module], type[nn.Module]] = {}
     for module in modules:
@@ -191,13 +201,13 @@ def wrap_methods(modules: Iterable[nn.Module], name: str, around: Around) -> Non
 
 
 def without_fast_path(model: nn.Module) -> None:
-    """Let ``nn.TransformerEncoder`` run its layers by their forwards where gradients are off, too.
+    """Switch off the fast path of ``nn.TransformerEncoder``, so that layers run their forwards without gradients, too.
 
-    Its fast path reads their weights, and hands on nested tensors.
+    The fast path reads the layers' weights directly, and passes nested tensors on.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # what torch asks for that path
+            module.activation_relu_or_gelu = 0  # torch takes the fast path for 1 and 2
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
 
@@ -210,31 +220,32 @@ def _around(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
     return method
 
 
-# --- Modules whose forward is compiled: in place, so that names, hooks and ``isinstance`` stay as they are.
+# --- Compiled forwards.
 
-_SHAPES = 8  # torch's own limit: as many versions for shapes and modes
+_SHAPES = 8  # versions for shapes and modes: torch's own limit
 _MARK = "_forward_is_compiled"
 
 
 def compile_forward(
     modules: Iterable[nn.Module], context: Callable[[], contextlib.AbstractContextManager[Any]], **options: Any
 ) -> None:
-    """Compile the forwards of modules; those of one class are compiled once, and share the code.
+    """Compile the forwards of modules in place; modules of one class share the compiled code.
 
-    ``nn.Module.compile`` would compile what calls forward too, with every hook: those of FSDP2, and of whoever looks
-    at the model while it trains. Here hooks of a compiled module run outside the compiled code; hooks of modules inside
-    it are compiled with it.
+    ``nn.Module.compile`` would compile the caller of forward too, with every hook: FSDP2's, and the user's. Here hooks
+    of a compiled module run outside the compiled code; hooks of modules inside it are compiled with it.
 
     Args:
         modules: Not inside each other.
         context: Makes a context that is entered around every call: torch compiles in the first ones.
-        options: Of ``torch.compile``.
+        options: Keyword arguments of ``torch.compile``.
     """
+    from meshwright.runtime.torch_internals.compilers import dynamo
+
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     listed = list(modules)
     # Other methods give blocks classes and hooks of their own; torch gives up on code that it compiles more often.
-    limit = max(torch._dynamo.config.recompile_limit, len(listed) + _SHAPES)
-    torch._dynamo.config.recompile_limit = limit
+    limit = max(dynamo.config.recompile_limit, len(listed) + _SHAPES)
+    dynamo.config.recompile_limit = limit
     for module in listed:
         cls = type(module)
         if cls not in classes:
@@ -257,21 +268,21 @@ def _compiled_class(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether the module's forward is compiled."""
+    """Return whether :func:`compile_forward` has compiled the module's forward."""
     return getattr(type(module), _MARK, False)
 
 
 def outside_compiled(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model without what is inside compiled ones: no hook can be put there any more."""
+    """List the modules of a model that are not inside compiled ones, where hooks cannot be added any more."""
     inside = {id(m) for each in model.modules() if is_compiled(each) for m in each.modules() if m is not each}
     return (module for module in model.modules() if id(module) not in inside)
 
 
-# --- Caches of keys and values, for generation: in training they are filled and never read.
+# --- Key-value caches: training fills them and never reads them.
 
 
 def without_caches(model: nn.Module) -> bool:
-    """Switch off what ``config.use_cache`` of a transformers model asks for; return whether it asked for it.
+    """Set ``config.use_cache`` of a transformers model to False; return whether it was set.
 
     Parts of a model (T5's decoder, the language model of LLaVA) have configurations of their own.
     """
@@ -283,18 +294,18 @@ def without_caches(model: nn.Module) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether a block that is called with this writes its keys and values into it, as into transformers' caches."""
+    """Return whether a value is a key-value cache, as transformers' blocks write into."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-# --- Lazy modules, whose parameters have no shape before the first forward.
+# --- Checks.
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Refuse a model with parameters or buffers that wait for an input to get their shapes.
+    """Check that no parameter or buffer is lazy, without a shape before the first forward.
 
     Raises:
-        ModelError: Naming them.
+        ModelError: Naming those that are.
     """
     waiting = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
     if waiting:
@@ -306,15 +317,12 @@ def check_initialized(model: nn.Module) -> None:
         )
 
 
-# --- Modules whose forward changes rows of their weights, by the samples it is given.
-
-
 def check_no_renorm(model: nn.Module, world: int) -> None:
-    """Refuse modules whose forward changes rows of their weights, those that a rank's own samples look up.
+    """Check that no embedding has ``max_norm``: its forward would rescale the rows that this rank's samples look up.
 
     Args:
-        model: With all its modules.
-        world: Number of ranks; one alone trains as plain torch does.
+        model: The whole model.
+        world: Number of ranks; with 1 there is nothing to check.
 
     Raises:
         ModelError: Naming the module.

@@ -1,7 +1,8 @@
-"""Recomputation with the buffers of forward: it sees what forward saw, and leaves no second update behind.
+"""Recompute with the buffers that forward saw, and without updating them a second time.
 
-What forward changes in place it must be given again as it was: so its buffers are copied beforehand. Large ones that a
-forward has left alone (masks, tables of positions) are not copied any more; should one be written later, that is seen.
+Forward may change buffers in place (running statistics, say), and its recomputation must start from the old values. So
+buffers are copied before forward. Large ones that a forward has not changed (masks, tables of positions) are not copied
+any more; if one is written after all, its version shows it, and it is copied from then on.
 """
 
 from __future__ import annotations
@@ -17,31 +18,36 @@ from typing import Any
 import torch
 from torch import nn
 
-_LARGE_BYTES = 2**16  # far above the statistics of any normalisation, which change unseen
+from meshwright.runtime.torch_internals.modules import buffers_of
+from meshwright.runtime.torch_internals.optim import foreach_copy_
+from meshwright.runtime.torch_internals.tensors import flatten_dense, unflatten_dense, version_of
 
-_left_alone: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], weakref.ref[torch.Tensor]]] = (
+# Smaller buffers are always copied: batch normalisation writes its statistics without a new version.
+_LARGE_BYTES = 2**16
+
+_unchanged: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], weakref.ref[torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
-"""Large buffers that a forward has not changed, by their names and whether their module was training."""
+"""Large buffers that a forward has not changed, by name and by whether their module was training."""
 
 
 @dataclass
-class _Kept:
-    """A buffer and its values at some moment."""
+class _SavedBuffer:
+    """A buffer, and a copy of its values."""
 
     owner: nn.Module
     name: str
     buffer: torch.Tensor
     version: int
-    values: torch.Tensor | None = None  # not kept of what forward leaves alone
+    values: torch.Tensor | None = None  # None for a buffer known not to change
 
     @property
     def key(self) -> tuple[str, bool]:
         return self.name, self.owner.training
 
     @property
-    def is_left_alone(self) -> bool:
-        known = _left_alone.get(self.owner, {}).get(self.key)
+    def is_unchanged(self) -> bool:
+        known = _unchanged.get(self.owner, {}).get(self.key)
         return known is not None and known() is self.buffer
 
     @property
@@ -50,14 +56,13 @@ class _Kept:
 
     @property
     def was_written(self) -> bool:
-        """Not seen of what batch normalisation writes, and does not read."""
-        return self.buffer._version != self.version
+        return version_of(self.buffer) != self.version
 
-    def judge(self) -> None:
-        """After a forward: learns whether it leaves a large buffer alone."""
+    def learn(self) -> None:
+        """Remember, after a forward, whether it has changed a large buffer."""
         if self.values is None:
-            # Of a module inside another that is recomputed, too, both ask.
-            if self.was_written and _left_alone[self.owner].pop(self.key, None) is not None:
+            # Popped once: a module and one inside it may both be recomputed, and both come here.
+            if self.was_written and _unchanged[self.owner].pop(self.key, None) is not None:
                 warnings.warn(
                     f"{type(self.owner).__name__}.{self.name} is changed in place for the first time by a forward that "
                     "is recomputed: its recomputation sees the new values this once, and the old ones from now on.",
@@ -65,52 +70,54 @@ class _Kept:
                 )
             return
         is_large = _is_plain(self.buffer) and not _is_small(self.buffer)
-        # Values, too: what is written through .data has the same version.
+        # Compare values, too: writing through .data leaves the version as it is.
         if is_large and not self.was_written and torch.equal(self.buffer, self.values):
-            _left_alone.setdefault(self.owner, {})[self.key] = weakref.ref(self.buffer)
+            _unchanged.setdefault(self.owner, {})[self.key] = weakref.ref(self.buffer)
 
 
 class SameBuffers:
-    """Runs a forward of modules again as it ran at first.
+    """Contexts in which a forward of modules, and every repetition of it, see the same buffers.
 
     Args:
-        modules: Whose buffers their forward may change: running statistics, power iterations, codebooks. Those that
-            say ``repeats_alike`` look after their own.
+        modules: Modules whose forward may change buffers: running statistics, power iterations, codebooks. Those with a
+            true ``repeats_alike`` are left out: they take care of their own.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)
-        self._before: list[_Kept] = []  # what the first forward began with, of buffers that it has changed
+        self._before: list[_SavedBuffer] = []  # buffers that the first forward has changed, as they were before
 
     @contextlib.contextmanager
     def first(self) -> Any:
-        """Around the first forward."""
-        kept = self._buffers()
+        """Save buffers around the first forward."""
+        saved = self._save()
         yield
-        self._before = [each for each in kept if each.was_replaced or each.was_written]
-        for each in kept:
-            each.judge()
+        self._before = [each for each in saved if each.was_replaced or each.was_written]
+        for each in saved:
+            each.learn()
 
     @contextlib.contextmanager
     def again(self) -> Any:
-        """Around every other one."""
-        now = self._buffers()
+        """Give a repetition the buffers of the first forward, and restore the current ones afterwards."""
+        now = self._save()
         try:
-            _put_back(self._before)
+            _restore(self._before)
             yield
         finally:
-            _put_back(now)
+            _restore(now)
 
-    def _buffers(self) -> list[_Kept]:
-        every = [_Kept(owner, name, buffer, buffer._version) for owner, name, buffer in _buffers_of(self._modules)]
-        packed: dict[tuple[torch.device, torch.dtype], list[_Kept]] = defaultdict(list)
+    def _save(self) -> list[_SavedBuffer]:
+        every = [
+            _SavedBuffer(owner, name, buffer, version_of(buffer)) for owner, name, buffer in _buffers_of(self._modules)
+        ]
+        packed: dict[tuple[torch.device, torch.dtype], list[_SavedBuffer]] = defaultdict(list)
         for each in every:
             if _is_small(each.buffer):
                 packed[each.buffer.device, each.buffer.dtype].append(each)
-            elif not each.is_left_alone:
+            elif not each.is_unchanged:
                 each.values = each.buffer.detach().clone()
         for group in packed.values():
-            _copy_together(group)
+            _copy_in_one_kernel(group)
         return every
 
 
@@ -122,44 +129,43 @@ def _is_small(buffer: torch.Tensor) -> bool:
     return _is_plain(buffer) and buffer.is_contiguous() and buffer.nbytes < _LARGE_BYTES
 
 
-def _copy_together(group: list[_Kept]) -> None:
-    """Small ones by one kernel."""
+def _copy_in_one_kernel(group: list[_SavedBuffer]) -> None:
     buffers = [each.buffer.detach() for each in group]
-    if len(buffers) == 1:  # would be a view of it
+    if len(buffers) == 1:  # flattening one makes a view of it
         group[0].values = buffers[0].clone()
         return
-    values = torch._C._nn.unflatten_dense_tensors(torch._C._nn.flatten_dense_tensors(buffers), buffers)
+    values = unflatten_dense(flatten_dense(buffers), buffers)
     for each, own in zip(group, values, strict=True):
         each.values = own
 
 
-def _put_back(kept: list[_Kept]) -> None:
-    """Make buffers hold these values again, unseen by autograd, which may have saved them for backward."""
-    together: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for each in kept:
+def _restore(saved: list[_SavedBuffer]) -> None:
+    # Through .data: autograd, which may have saved the buffers for backward, must not see the writes.
+    by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for each in saved:
         if each.was_replaced:
             setattr(each.owner, each.name, each.buffer)
         if each.values is not None and not _is_plain(each.buffer):
             each.buffer.data.copy_(each.values)
         elif each.values is not None:
-            buffers, values = together.setdefault((each.buffer.device, each.buffer.dtype), ([], []))
+            buffers, values = by_kind.setdefault((each.buffer.device, each.buffer.dtype), ([], []))
             buffers.append(each.buffer.data)
             values.append(each.values)
-    for buffers, values in together.values():
-        torch._foreach_copy_(buffers, values)
+    for buffers, values in by_kind.values():
+        foreach_copy_(buffers, values)
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     for module in modules:
         for owner in module.modules():
-            if owner._buffers and not getattr(owner, "repeats_alike", False):
-                for name, buffer in owner._buffers.items():
+            if buffers_of(owner) and not getattr(owner, "repeats_alike", False):
+                for name, buffer in buffers_of(owner).items():
                     if buffer is not None:
                         yield owner, name, buffer
 
 
-class _Anew:
-    """A context that can be entered several times, as torch does where backward runs twice."""
+class _Reentrant:
+    """A context that can be entered several times, as torch does if backward runs twice."""
 
     def __init__(self, make: Callable[[], Any], inside: Any) -> None:
         self._make, self._inside = make, inside
@@ -176,11 +182,11 @@ class _Anew:
 def recompute_contexts(
     modules: Sequence[nn.Module], contexts: Callable[[], tuple[Any, Any]] | None = None
 ) -> dict[str, Any]:
-    """Return what torch's checkpoint is told to run modules again with the same buffers; nothing new if they have none.
+    """Return keyword arguments of torch's ``checkpoint`` that recompute modules with the same buffers.
 
     Args:
-        modules: What is recomputed together.
-        contexts: Other contexts, of forward and of recomputation.
+        modules: Modules that are recomputed together; without buffers, only ``contexts`` are passed on.
+        contexts: Makes other contexts, of forward and of recomputation.
     """
     if torch.compiler.is_compiling() or next(_buffers_of(modules), None) is None:
         return {} if contexts is None else {"context_fn": contexts}
@@ -188,6 +194,6 @@ def recompute_contexts(
     def with_buffers() -> tuple[Any, Any]:
         same = SameBuffers(modules)
         forward, again = contexts() if contexts is not None else (contextlib.nullcontext(), contextlib.nullcontext())
-        return _Anew(same.first, forward), _Anew(same.again, again)
+        return _Reentrant(same.first, forward), _Reentrant(same.again, again)
 
     return {"context_fn": with_buffers}

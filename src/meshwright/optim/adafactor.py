@@ -34,6 +34,7 @@ from meshwright.optim.sharded import (
     bad_value,
     check_at_least_zero,
 )
+from meshwright.runtime.torch_internals.optim import foreach_add_, foreach_addcmul_, foreach_mul_, foreach_sub_
 
 
 class Adafactor(ShardedOptimizer):
@@ -210,12 +211,12 @@ def _move_matrices(chunk: Chunk, moment: FactoredMoment, sizes: torch.Tensor | f
     parts = zip(blocks.of(chunk.weights), blocks.of(chunk.gradients), moment.factors(), strict=True)
     if beta1 is None:
         for weights, gradients, factors in parts:
-            torch._foreach_addcmul_(weights, gradients, factors, value=-1.0)
+            foreach_addcmul_(weights, gradients, factors, value=-1.0)
         return
     for momentum, (weights, gradients, factors) in zip(blocks.of(chunk.states["exp_avg"]), parts, strict=True):
-        torch._foreach_mul_(momentum, beta1)
-        torch._foreach_addcmul_(momentum, gradients, factors)
-        torch._foreach_sub_(weights, momentum)
+        foreach_mul_(momentum, beta1)
+        foreach_addcmul_(momentum, gradients, factors)
+        foreach_sub_(weights, momentum)
 
 
 def _decay(weights: list[torch.Tensor], sizes: torch.Tensor | float, group: Mapping[str, Any]) -> None:
@@ -223,6 +224,6 @@ def _decay(weights: list[torch.Tensor], sizes: torch.Tensor | float, group: Mapp
     if group["weight_decay"] == 0:
         return
     if isinstance(sizes, float):
-        torch._foreach_add_(weights, weights, alpha=-group["weight_decay"] * sizes)
+        foreach_add_(weights, weights, alpha=-group["weight_decay"] * sizes)
     else:
-        torch._foreach_addcmul_(weights, weights, sizes.unbind(), value=-group["weight_decay"])
+        foreach_addcmul_(weights, weights, sizes.unbind(), value=-group["weight_decay"])

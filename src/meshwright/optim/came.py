@@ -33,6 +33,7 @@ from meshwright.optim.sharded import (
     check_at_least_zero,
     check_betas,
 )
+from meshwright.runtime.torch_internals.optim import foreach_add_, foreach_addcmul_, foreach_mul_, foreach_sub_
 
 
 class CAME(ShardedOptimizer):
@@ -140,7 +141,7 @@ class CAME(ShardedOptimizer):
         for weights, means, factors in zip(
             blocks.of(chunk.weights), blocks.of(momentum), instability.factors(), strict=True
         ):
-            torch._foreach_addcmul_(weights, means, factors, value=-1.0)
+            foreach_addcmul_(weights, means, factors, value=-1.0)
 
 
 def _average(chunk: Chunk, moment: FactoredMoment, instability: FactoredMoment, beta1: float) -> None:
@@ -152,10 +153,10 @@ def _average(chunk: Chunk, moment: FactoredMoment, instability: FactoredMoment, 
     blocks = Blocks(chunk)
     parts = zip(blocks.of(chunk.states["exp_avg"]), blocks.of(chunk.gradients), moment.factors(), strict=True)
     for momentum, gradients, apart in parts:
-        torch._foreach_mul_(apart, gradients)
-        torch._foreach_sub_(apart, momentum)
-        torch._foreach_add_(momentum, apart, alpha=1.0 - beta1)
-        torch._foreach_mul_(apart, apart)
+        foreach_mul_(apart, gradients)
+        foreach_sub_(apart, momentum)
+        foreach_add_(momentum, apart, alpha=1.0 - beta1)
+        foreach_mul_(apart, apart)
         instability.add(stack(list(apart)))
 
 
@@ -165,4 +166,4 @@ def _clips(chunk: Chunk, squares: torch.Tensor) -> torch.Tensor:
 
 def _decay(weights: list[torch.Tensor], group: Mapping[str, Any]) -> None:
     if group["weight_decay"] != 0:  # not times 1 − …: that is rounded the same way in every step
-        torch._foreach_add_(weights, weights, alpha=-float(group["lr"]) * group["weight_decay"])
+        foreach_add_(weights, weights, alpha=-float(group["lr"]) * group["weight_decay"])

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import NAdam, Optimizer, RAdam
 from torch.optim.adadelta import Adadelta
 from torch.optim.adagrad import Adagrad
@@ -33,6 +32,16 @@ from torch.optim.rprop import Rprop
 
 from meshwright.errors import ConfigError, ModelError
 from meshwright.runtime import world_size
+from meshwright.runtime.torch_internals.dtensor import DTensorSpec, TensorMeta, local_shard, spec_of
+from meshwright.runtime.torch_internals.optim import (
+    INIT_GROUP,
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_div_,
+    foreach_mul_,
+    foreach_norm,
+    init_group_of,
+)
 
 Layout = tuple[DeviceMesh, tuple[int, ...]] | None
 """The mesh of a tensor and the mesh dims that split it; None for a plain tensor."""
@@ -64,7 +73,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     Every call returns the same object, so that a replaced shard can be recognised; ``to_local`` of a parameter makes a
     new view each time since torch 2.13.
     """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def total_norm(
@@ -187,8 +196,8 @@ def numbers_of(part: torch.Tensor, norm_type: float) -> torch.Tensor:
 def local_norms(parts: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
     """Compute one norm per tensor, in fp32 (fp64 if any tensor is fp64). No tensor may be empty."""
     if all(part.dtype == torch.float32 for part in parts):
-        return torch._foreach_norm(parts, norm_type)  # a fifth faster than with a dtype
-    return torch._foreach_norm(parts, norm_type, dtype=_norm_type_of(parts))
+        return foreach_norm(parts, norm_type)  # a fifth faster than with a dtype
+    return foreach_norm(parts, norm_type, dtype=_norm_type_of(parts))
 
 
 def _norm_type_of(parts: list[torch.Tensor]) -> torch.dtype:
@@ -242,8 +251,8 @@ def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> N
         layout_of(gradient)  # refuses unreduced partial sums
     gradients = [local_tensor(gradient) for gradient in gradients]
     if gradients:
-        torch._foreach_clamp_max_(gradients, clip_value)
-        torch._foreach_clamp_min_(gradients, -clip_value)
+        foreach_clamp_max_(gradients, clip_value)
+        foreach_clamp_min_(gradients, -clip_value)
 
 
 def _with_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -271,13 +280,13 @@ def divide_(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
     if divisor.device.type == "cpu" and divisor == 1.0:
         return
     for group in by_kind(tensors):
-        torch._foreach_div_(group, divisor.to(group[0].device))
+        foreach_div_(group, divisor.to(group[0].device))
 
 
 def multiply_(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
     """Multiply plain tensors of any devices and types by a 0-dim one, in place."""
     for group in by_kind(tensors):
-        torch._foreach_mul_(group, scale.to(group[0].device))
+        foreach_mul_(group, scale.to(group[0].device))
 
 
 # --- Parameter placement: what methods know of a parameter and its mesh does not say (pipelines, reordered rows)
@@ -479,7 +488,7 @@ def step_on_local_tensors(optimizer: Optimizer) -> None:
     """
     if type(optimizer) not in _ELEMENTWISE:
         return
-    collect = optimizer._init_group  # type: ignore[attr-defined]
+    collect = init_group_of(optimizer)
 
     def collect_local(group: dict[str, Any], parameters: list[Any], gradients: list[Any], *states: list[Any]) -> Any:
         found = collect(group, parameters, gradients, *states)
@@ -487,7 +496,7 @@ def step_on_local_tensors(optimizer: Optimizer) -> None:
             _unwrap(parameters, gradients, states)
         return found
 
-    optimizer._init_group = collect_local  # type: ignore[attr-defined]
+    setattr(optimizer, INIT_GROUP, collect_local)
 
 
 def _unwrap(parameters: list[Any], gradients: list[Any], states: tuple[list[Any], ...]) -> None:
@@ -508,17 +517,17 @@ def _unwrap(parameters: list[Any], gradients: list[Any], states: tuple[list[Any]
         parameter, gradient = parameters[index], gradients[index]
         if not _alike(gradient, parameter):
             gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-        parameters[index], gradients[index] = parameter._local_tensor, gradient._local_tensor
+        parameters[index], gradients[index] = local_shard(parameter), local_shard(gradient)
         for each in filled:
             if isinstance(each[index], DTensor):
-                each[index] = each[index]._local_tensor
+                each[index] = local_shard(each[index])
 
 
 def _alike(tensor: DTensor, parameter: DTensor) -> bool:
-    if tensor._spec is parameter._spec:  # as FSDP2's gradients have it
+    own, other = spec_of(tensor), spec_of(parameter)
+    if own is other:  # as FSDP2's gradients have it
         return True
-    same_mesh = tensor._spec.mesh is parameter._spec.mesh or tensor._spec.mesh == parameter._spec.mesh
-    return same_mesh and tensor._spec.placements == parameter._spec.placements
+    return (own.mesh is other.mesh or own.mesh == other.mesh) and bool(own.placements == other.placements)
 
 
 # --- Optimizers that a training step can drive: those that need nothing but gradients

@@ -23,6 +23,7 @@ from meshwright.optim.sharded import (
     check_at_least_zero,
     check_betas,
 )
+from meshwright.runtime.torch_internals.optim import foreach_copy_
 
 QUANTISATION = {
     "nbits": 32,
@@ -230,7 +231,7 @@ def clipped(
     (squares,) = yield [Sum(gradients.squares(), over)]
     histories, known = chunk.states[NORMS].tensors, min(chunk.step, HISTORY)
     place = (chunk.step - 1) % HISTORY
-    torch._foreach_copy_([history[place] for history in histories], list(squares.unbind()))
+    foreach_copy_([history[place] for history in histories], list(squares.unbind()))
     ranked = torch.stack(histories)[:, :known].sort(1).values
     limit = ranked[:, chunk.group["percentile_clipping"] * known // HISTORY]
     return gradients * torch.where(squares > limit, (limit / squares).sqrt(), 1.0)

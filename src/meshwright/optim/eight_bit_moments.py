@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from meshwright.optim.sharded import Chunk, Kept, Layout, Sum, TensorList
 from meshwright.optim.sharded.tensor_layout import own_region
+from meshwright.runtime.torch_internals.optim import foreach_copy_
 
 NAMES = ("exp_avg", "exp_avg_sq")
 _CODES, _SCALES = "_codes", "_absmax"
@@ -120,7 +121,7 @@ class _Packed:
         """Take the scales that ranks have agreed on."""
         held = [blocks.held_scales(part).reshape(-1) for blocks, part in zip(self._blocks, scales, strict=True)]
         self._largest = [_joined([held[index] for index in batch]) for batch in self._batches]
-        torch._foreach_copy_(self._scales.tensors, scales.tensors)
+        foreach_copy_(self._scales.tensors, scales.tensors)
 
     def write(self) -> None:
         """Write codes and scales of the new values."""
@@ -130,12 +131,12 @@ class _Packed:
             scaled = cut.div_(largest.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1))
             parts = self._split(self._codec.encode(scaled), batch)
             codes += [self._blocks[index].join(part) for index, part in zip(batch, parts, strict=True)]
-        torch._foreach_copy_(self._codes.tensors, codes)
+        foreach_copy_(self._codes.tensors, codes)
         if self.over is None:
             parts = [
                 part.view_as(scale) for part, scale in zip(self._by_member(self._largest), self._scales, strict=True)
             ]
-            torch._foreach_copy_(self._scales.tensors, parts)
+            foreach_copy_(self._scales.tensors, parts)
         self._cut = []
 
     def _split(self, cut: torch.Tensor, batch: range) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from meshwright.optim.sharded import Chunk, Kept, Layout, Sum, TensorList, bad_value
+from meshwright.runtime.torch_internals.optim import foreach_copy_
 
 # Elements of a block. On a CPU a block stays in a core's cache with weight, gradient and a temporary. On an accelerator
 # it keeps the device busy, while no temporary is as large as the largest parameters.
@@ -175,7 +176,7 @@ class FactoredMoment:
         stacked = stack(states)
         stacked.mul_(self._decay).add_(sums, alpha=self._scale / count).add_(self._floor)
         if len(states) > 1:
-            torch._foreach_copy_(states, stacked.unbind())
+            foreach_copy_(states, stacked.unbind())
         return stacked
 
     def _is_split_both_ways(self) -> bool:

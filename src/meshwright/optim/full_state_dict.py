@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import CheckpointError
 from meshwright.optim.dtensors import wrapped_like
 from meshwright.runtime import gather_objects, pipe_size, rank, same_on_every_rank, world_size
+from meshwright.runtime.torch_internals.pytree import tree_map_only
 
 ABSENT = "states_are_on_rank"
 """A key in the state dicts of ranks without states."""

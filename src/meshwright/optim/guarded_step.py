@@ -19,12 +19,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.dtensors import Stages, clip_divisor, clip_grad_norm_, clip_grad_value_, divide_, local_tensor
 from meshwright.optim.mixed_precision import MASTER, MasterWeights, take_over
 from meshwright.runtime import agreed
+from meshwright.runtime.torch_internals.modules import children_of, parameters_of
+from meshwright.runtime.torch_internals.optim import found_inf_of, global_step_pre_hooks, step_pre_hooks_of
 
 AVERAGE = "_weight_average"
 """The attribute under which an optimizer carries the average of its weights."""
@@ -144,7 +145,7 @@ class _Hook:
 
 def shows_gradients(optimizer: Optimizer) -> bool:
     """Return whether a user's hook may look at the gradients before the optimizer's kernel does."""
-    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
+    hooks = (*step_pre_hooks_of(optimizer).values(), *global_step_pre_hooks.values())
     return not all(isinstance(hook, _Hook) for hook in hooks)
 
 
@@ -289,7 +290,7 @@ class GuardedOptimizer(WrappedOptimizer):
             return True
         if self.scaler is not None:
             # Read before the scale moves: from the scale one cannot tell, as it may rest at its lower bound.
-            found = self.scaler._found_inf_per_device(self.inner).values()
+            found = found_inf_of(self.scaler)(self.inner).values()
             overflowed = any(bool(each.item()) for each in found)
             # Not left to torch: it would call a fused optimizer, which skips by itself, with all hooks of its step.
             if not overflowed:
@@ -454,8 +455,10 @@ def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
         if module is None or id(module) in met:
             continue
         met.add(id(module))
-        found.update((id(parameter), parameter) for parameter in module._parameters.values() if parameter is not None)
-        ahead += reversed(module._modules.values())
+        found.update(
+            (id(parameter), parameter) for parameter in parameters_of(module).values() if parameter is not None
+        )
+        ahead += reversed(children_of(module).values())
     return list(found.values())
 
 

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from meshwright.errors import ConfigError
 from meshwright.optim.dtensors import HALF_TYPES, by_kind, local_tensor
 from meshwright.runtime import world_size
+from meshwright.runtime.torch_internals.optim import growth_tracker_of, non_finite_check_and_unscale_, scaler_states_of
+from meshwright.runtime.torch_internals.tensors import version_of
 
 MASTER = "master"
 """The state of our optimizers that holds the fp32 copy of a half-precision parameter."""
@@ -109,7 +111,7 @@ def _mark_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return a value that changes when this rank's part is written to or replaced by another tensor."""
     local = local_tensor(parameter)
     # A DTensor's version is not its shard's.
-    return parameter._version, local._version, local.data_ptr()
+    return version_of(parameter), version_of(local), local.data_ptr()
 
 
 @torch.no_grad()
@@ -166,7 +168,7 @@ def unscale_(tensors: Iterable[torch.Tensor], inverse_scale: torch.Tensor, found
     for kind in by_kind(tensors):
         device = kind[0].device
         found = found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(kind, found, inverse_scale.to(device))
+        non_finite_check_and_unscale_(kind, found, inverse_scale.to(device))
         if found is not found_inf:  # some gradients were offloaded
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
 
@@ -250,7 +252,7 @@ class LossScaler(torch.amp.GradScaler):
         super().update()
         if overflowed:
             self._overflows += 1
-        elif self._get_growth_tracker() == 0:  # it has just grown
+        elif growth_tracker_of(self) == 0:  # it has just grown
             self._overflows = 0
         scale = before if overflowed and self._overflows < self.hysteresis else self.get_scale()
         highest = self.max_scale if self.max_scale is not None else scale
@@ -258,9 +260,7 @@ class LossScaler(torch.amp.GradScaler):
         self._scale.fill_(min(max(scale, self.min_scale), highest))
 
     def _overflowed(self) -> bool:
-        found = (
-            each for state in self._per_optimizer_states.values() for each in state["found_inf_per_device"].values()
-        )
+        found = (each for state in scaler_states_of(self).values() for each in state["found_inf_per_device"].values())
         return any(bool(each.item()) for each in found)
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from meshwright.errors import ConfigError
 from meshwright.optim.dtensors import is_dense
 from meshwright.runtime import rank
+from meshwright.runtime.torch_internals.optim import foreach_copy_
 
 
 class CudaCopies:
@@ -130,14 +131,14 @@ class DirectCopies:
 
     def to_host(self, host: list[torch.Tensor], device: list[torch.Tensor], after: Any, *, held: bool = False) -> Event:
         """Copy at once."""
-        torch._foreach_copy_(host, device)
+        foreach_copy_(host, device)
         return _Done()
 
     def to_device(
         self, device: list[torch.Tensor], host: list[torch.Tensor], after: Any, *, held: bool = False
     ) -> Event:
         """Copy at once."""
-        torch._foreach_copy_(device, host)
+        foreach_copy_(device, host)
         return _Done()
 
     def join(self) -> None:

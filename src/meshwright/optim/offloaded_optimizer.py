@@ -20,6 +20,7 @@ from meshwright.optim.guarded_step import WrappedOptimizer
 from meshwright.optim.mixed_precision import MasterWeights
 from meshwright.optim.offload_storage import Copies, Disk, DiskFile, Event
 from meshwright.runtime import same_on_every_rank
+from meshwright.runtime.torch_internals.optim import step_post_hooks_of, step_pre_hooks_of
 
 
 @dataclass(eq=False)
@@ -114,7 +115,7 @@ class OffloadedOptimizer(WrappedOptimizer):
     @property
     def _in_parts(self) -> bool:
         ours_or_theirs = type(self.inner).__module__.startswith("torch.optim.")
-        hooks = self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks
+        hooks = step_pre_hooks_of(self.inner) or step_post_hooks_of(self.inner)
         return ours_or_theirs and not hooks  # a hook is promised one call per step
 
     def _states(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:

@@ -6,6 +6,7 @@ from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from meshwright.planner.config_models import transformers_model as transformers_model
+    from meshwright.planner.family_ops import Implementation as Implementation
     from meshwright.planner.family_workload import FamilyWorkload as FamilyWorkload
     from meshwright.planner.model_shapes import (
         Shape as Shape,

@@ -1,4 +1,4 @@
-"""Build transformers models from their configurations alone, without reading weights."""
+"""Build transformers models from their configurations alone: on ``meta`` to plan, with random values to train."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _COUNTS = {re.compile(r"(layers?|depths?|blocks)$"): _MOST_LAYERS, re.compile(r"
 
 
 def check_counts(path: Path, changes: Mapping[str, Any]) -> None:
-    """Refuse numbers of layers and experts before anything is made of them, in configurations within others too.
+    """Refuse excessive numbers of layers and experts, also in nested configurations, before anything is built.
 
     Args:
-        path: Of a ``config.json``, or of the directory that holds one.
+        path: Path of a ``config.json``, or of its directory.
         changes: Values that replace those of the file.
 
     Raises:
-        ValueError: Naming the key; also where the file is no JSON.
+        ValueError: Naming the key; also when the file is no JSON.
     """
     file = path / "config.json" if path.is_dir() else path
     for name, value in (*_pairs(json.loads(file.read_text(encoding="utf-8"))), *_pairs(dict(changes))):
@@ -44,7 +44,7 @@ def check_counts(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def _pairs(tree: object, name: str = "") -> Iterator[tuple[str, float]]:
-    """Keys and their numbers; those of a list have its key."""
+    """Yield keys and their numbers; the numbers of a list have its key."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _pairs(value, str(key))
@@ -57,10 +57,10 @@ def _pairs(tree: object, name: str = "") -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def few_modules() -> Iterator[None]:
-    """End the building of a model of more modules than anyone trains.
+    """Stop building a model of more modules than anyone trains.
 
     Raises:
-        ValueError: At the first module too many.
+        ValueError: At the first excess module.
     """
     left = _MOST_MODULES
 
@@ -87,9 +87,9 @@ def check_pixels(shape: tuple[int, ...]) -> None:
         raise ValueError(f"a sample would be of shape {list(shape)}, and at most {_MOST_PIXELS:,} values are made")
 
 
-# --- Models of transformers from their configurations alone: no weights are read. For planning, on ``meta``; for
-# training, with random values.
+# --- Configurations and models
 
+_HF = "hf:"
 _BY_FUNCTION = "let functions make the model and a batch: --model MODULE:FUNCTION --sample MODULE:FUNCTION"
 _LONGEST = 2**24  # tokens of a sample
 _CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
@@ -97,23 +97,23 @@ _AUTO = (_CAUSAL, _MASKED, "AutoModelForSeq2SeqLM", "AutoModelForImageClassifica
 
 
 def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> ModuleModel:
-    """Read a ``config.json``, or the directory that holds one, and build its model with a sample for it.
+    """Build the model of a ``config.json`` to plan for, with a sample batch.
 
     Args:
-        path: Of the file or directory.
-        seq: Tokens of a sample; None: as many as the model has positions. Images need none.
-        on_meta: Whether parameters have no values.
+        path: Path of the file, or of its directory.
+        seq: Tokens per sample; None: the model's number of positions. Images need none.
+        on_meta: Whether to build on ``meta``.
 
     Raises:
         ConfigError: When transformers is not installed, or there is no such file.
-        ModelError: When no model can be made of it, or it is too small for ``seq``.
+        ModelError: When no model can be built from it, or it is too small for ``seq``.
     """
     config = read_model_config(path)
     has_encoder = getattr(config, "is_encoder_decoder", False)  # a decoder alone takes this from its config
     module: Any = model_of_config(config, path, on_meta=on_meta)
     if hasattr(config, "image_size"):
         _check_takes(module, "pixel_values")
-        with _told(path):
+        with _naming_config(path):
             images = _images(config)
         return ModuleModel(_name(config, path), module, images, model_input_format="unpack_dict")
     _check_takes(module, "input_ids")
@@ -126,9 +126,9 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
 
 
 def _check_takes(module: Any, name: str) -> None:
-    """Refuse what is not called with one kind of input and labels, such as a model of speech or of pairs."""
+    """Refuse models that are not called with one input and labels, such as those of speech or of pairs."""
     taken = inspect.signature(module.forward).parameters
-    # What a model of images calls its main input is not told by all of them.
+    # Not all models of images say what their main input is called.
     if not {name, "labels"} <= taken.keys() or (name == "input_ids" and module.main_input_name != name):
         raise _needs_sample(f"{type(module).__name__} of {', '.join(list(taken)[:3])}, …")
 
@@ -142,11 +142,18 @@ def _needs_sample(got: str) -> ModelError:
     )
 
 
-def check_config_path(path: Path, key: str = "hf:") -> None:
-    """Refuse a path that is no ``config.json``, nor a directory that holds one.
+def config_path(model: str, folder: Path | None = None) -> Path | None:
+    """Return the path of a model ``hf:PATH``, relative to a folder; None for other models."""
+    if not model.startswith(_HF):
+        return None
+    return (folder or Path()) / Path(model.removeprefix(_HF)).expanduser()
+
+
+def check_config_path(path: Path, key: str = _HF) -> None:
+    """Refuse a path that is neither a ``config.json`` nor a directory with one.
 
     Raises:
-        ConfigError: Naming ``key``, where it was written.
+        ConfigError: Naming ``key``, which set the path.
     """
     if not (path / "config.json" if path.is_dir() else path).is_file():
         raise ConfigError(
@@ -157,13 +164,13 @@ def check_config_path(path: Path, key: str = "hf:") -> None:
         )
 
 
-def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key: str = "hf:") -> Any:
-    """Return the configuration in a ``config.json`` or in the directory that holds one, without a cache for generation.
+def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key: str = _HF) -> Any:
+    """Return the configuration of a ``config.json``, with the cache for generation off.
 
     Args:
-        path: Of the file or directory.
+        path: Path of the file, or of its directory.
         changes: Values that replace those of the file.
-        key: Where the path was written, for errors.
+        key: The key or option that set the path, for errors.
 
     Raises:
         ConfigError: When transformers is not installed, there is no such file, or it has no such keys.
@@ -171,7 +178,7 @@ def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key:
     """
     check_config_path(path, key)
     transformers = _transformers(key)
-    with _told(path):
+    with _naming_config(path):
         check_counts(path, changes or {})
         # Without the last, transformers asks on the terminal whether to run code that lies beside a config.
         config = transformers.AutoConfig.from_pretrained(
@@ -185,35 +192,35 @@ def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key:
             got=", ".join(unknown),
             fix="correct them",
         )
-    config.use_cache = False  # in training it only holds memory
+    config.use_cache = False  # useless memory in training
     return config
 
 
 def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Module:
-    """Return the model of a configuration, with random weights, or with none on ``meta``.
+    """Return the model of a configuration, with random weights or on ``meta``.
 
-    The class is the one that ``architectures`` names, else the first automatic class that takes the configuration; of
-    one that could be a decoder and is not (BERT's), the one for masked language models.
+    Its class is the one that ``architectures`` names, else that of the first automatic class that knows the
+    configuration; encoders that could be decoders (BERT) become masked language models.
 
     Args:
-        config: As :func:`read_model_config` returns it.
+        config: A configuration of :func:`read_model_config`.
         path: Where it was read, for errors.
-        on_meta: Whether parameters have no values.
+        on_meta: Whether to build on ``meta``.
 
     Raises:
-        ModelError: When no model can be made of it.
+        ModelError: When no model can be built from it.
     """
-    with _told(path), few_modules(), torch.device("meta" if on_meta else "cpu"):
+    with _naming_config(path), few_modules(), torch.device("meta" if on_meta else "cpu"):
         return _of_config(_transformers(), config)
 
 
 def predicts_next_token(module: nn.Module, config: Any) -> bool:
-    """Return whether a model's logits are those of the next token: it is a causal language model, and no encoder."""
+    """Return whether the model is a causal language model, whose logits predict the next token."""
     mapping = getattr(_transformers(), _CAUSAL)._model_mapping
     return type(config) in mapping and isinstance(module, mapping[type(config)]) and not _is_encoder(config)
 
 
-def _transformers(key: str = "hf:") -> ModuleType:
+def _transformers(key: str = _HF) -> ModuleType:
     try:
         import transformers
     except ImportError as error:
@@ -227,7 +234,7 @@ def _transformers(key: str = "hf:") -> ModuleType:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _naming_config(path: Path) -> Iterator[None]:
     try:
         yield
     except MeshwrightError:
@@ -258,7 +265,7 @@ def _of_config(transformers: ModuleType, config: Any) -> nn.Module:
 
 
 def _is_encoder(config: Any) -> bool:
-    """Return whether it is of a kind whose attention sees what follows unless ``is_decoder`` says otherwise."""
+    """Return whether its attention is bidirectional: masked language models are, unless ``is_decoder`` is set."""
     masked = getattr(_transformers(), _MASKED)._model_mapping
     return type(config) in masked and not getattr(config, "is_decoder", False)
 
@@ -295,7 +302,7 @@ def _checked_seq(config: Any, seq: int | None) -> int:
     length = seq if seq is not None else int(positions or 0)
     if length > _LONGEST:
         raise ModelError(
-            "A sample is too long to be planned for",
+            "A sample is too long to plan for",
             expected=f"at most {_LONGEST:,} tokens",
             got=f"{length:,}",
             fix="give another seq (--seq)",

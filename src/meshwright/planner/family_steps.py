@@ -1,4 +1,4 @@
-"""Build the simulated step of a known model family for each pipeline rank: activations, experts and traffic."""
+"""Build the simulated step of a known model family on each pipeline rank: blocks, activations, experts, traffic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from meshwright.cost import (
     Boundary,
     Op,
     Parameter,
-    Placed,
     SavedTensor,
     Stages,
     Step,
@@ -36,7 +35,7 @@ from meshwright.planner.family_ops import (
     num_scores,
     outside_ops,
     outside_saved,
-    per_op_kept,
+    per_op_saved,
 )
 from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters, outside_parameters
 
@@ -45,7 +44,7 @@ _CLASSES = (BLOCK, PER_OP, ATTENTION)  # every block has one of each
 
 @functools.lru_cache(maxsize=64)
 def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activations:
-    """Return what one micro-batch keeps over all blocks and behind them.
+    """Return the activations that one micro-batch saves, in all blocks and in the head.
 
     Args:
         shape: The model.
@@ -63,47 +62,43 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         work=tuple(work for block in range(count) for work in _work(ops, block)),
         loss_bytes=behind.loss_bytes,
         outside_bytes=behind.saved_bytes,
-        flops_at=_flops_at(count, 3 * sum(op.flops for op in ops), outside),
+        # The head and the loss are nearly all of what is outside of blocks.
+        flops_at=(*(((block,), 3 * sum(op.flops for op in ops)) for block in range(count)), ((count,), outside)),
     )
 
 
-def _flops_at(count: int, in_block: int, behind: int) -> Placed:
-    """Of every block, and of what is behind them: the head and the loss are nearly all of the rest."""
-    return (*(((block,), in_block) for block in range(count)), ((count,), behind))
-
-
 def _modules(shape: Shape, run: FamilyRun, block: int) -> tuple[TracedModule, ...]:
-    # Backward holds the gradients of the scores and of their softmax beside what was saved.
-    working = 0 if run.fused_attention else 2 * num_scores(shape, run) * run.itemsize
+    # Backward needs the gradients of the scores and of their softmax beside the saved tensors.
+    working = 0 if run.impl.fused_attention else 2 * num_scores(shape, run) * run.itemsize
     needs = {BLOCK: working, PER_OP: 0, ATTENTION: working}
     paths = (f"blocks.{block}", f"blocks.{block}.ops", f"blocks.{block}.ops.attention")
     return tuple(TracedModule(path, (each,), block, needs[each]) for path, each in zip(paths, _CLASSES, strict=True))
 
 
 def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...]:
-    """Return those of one block, by what keeps them.
+    """Return the saved tensors of one block by the parts whose recomputation frees them.
 
-    The block alone, what ``PER_OP`` recomputes, or attention's scores.
-
-    ``selective`` keeps the outputs of products in place of what follows them: that of attention's in place of the sum,
-    which is as large, and that of the last one, which nothing saves.
+    These parts are the whole block, what ``PER_OP`` recomputes, and attention's scores. The policy ``selective`` saves
+    the outputs of products in place of what follows them: attention's product in place of the residual sum, which is as
+    large, and the last product, which nothing else saves.
     """
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
-    plain, saved, kept = run.token_bytes(h), block_saved(shape, run), per_op_kept(shape, run)
+    plain, saved, selective = run.token_bytes(h), block_saved(shape, run), per_op_saved(shape, run)
     attended = run.tokens * (h * run.itemsize + 4 * shape.heads) // run.tensor
+    fused_run = dataclasses.replace(run, impl=dataclasses.replace(run.impl, attention="flash2"))
     beside = run.tokens * (kv + (f if shape.gated else 0)) * run.itemsize // run.tensor  # keys; up, where gate is kept
-    scores = 0 if run.fused_attention else saved - block_saved(shape, dataclasses.replace(run, fused_attention=True))
+    scores = 0 if run.impl.fused_attention else saved - block_saved(shape, fused_run)
     whole = len(_CLASSES) * block
     (around, inside, attention) = (whole,), (whole, whole + 1), (whole, whole + 1, whole + 2)
-    fused = ((FUSED, around),) if run.fused_attention and not run.dropout else ()
+    fused = ((FUSED, around),) if run.impl.fused_attention and not run.impl.dropout else ()
     product = ((PRODUCT, around),)
     every = (
         SavedTensor(plain, (around,), inputs_of=(whole,), places=(block,)),
         SavedTensor(plain, (around,), results=product, places=(block,)),
         SavedTensor(attended, (around,), results=fused, places=(block,)),
-        SavedTensor(kept - 2 * plain - attended, (around,), results=product, places=(block,)),
+        SavedTensor(selective - 2 * plain - attended, (around,), results=product, places=(block,)),
         SavedTensor(beside, (inside,), results=product, places=(block,)),
-        SavedTensor(saved - kept - beside - scores, (inside,), places=(block,)),
+        SavedTensor(saved - selective - beside - scores, (inside,), places=(block,)),
         SavedTensor(scores, (attention,), places=(block,)),
         SavedTensor(plain, (), results=product, places=(block,)),
     )
@@ -111,42 +106,37 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
 
 
 def _work(ops: tuple[Op, ...], block: int) -> tuple[Work, ...]:
-    """Return the block's products and attentions; those of equal operators in equal modules are one."""
+    """Return the block's products and attentions, with equal operators in equal modules merged."""
     found: dict[tuple[str, Running, int], int] = {}
     for op in ops:
         if op.flops:
-            running = _running(op.inside, block)
+            running = tuple(len(_CLASSES) * block + number for number, each in enumerate(_CLASSES) if each in op.inside)
             key = op.operator, running, len(running) if op.needed_in else 0
             found[key] = found.get(key, 0) + op.flops
     return tuple(Work(operator, running, needed, flops, block) for (operator, running, needed), flops in found.items())
 
 
-def _running(names: tuple[str, ...], block: int) -> Running:
-    return tuple(len(_CLASSES) * block + number for number, each in enumerate(_CLASSES) if each in names)
-
-
-# --- Experts of a family over an expert axis: which parameters they are, and the tokens that travel to them.
+# --- Experts over an expert axis
 
 _EXPERT = re.compile(r"expert(\d+)\.")
 
 
 def with_experts(step: Step, shape: Shape, run: FamilyRun) -> Step:
-    """Return the step with experts that ``expert_parallel`` can divide, and its exchanges.
+    """Return the step with experts that ``expert_parallel`` can divide, and their all-to-alls.
 
-    An all-to-all sends each token to its experts, and another brings the answers back (Lepikhin et al. 2020, GShard);
-    backward sends the gradients of both. Experts are taken to get equally many tokens.
+    One all-to-all sends each token to its experts, and another returns the results (Lepikhin et al. 2020, GShard);
+    backward sends the gradients of both. Every expert is assumed to get the same number of tokens.
     """
     sent = run.tokens * shape.experts_per_token * shape.hidden * run.itemsize * shape.layers
     exchanged = tuple(
         Boundary("all_to_all", moment, 2 * sent, (BLOCK,), (BLOCK,), axis="expert", count=2 * shape.layers)
         for moment in ("forward", "backward")  # type: ignore[arg-type]
     )
-    blocks = tuple(_marked(block, shape) for block in step.blocks)
+    blocks = tuple(
+        dataclasses.replace(block, parameters=tuple(_of_expert(p, shape) for p in block.parameters))
+        for block in step.blocks
+    )
     return step.replace(blocks=blocks, boundaries=(*step.boundaries, *exchanged))
-
-
-def _marked(block: Block, shape: Shape) -> Block:
-    return dataclasses.replace(block, parameters=tuple(_of_expert(p, shape) for p in block.parameters))
 
 
 def _of_expert(parameter: Parameter, shape: Shape) -> Parameter:
@@ -156,7 +146,7 @@ def _of_expert(parameter: Parameter, shape: Shape) -> Parameter:
     return dataclasses.replace(parameter, expert=(int(found.group(1)), shape.experts))
 
 
-# --- Well-known families by shape: GPT, Llama and Mixtral as a simulated step, without a model.
+# --- The step of a family
 
 
 def family_step(
@@ -165,32 +155,27 @@ def family_step(
     axes: Sequence[tuple[str, int]] = (),
     *,
     shard_axis: str | None = None,
-    stages_per_rank: int = 1,
     stage_ranks: tuple[int, ...] | None = None,
-    exchanges_heads: bool = False,
 ) -> list[Step]:
     """Return the simulated step of a family before any method: one, or one for each rank of a pipeline axis.
 
     Args:
         shape: The model.
         run: Samples, precision and kernels.
-        axes: The mesh, innermost first.
-        shard_axis: What a ZeRO method will shard over.
-        stages_per_rank: Of a pipeline.
-        stage_ranks: The pipeline rank of every stage; None: they go around.
-        exchanges_heads: Whether ranks of a sequence axis exchange tokens for heads in attention (Jacobs et al. 2023),
-            instead of passing on keys and values, as those of a context axis do.
+        axes: The mesh, innermost axis first.
+        shard_axis: The axis that a ZeRO method will shard over.
+        stage_ranks: The pipeline rank of every stage; None: one stage per rank.
 
     Raises:
         ModelError: When an axis divides what cannot be divided.
     """
     sizes = dict(axes)
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
-    ranks = stage_ranks or tuple(range(pipeline)) * stages_per_rank
+    ranks = stage_ranks or tuple(range(pipeline))
     _check(shape, tensor, len(ranks), run)
-    divided = sizes.get("sequence", run.sequence) * sizes.get("context", 1)
+    divided = sizes.get("sequence", 1) * sizes.get("context", 1)
     run = dataclasses.replace(run, tensor=tensor, sequence=divided)
-    counts = _stage_sizes(shape, len(ranks), run.balances_head)
+    counts = _stage_sizes(shape, len(ranks), run.impl.balances_head)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, block_ops(shape, run))
@@ -203,28 +188,28 @@ def family_step(
         num_micro_batches=run.num_micro_batches,
         activations=family_activations(shape, run, pipeline),
         flops=3 * (shape.layers * sum(op.flops for op in inside.ops) + sum(op.flops for op in outside.ops)),
-        boundaries=_boundaries(shape, run, sizes, shape.layers, exchanges_heads=exchanges_heads),
+        boundaries=_boundaries(shape, run, sizes, shape.layers),
     )
     if pipeline == 1:
         return [step]
     bounds = (0, *itertools.accumulate(counts))
     ranges, hidden = tuple(itertools.pairwise(bounds)), run.token_bytes(shape.hidden)
-    if run.scatters_boundary and not run.split_tokens:
+    if run.impl.scatters_boundary and not run.impl.split_tokens:
         hidden //= tensor
     return [
         step.replace(
             stages=Stages(ranks, ranges, shape.layers, rank, hidden),
-            boundaries=_boundaries(shape, run, sizes, on_ranks[rank], exchanges_heads=exchanges_heads),
+            boundaries=_boundaries(shape, run, sizes, on_ranks[rank]),
         )
         for rank in range(pipeline)
     ]
 
 
 def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "nearest", "beyond"]) -> tuple[int, ...]:
-    """Blocks of every stage, as equal as can be; the middle ones take what is left over.
+    """Return the number of blocks of every stage, as equal as possible; middle stages take the remainder.
 
-    ``ending`` counts the head as the blocks that it costs as much as, and gives every stage an equal share, which ends
-    with the block that comes nearest to it, or that goes beyond it.
+    ``ending`` counts the head as the number of blocks that cost as much, and gives every stage an equal share, which
+    ends with the block nearest to it, or with the first beyond it.
     """
     if ending and stages > 1:
         head = shape.vocab * shape.hidden / sum(p.numel for p in inside_parameters(shape) if len(p.shape) == 2)
@@ -243,7 +228,7 @@ def _equal(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _ending_on(rank: int, last: int, outside: Block) -> Block:
-    """Return what is outside of the blocks, with the head on a rank that may not be the last."""
+    """Return the parameters and ops outside of blocks, with the head on a rank that need not be the last."""
     if rank == last:
         return outside
     ops = [dataclasses.replace(op, on_rank=rank if op.on_rank == last else op.on_rank) for op in outside.ops]
@@ -256,14 +241,10 @@ def _ending_on(rank: int, last: int, outside: Block) -> Block:
     return dataclasses.replace(outside, ops=tuple(ops), parameters=tuple(parameters))
 
 
-def _boundaries(
-    shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: int, *, exchanges_heads: bool
-) -> tuple[Boundary, ...]:
-    """Return two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022).
+def _boundaries(shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: int) -> tuple[Boundary, ...]:
+    """Return the collectives of the tensor, sequence and context axes for a rank with ``calls`` blocks.
 
-    Exchanges for long sequences.
-
-    ``calls``: blocks of the rank.
+    The tensor axis has two pairs of collectives per block (Korthikanti et al. 2022).
     """
     sequence, context = (sizes.get(axis, 1) for axis in ("sequence", "context"))
     whole = run.tokens * shape.hidden * run.itemsize
@@ -275,24 +256,23 @@ def _boundaries(
         found.append(Boundary(kind, moment, size, inside, needed, axis=axis, count=number))  # type: ignore[arg-type]
 
     if run.tensor > 1:
-        # Nothing in a block needs what its last collective leaves. ``PER_OP`` keeps what reductions leave, and gathers
-        # again.
-        kinds = ("all_gather", "reduce_scatter") if run.split_tokens else ("all_reduce",)
+        # No op of a block needs the result of its last collective. ``PER_OP`` saves the results of reductions, and
+        # repeats gathers.
+        kinds = ("all_gather", "reduce_scatter") if run.impl.split_tokens else ("all_reduce",)
         for moment, kind, ends in itertools.product(("forward", "backward"), kinds, (False, True)):
             beside, last = (PER_OP, False) if kind == "all_gather" else ("", ends)
             add(kind, moment, whole * calls, "tensor", calls, beside, ends=last)
-    if exchanges_heads and sequence > 1:
-        # Queries, keys and values go out, attention's output comes back; their gradients do in backward.
+    if sequence > 1:
+        # Ranks exchange tokens for heads (Jacobs et al. 2023): queries, keys and values go out, and attention's output
+        # comes back; their gradients do in backward.
         sent = run.tokens * 2 * (shape.hidden + shape.kv_width) // run.tensor * run.itemsize
         for moment in ("forward", "backward"):
             add("all_to_all", moment, sent * calls, "sequence", 4 * calls)
-    rings = {"context": context, "sequence": 1 if exchanges_heads else run.sequence // context}
-    for axis, ranks in rings.items():
-        if ranks > 1:
-            # Keys and values of every other rank pass by (Liu et al. 2023); their gradients do in backward.
-            passed = 2 * run.tokens * ranks * shape.kv_width // run.tensor * run.itemsize
-            for moment, times in (("forward", 1), ("backward", 2)):
-                add("all_gather", moment, times * passed * calls, axis, calls)
+    if context > 1:
+        # Keys and values of every other rank pass by (Liu et al. 2023); their gradients do in backward.
+        passed = 2 * run.tokens * context * shape.kv_width // run.tensor * run.itemsize
+        for moment, times in (("forward", 1), ("backward", 2)):
+            add("all_gather", moment, times * passed * calls, "context", calls)
     return tuple(found)
 
 

@@ -23,7 +23,7 @@ from meshwright.methods import (
     resolve,
 )
 from meshwright.methods.pipeline.schedules import live_peaks
-from meshwright.planner.family_ops import FamilyRun
+from meshwright.planner.family_ops import PYTORCH, FamilyRun, Implementation
 from meshwright.planner.family_steps import family_step, with_experts
 from meshwright.planner.memory_budget import fit_budget, taken_bytes, usable_bytes, usable_host_bytes
 from meshwright.planner.model_shapes import BLOCK, Shape
@@ -31,16 +31,16 @@ from meshwright.planner.pipeline_cuts import num_micro_batches
 from meshwright.planner.plans import Plan, forecast, host_bytes, most_host_bytes
 from meshwright.strategy import Strategy
 
-_PASSED_OVER = {
-    "module_replace": "module_replace: which kernels it exchanges is not simulated for a family",
+_NOT_SIMULATED = {
+    "module_replace": "module_replace: the kernels that it replaces are not simulated for a family",
 }
 
 
 def check_family(shape: Shape, device: Device, resolved: Resolved, run: FamilyRun) -> None:
-    """Refuse meshes that cannot divide the model, precisions that the device has not, and schedules that cannot run.
+    """Refuse meshes that cannot divide the model, precisions that the device lacks, and schedules that cannot run.
 
     Raises:
-        ModelError, StrategyError: Saying what could be.
+        ModelError, StrategyError: Naming what would work.
     """
     sizes = dict(resolved.axes)
     _check_device(device, resolved)
@@ -54,8 +54,8 @@ def check_family(shape: Shape, device: Device, resolved: Resolved, run: FamilyRu
 
 
 def gaps_of(resolved: Resolved) -> tuple[str, ...]:
-    """Return what was not predicted, and why."""
-    return tuple(said for name, said in _PASSED_OVER.items() if name in resolved.strategy)
+    """Return one line for each method whose effect is not predicted."""
+    return tuple(reason for name, reason in _NOT_SIMULATED.items() if name in resolved.strategy)
 
 
 def _check_device(device: Device, resolved: Resolved) -> None:
@@ -134,7 +134,7 @@ def _check_recomputed(resolved: Resolved) -> None:
         )
 
 
-# --- A model by its dimensions on a cluster, for which strategies are predicted: no model is built, no device needed.
+# --- Predictions
 
 _HALF = ("bf16", "fp16")
 
@@ -145,15 +145,16 @@ class FamilyWorkload:
 
     Args:
         shape: The model.
-        cluster: What it runs on; a rank for every device.
+        cluster: The cluster, with one rank per device.
         batch_size: Samples per step over all ranks.
         dtype: Half precision for strategies that name no precision, which get ``amp_native`` in it; None: they train
             in fp32.
         num_micro_batches: Micro-batches per step; None: 1, or as many as a pipeline takes.
         zero_level: Which method a ``zero`` axis means when none is named.
-        limit_bytes: What tensors may take of a rank's memory; None: what its device has for them.
-        calibration: What kernels and links of the cluster reach; None: those of the cluster.
+        limit_bytes: Usable device memory of a rank; None: what its device has for tensors.
+        calibration: Efficiencies of the cluster's kernels and links; None: the cluster's own.
         fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.
+        implementation: Which kernels run the family, and what they save.
     """
 
     shape: Shape
@@ -165,11 +166,12 @@ class FamilyWorkload:
     limit_bytes: int | None = None
     calibration: Calibration | None = None
     fused_loss: bool = False
+    implementation: Implementation = PYTORCH
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.dtype not in (*_HALF, None):
             raise ConfigError(
-                "A workload cannot be like this",
+                "A workload is not valid",
                 expected=f"a batch of at least one sample, and a dtype from {', '.join(_HALF)} or None",
                 got=f"batch_size={self.batch_size}, dtype={self.dtype!r}",
                 fix="correct the argument",
@@ -182,15 +184,15 @@ class FamilyWorkload:
 
     @property
     def half_dtype(self) -> str:
-        """Return what half precision is on the cluster's devices."""
+        """Return the name of half precision on the cluster's devices."""
         return self.cluster.device.half_dtype
 
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
         """Predict one strategy.
 
         Args:
-            strategy: What is asked for; it is resolved for the cluster, as if on its devices.
-            num_micro_batches: Micro-batches per step; None: as many as the workload has.
+            strategy: The strategy; it is resolved for the cluster, as on its devices.
+            num_micro_batches: Micro-batches per step; None: those of the workload.
 
         Raises:
             StrategyError: When its methods do not fit together or do not fit the cluster.
@@ -199,9 +201,9 @@ class FamilyWorkload:
         return self._plan(strategy, num_micro_batches, alike=False)
 
     def outline(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
-        """Return the same with the same seconds and bytes, sooner for long pipelines.
+        """Predict the same seconds and bytes as ``plan``, sooner for long pipelines.
 
-        Ranks that compute as much as each other have the step of the one among them that holds most.
+        Pipeline ranks with equal work share the step of the one that needs most memory.
 
         Args:
             strategy: As for ``plan``.
@@ -213,7 +215,7 @@ class FamilyWorkload:
         return self._plan(strategy, num_micro_batches, alike=True)
 
     def is_too_large(self, strategy: Strategy, num_micro_batches: int | None = None) -> bool:
-        """Return whether the first rank alone takes more than the limits, which the others may exceed, too: soon known.
+        """Return whether the first rank alone exceeds the limits, which is a quick check of many strategies.
 
         Raises:
             StrategyError, ModelError: As ``plan`` does.
@@ -230,11 +232,11 @@ class FamilyWorkload:
         return self.limit_bytes if self.limit_bytes is not None else usable_bytes(self.cluster.device)
 
     def on(self, num_devices: int) -> FamilyWorkload:
-        """Return the same on more of the same devices, or fewer."""
+        """Return the workload on another number of the same devices."""
         return dataclasses.replace(self, cluster=self.cluster.resized(num_devices))
 
     def of_batch(self, batch_size: int) -> FamilyWorkload:
-        """Return the same with more samples per step, or fewer."""
+        """Return the workload with another number of samples per step."""
         return dataclasses.replace(self, batch_size=batch_size)
 
     def _plan(self, strategy: Strategy, wanted_micro_batches: int | None, *, alike: bool) -> Plan:
@@ -275,25 +277,27 @@ class FamilyWorkload:
         replicas = math.prod(sizes.get(axis, 1) for axis in SAMPLED)
         in_half = bool({"amp_native", "half"} & set(strategy.names))
         fp8, tensor = strategy.get("fp8"), strategy.get("tensor_parallel")
+        impl = dataclasses.replace(
+            self.implementation,
+            split_tokens=isinstance(tensor, TensorParallel) and tensor.sequence,
+            compiled=self.implementation.compiled or "compile" in strategy,
+            fused_loss=self.implementation.fused_loss or self.fused_loss,
+            scaling=fp8.recipe if isinstance(fp8, Fp8) else self.implementation.scaling,
+            casts_weights=not getattr(fp8, "all_gather", False),
+        )
         return FamilyRun(
             micro_batch=math.ceil(self.batch_size / (replicas * micro_batches)),
             num_micro_batches=micro_batches,
             dtype="fp8" if fp8 is not None else "half" if in_half else "fp32",
-            split_tokens=isinstance(tensor, TensorParallel) and tensor.sequence,
-            compiled="compile" in strategy,
-            fused_loss=self.fused_loss,
-            scaling=fp8.recipe if isinstance(fp8, Fp8) else "delayed",
-            casts_weights=not getattr(fp8, "all_gather", False),
             seq=self.shape.seq,
+            impl=impl,
         )
 
     def _before(self, resolved: Resolved, run: FamilyRun) -> list[Step]:
-        """Of every rank of a pipeline, before any method."""
+        """Return the step of every pipeline rank before any method."""
         ranks, method = dict(resolved.axes).get("pipeline", 1), resolved.strategy.get("pipeline_parallel")
         stages = method.ranks_of_stages(ranks) if isinstance(method, PipelineParallel) and ranks > 1 else (0,)
-        steps = family_step(
-            self.shape, run, resolved.axes, shard_axis=resolved.shard_axis, stage_ranks=stages, exchanges_heads=True
-        )
+        steps = family_step(self.shape, run, resolved.axes, shard_axis=resolved.shard_axis, stage_ranks=stages)
         if dict(resolved.axes).get("expert", 1) > 1:
             steps = [with_experts(step, self.shape, run) for step in steps]
         return [step.replace(on_cpu=self.cluster.device.is_host) for step in steps]
@@ -305,7 +309,7 @@ class FamilyWorkload:
 
 @functools.lru_cache(maxsize=4096)
 def _resolve(strategy: Strategy, world: int, zero_level: int) -> Resolved:
-    # Without a device no method is left out: a cluster on paper is not what this process runs on.
+    # No device is passed, so that no method is dropped for what this process runs on.
     return resolve(strategy, world, zero_level)
 
 
@@ -319,21 +323,21 @@ def _costed(strategy: Strategy, before: Sequence[Step], *, alike: bool) -> list[
 
 
 def _shown_by(steps: Sequence[Step], schedule: str) -> Sequence[int]:
-    """For every rank the one whose step stands for it: of those with equal stages, the one that keeps most.
+    """Return for every rank the one whose step it shares: of those with equal stages, the one that saves most.
 
-    Ranks with what is outside of the blocks stand for themselves.
+    Ranks with parameters outside of blocks share with no other.
     """
     stages = steps[0].stages
     if stages is None:
         return range(len(steps))
     ranks, sizes = len(steps), [end - first for first, end in stages.ranges]
     micro_batches = steps[0].num_micro_batches
-    few = micro_batches if schedule == "gpipe" else min(micro_batches, 2 * ranks)  # no more are in flight after it
-    kept = live_peaks(schedule, ranks, len(sizes) // ranks, few, sizes)
+    few = micro_batches if schedule == "gpipe" else min(micro_batches, 2 * ranks)  # the most in flight at once
+    live = live_peaks(schedule, ranks, len(sizes) // ranks, few, sizes)
     alike: dict[object, list[int]] = {}
     for rank in range(ranks):
         own = tuple(size for size, owner in zip(sizes, stages.ranks, strict=True) if owner == rank)
         ends = rank if rank in (stages.ranks[0], stages.ranks[-1]) else None
         alike.setdefault((own, ends), []).append(rank)
-    most = {rank: max(group, key=lambda each: kept[each]) for group in alike.values() for rank in group}
+    most = {rank: max(group, key=lambda each: live[each]) for group in alike.values() for rank in group}
     return [most[rank] for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Dimensions and parameters of known model families, by name or written out; no model is built."""
+"""Dimensions and parameters of known model families, by name or written out, without building a model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Family = Literal["gpt", "llama", "mixtral"]
 BLOCK = "TransformerBlock"
 _ADAM = 2  # fp32 tensors as large as the parameter
 _FP32_BYTES = 4
-_LARGEST = 2**31  # of any dimension: what is larger is a mistake
-_MOST_LAYERS = 10_000  # ten times the deepest model that was trained; each is an entry of its own
+_LARGEST = 2**31  # any larger dimension is a mistake
+_MOST_LAYERS = 10_000  # ten times the deepest model ever trained; each layer costs an entry
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Return the width of keys, and of values."""
+        """Return the width of the keys, which the values have, too."""
         return self.hidden // self.heads * (self.kv_heads or self.heads)
 
     @property
     def ffn_width(self) -> int:
-        """Return the width of the feed-forward layers: 4 x hidden.
+        """Return the width of the feed-forward layers.
 
-        Gated ones 8/3 of it in multiples of 256 (Touvron 2023).
+        It is 4 x hidden, or for gated layers 8/3 x hidden in multiples of 256 (Touvron et al. 2023).
         """
         if self.ffn is not None:
             return self.ffn
@@ -96,20 +96,21 @@ class Shape:
 
     @property
     def is_tied(self) -> bool:
-        """Return whether embedding and head are one."""
+        """Return whether embedding and head share their weights."""
         return self.family == "gpt" if self.tied is None else self.tied
 
     @property
     def num_parameters(self) -> int:
-        """All elements."""
+        """Return the number of parameters."""
         return sum(p.numel for p in outside_parameters(self)) + self.layers * sum(
             p.numel for p in inside_parameters(self)
         )
 
     def model_flops_per_token(self, *, causal: bool = False) -> float:
-        """Forward and backward of one token without recomputation, embeddings' look-up not counted.
+        """Return the FLOPs of one token's forward and backward, without recomputation and embedding look-ups.
 
-        ``causal`` counts half of the scores. 6 N + 12 L h s of Chowdhery et al. 2022 (App. B) where it does not.
+        Without ``causal`` these are the 6 N + 12 L h s of Chowdhery et al. 2022 (App. B); ``causal`` counts half of the
+        scores.
         """
         matrices = sum(p.numel for p in inside_parameters(self) if len(p.shape) == 2 and "expert" not in p.name)
         experts = sum(p.numel for p in inside_parameters(self) if "expert" in p.name)
@@ -128,7 +129,7 @@ def _parameter(name: str, *shape: int, tensor_dim: int | None = None, **places: 
 
 
 def inside_parameters(shape: Shape) -> tuple[Parameter, ...]:
-    """Return the parameters of one block; the dims that a tensor axis divides as in Shoeybi et al. 2019."""
+    """Return the parameters of one block, with the dims that a tensor axis divides (Shoeybi et al. 2019)."""
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width
     experts = [f"expert{index}." for index in range(shape.experts)] if shape.experts > 1 else [""]
     found = [
@@ -152,7 +153,7 @@ def inside_parameters(shape: Shape) -> tuple[Parameter, ...]:
 
 
 def outside_parameters(shape: Shape, pipeline: int = 1) -> tuple[Parameter, ...]:
-    """Embedding, positions, last norm and head, with the pipeline ranks that train them."""
+    """Return the embedding, positions, last norm and head, with the pipeline ranks that train them."""
     first = (0,) if pipeline > 1 else None
     last = (pipeline - 1,) if pipeline > 1 else None
     both = (0, pipeline - 1) if pipeline > 1 and shape.is_tied else first
@@ -167,7 +168,7 @@ def outside_parameters(shape: Shape, pipeline: int = 1) -> tuple[Parameter, ...]
     return tuple(found)
 
 
-# --- Models that are known by name, and models written as a family with its dimensions.
+# --- Models by name, or as a family with its dimensions
 
 # (layers, hidden, heads, kv_heads, ffn, vocab, seq), from the models' papers and configurations.
 Dims = tuple[int, int, int, int, int, int, int]
@@ -184,7 +185,7 @@ LLAMA: dict[tuple[str, float], Dims] = {
     ("1", 30): (60, 6656, 52, 52, 17920, 32000, 2048),
     ("1", 65): (80, 8192, 64, 64, 22016, 32000, 2048),
 }
-_TIED_LLAMA = (("3", 1), ("3", 3))  # of all Llamas, only these share embedding and head
+_TIED_LLAMA = (("3", 1), ("3", 3))  # the only Llamas whose embedding and head share weights
 # Brown et al. 2020, Table 2.1, and those of Megatron-LM beyond.
 GPT: dict[float, tuple[int, int, int]] = {
     0.125: (12, 768, 12), 0.35: (24, 1024, 16), 0.76: (24, 1536, 16), 1.3: (24, 2048, 16), 1.5: (48, 1600, 25),
@@ -206,7 +207,7 @@ _KEYS = tuple(field.name for field in dataclasses.fields(Shape) if field.name !=
 
 
 def known_models() -> dict[str, Shape]:
-    """Every model that is known, by name: ``gpt2``, ``gpt-3-175b``, ``llama-2-7b``, ``llama-3.1-405b``, …"""
+    """Return every known model by name: ``gpt2``, ``gpt-3-175b``, ``llama-2-7b``, ``llama-3.1-405b``."""
     gpt2 = {name: GPT[size] for name, size in _GPT2.items()} | {"gpt2-large": _GPT2_LARGE}
     found = {name: _learned_positions(dims, 1024) for name, dims in gpt2.items()}
     found |= {f"gpt-3-{_size(size)}": _learned_positions(dims, 2048) for size, dims in GPT.items()}
@@ -220,14 +221,14 @@ def known_models() -> dict[str, Shape]:
 
 
 def parse_family(text: str) -> Shape:
-    """Read a model by its dimensions.
+    """Read the text of a known model, or of a family with its dimensions.
 
     Args:
         text: A family with its dimensions, ``"gpt:layers=24,hidden=1024,heads=16,vocab=50304"`` (the other keys are
             those of ``Shape``), or a known model, whose dimensions may be changed: ``"llama-3-8b:seq=4096"``.
 
     Raises:
-        ModelError: Naming what is not known, absent or no number.
+        ModelError: Naming what is unknown, missing or no number.
     """
     name, _, rest = text.strip().partition(":")
     name, known = _plain(name), known_models()
@@ -254,7 +255,7 @@ def parse_family(text: str) -> Shape:
 
 
 def _plain(name: str) -> str:
-    """``Meta-Llama-3-8B`` and ``llama3-8b`` are ``llama-3-8b``."""
+    """Normalize a name: ``Meta-Llama-3-8B`` and ``llama3-8b`` become ``llama-3-8b``."""
     name = re.sub(r"[\s_]+", "-", name.strip().lower())
     name = re.sub(r"^(meta-|mistralai/|meta-llama/)+", "", name)
     name = re.sub(r"^llama(\d)", r"llama-\1", name)
@@ -301,7 +302,7 @@ def _flag(value: str) -> bool:
 
 
 def _learned_positions(dims: tuple[int, int, int], positions: int) -> Shape:
-    """Return the table keeps its published size whatever the samples' length: it is a part of the model."""
+    """Return a GPT whose table of positions has its published size, whatever the samples' length."""
     return Shape("gpt", *dims, vocab=_GPT_VOCAB, seq=positions, positions=positions)
 
 
@@ -311,7 +312,7 @@ def _gated(family: Family, dims: Dims, *, tied: bool = False) -> Shape:
 
 
 def _size(billions: float) -> str:
-    """As models are called: 125m, 6.7b, 1t."""
+    """Format a size as models are called: 125m, 6.7b, 1t."""
     if billions < 1:
         return f"{billions * 1000:.0f}m"
     return f"{billions / 1000:g}t" if billions >= 1000 else f"{billions:g}b"

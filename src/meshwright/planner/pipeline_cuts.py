@@ -219,8 +219,7 @@ def decide_cut(
     Raises:
         StrategyError: When no cut fits; it names the smallest need.
     """
-    from meshwright.methods.pipeline.splice import parameter_costs
-    from meshwright.methods.pipeline.stage_cut import Balancer, balanced_bounds
+    from meshwright.methods.pipeline.stage_cut import Balancer, balanced_bounds, parameter_costs
 
     method, known = pipeline.method, flow[0]
     gaps = () if known is not None else (f"every pipeline rank keeps all parameters outside the blocks: {flow[1]}",)
@@ -260,8 +259,7 @@ def _candidates(
     strategy: Strategy,
     describe: Callable[[Cut], tuple[Block, ...]],
 ) -> CandidateStages:
-    from meshwright.methods.pipeline.splice import place_stages
-    from meshwright.methods.pipeline.stage_cut import block_list
+    from meshwright.methods.pipeline.stage_cut import block_list, place_stages
 
     count = len(pipeline.blocks)
     path, _ = block_list(model, pipeline.method.blocks)

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, ModelError, StrategyError, readable_bytes
 from meshwright.methods import SAMPLED
-from meshwright.planner.config_models import transformers_model
+from meshwright.planner.config_models import config_path, transformers_model
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.model_shapes import parse_family
 from meshwright.planner.planned_models import FamilyModel, ModuleModel, PlannedModel, token_batch
@@ -197,8 +196,6 @@ def _check_traced(plan: Plan) -> None:
 
 # --- ``plan``: ranked strategies for a model on a cluster, in one call.
 
-_HF = "hf:"
-
 
 def plan(
     model: str | nn.Module,
@@ -281,8 +278,8 @@ def named_model(name: str, seq: int | None, cluster: Cluster) -> PlannedModel:
     """
     if seq is not None and seq < 1:
         raise ConfigError("seq is not a length", expected="1 or more tokens", got=repr(seq), fix="correct the number")
-    if name.startswith(_HF):
-        path = Path(name.removeprefix(_HF)).expanduser()
+    path = config_path(name)
+    if path is not None:
         return transformers_model(path, seq, on_meta=not cluster.device.is_host)
     shape = parse_family(name)
     return FamilyModel(name, shape if seq is None else dataclasses.replace(shape, seq=seq))

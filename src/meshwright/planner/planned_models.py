@@ -1,4 +1,4 @@
-"""What can be planned for: a family by its dimensions, or a real module."""
+"""Models that plans can be made for: a family by its dimensions, or a real module."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from meshwright.loss import next_token_loss
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, loss_of_output, resized
 from meshwright.optim import check_steps_alone
+from meshwright.planner.family_ops import PYTORCH, Implementation
 from meshwright.planner.family_workload import FamilyWorkload
 from meshwright.planner.memory_budget import usable_bytes
 from meshwright.planner.model_shapes import Shape
@@ -28,31 +29,32 @@ _ZERO_LEVEL = 3
 
 
 class PlannedModel(Protocol):
-    """A model for which subjects can be made, on any cluster and for any number of samples."""
+    """Protocol of models that plans can be made for, on any cluster and for any number of samples."""
 
     @property
     def name(self) -> str:
-        """Return what people call it."""
+        """Return its name for people."""
 
     def describe(self) -> dict[str, Any]:
-        """Plain values for people and for ``--json``."""
+        """Return plain values for people and for ``--json``."""
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
-        """Return what plans are made for.
+        """Return the subject that strategies are predicted for.
 
         Args:
-            cluster: What it runs on.
-            samples: Of a step, over all ranks.
-            limit_bytes: What tensors may take of a device; None: what it has for them.
+            cluster: The cluster to run on.
+            samples: Samples per step, over all ranks.
+            limit_bytes: Usable device memory; None: what the device has for tensors.
         """
 
 
 @dataclass(frozen=True)
 class FamilyModel:
-    """A model of a well-known family by its dimensions."""
+    """A model of a well-known family by its dimensions, and which implementation of it is simulated."""
 
     name: str
     shape: Shape
+    implementation: Implementation = PYTORCH
 
     def describe(self) -> dict[str, Any]:
         """See :class:`PlannedModel`."""
@@ -60,7 +62,7 @@ class FamilyModel:
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
         """See :class:`PlannedModel`."""
-        return FamilyWorkload(self.shape, cluster, samples, limit_bytes=limit_bytes)
+        return FamilyWorkload(self.shape, cluster, samples, limit_bytes=limit_bytes, implementation=self.implementation)
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,13 @@ class ModuleModel:
     """A real module, best on ``meta``, and how it is trained.
 
     Args:
-        name: What people call it.
-        module: Plain; parameters on ``meta`` have no values, and need none.
+        name: Its name for people.
+        module: A plain module; its parameters may be on ``meta``.
         sample_batch: A batch of any number of samples, as the model takes it.
         loss_func: ``loss_func(model_input, model_output)``; None: the loss in the output, or the next token's.
-        model_input_format: As of ``accelerate``.
+        model_input_format: As in ``accelerate``.
         optim_func: Builds the optimizer from parameters.
-        seq: Tokens of a sample, where it has any.
+        seq: Tokens per sample, if samples are tokens.
     """
 
     name: str
@@ -92,7 +94,7 @@ class ModuleModel:
         return found | ({"seq": self.seq} if self.seq is not None else {})
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
-        """See :class:`PlannedModel`; the module is traced once for all of them."""
+        """See :class:`PlannedModel`; all subjects share one trace of the module."""
         limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
         if cluster.device.is_host not in self._traced:
             self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
@@ -100,7 +102,7 @@ class ModuleModel:
 
     @functools.cached_property
     def _traced(self) -> dict[bool, Workload]:
-        """By whether it trains on the host."""
+        """Traced workloads, by whether they train on the host."""
         return {}
 
     def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
@@ -146,7 +148,7 @@ def _inputs(sample_batch: Any, samples: int) -> Any:
 
 
 def _usual_loss(inputs: Any, output: Any) -> Any:
-    """Return the loss that the output carries; of logits for every token, the next token's."""
+    """Return the loss that the output carries, or the next-token loss of logits."""
     try:
         return loss_of_output(inputs, output)
     except ConfigError:
@@ -154,5 +156,5 @@ def _usual_loss(inputs: Any, output: Any) -> Any:
 
 
 def token_batch(seq: int) -> torch.Tensor:
-    """Return two samples of token ids, ``[2, seq]``; a model that is not run does not mind which."""
+    """Return two samples of token ids, ``[2, seq]``, all 0: tracing does not depend on their values."""
     return torch.zeros(2, seq, dtype=torch.long)

@@ -18,6 +18,7 @@ from meshwright.cost import Block, Calibration, Cluster, Step, find_cluster, fin
 from meshwright.errors import ConfigError
 from meshwright.methods import SAMPLED, Resolved, SampleRun, check_units, cost_of, replacement_of, resolve
 from meshwright.methods.base import half_dtype
+from meshwright.nn.batches import leaves_of
 from meshwright.planner.memory_budget import fit_budget, taken_bytes, usable_host_bytes
 from meshwright.planner.pipeline_cuts import (
     Decision,
@@ -40,7 +41,6 @@ from meshwright.planner.trace.model_state import (
 )
 from meshwright.planner.trace.tracer import Conditions, Tracer
 from meshwright.runtime import host_share_bytes, machine_name
-from meshwright.runtime.trees import leaves_of
 
 if TYPE_CHECKING:
     from meshwright.methods import Cut, Fp8

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
         gather_objects as gather_objects,
         gather_over_store as gather_over_store,
         named_ranks as named_ranks,
-        note_gather as note_gather,
         outvoted as outvoted,
         same_on_every_rank as same_on_every_rank,
-        take_gather_order as take_gather_order,
         wait_for_all_ranks as wait_for_all_ranks,
     )
     from meshwright.runtime.device import (
@@ -67,7 +65,6 @@ if TYPE_CHECKING:
     from meshwright.runtime.stop_signals import StopSignals as StopSignals
     from meshwright.runtime.topology import (
         ShardAxes as ShardAxes,
-        config as config,
         parameter_mesh as parameter_mesh,
         pipe_size as pipe_size,
         pipeline_mesh as pipeline_mesh,

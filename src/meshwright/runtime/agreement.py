@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from meshwright.errors import LaunchError, MeshwrightError, join_names
 from meshwright.runtime.processes import agreement_group, rank, world_size
+from meshwright.runtime.torch_internals.c10d import default_store
 from meshwright.version import __version__
 
 
@@ -93,7 +93,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def _check_alive(group: dist.ProcessGroup) -> None:
-    """Refuse to go on beside training when that has ended: what ranks write without each other is no checkpoint."""
+    """Refuse to agree in the background once the world has ended: a checkpoint without the other ranks is none."""
     try:
         dist.get_rank(group)
     except ValueError as error:
@@ -116,10 +116,10 @@ def check_equal(what: str, value: str, fix: str) -> None:
 
 
 def check_all_equal(*claims: tuple[str, str, str]) -> None:
-    """Several checks as :func:`check_equal` makes them, for one gather.
+    """Make several checks as :func:`check_equal` does, with one gather.
 
     Args:
-        claims: What, value and fix of each, in the order in which they are to be told.
+        claims: What, value and fix of each, in the order in which they are reported.
     """
     every = gather_objects([value for _, value, _ in claims])
     for (what, _, fix), values in zip(claims, zip(*every, strict=True), strict=True):
@@ -140,7 +140,7 @@ def _holders(values: Sequence[str], value: str) -> str:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """As in "ranks 0, 2"."""
+    """Return ranks as text, such as "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {join_names(map(str, ranks))}"
 
 
@@ -150,17 +150,17 @@ def agreed(error: MeshwrightError) -> MeshwrightError:
     return error
 
 
-# --- Calls that all ranks make together: who comes alone says so, before it waits in a collective for ranks elsewhere.
+# --- Collective entry: a rank that enters a call alone reports it before it waits in a collective for the others.
 
 _PATIENCE_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
 def wait_for_all_ranks(what: str) -> None:
-    """Wait until every rank has come into a call, and tell which ones stay away for long.
+    """Wait until every rank has entered a call, and name those that stay away for long.
 
     The ranks meet in their store. In a collective, a call that is made on rank 0 only (as under DDP a model is saved)
-    would meet whatever the others do next: gloo aborts the process then, and NCCL waits without a word.
+    would meet whatever the others do next: gloo then aborts the process, and NCCL waits without a word.
 
     Args:
         what: The call, as users know it.
@@ -170,25 +170,23 @@ def wait_for_all_ranks(what: str) -> None:
     """
     if world_size() == 1:
         return
-    store, key = _get_default_store(), f"meshwright/together/{what}"
+    store, key = default_store(), f"meshwright/together/{what}"
     number = store.add(f"{key}/{rank()}", 1)
     store.add(key, 1)
-    began_s, pause_s, told = time.monotonic(), _FIRST_PAUSE_S, False
+    began_s, pause_s, has_warned = time.monotonic(), _FIRST_PAUSE_S, False
     while store.add(key, 0) < number * world_size():
         waited_s = time.monotonic() - began_s
-        limit_s = store.timeout.total_seconds() if told else _PATIENCE_S  # type: ignore[attr-defined]
+        limit_s = store.timeout.total_seconds() if has_warned else _PATIENCE_S  # type: ignore[attr-defined]
         if waited_s > limit_s:
             absent = [each for each in range(world_size()) if store.add(f"{key}/{each}", 0) < number]
-            _tell(what, absent, waited_s, is_over=told)
-            told = True
+            _report_absent(what, absent, waited_s, is_over=has_warned)
+            has_warned = True
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
 
 
 def gather_over_store(what: str, text: str, patience_s: float | None = None) -> list[str | None]:
-    """Return what every rank says, in rank order.
-
-    Over the store, so that it does no harm when some are in a collective.
+    """Gather a text from every rank over the store, which does no harm when some ranks are in a collective.
 
     Args:
         what: The occasion; ranks come to it equally often.
@@ -200,7 +198,7 @@ def gather_over_store(what: str, text: str, patience_s: float | None = None) -> 
     """
     if world_size() == 1:
         return [text]
-    store, key = _get_default_store(), f"meshwright/told/{what}"
+    store, key = default_store(), f"meshwright/told/{what}"
     number = store.add(f"{key}/times/{rank()}", 1)
     names = [f"{key}/{number}/{each}" for each in range(world_size())]
     store.set(names[rank()], text)
@@ -211,7 +209,8 @@ def gather_over_store(what: str, text: str, patience_s: float | None = None) -> 
     return [store.get(name).decode() if store.check([name]) else None for name in names]
 
 
-def _tell(what: str, absent: Sequence[int], waited_s: float, *, is_over: bool) -> None:
+def _report_absent(what: str, absent: Sequence[int], waited_s: float, *, is_over: bool) -> None:
+    """Raise, or warn on the first waiting rank, about ranks that have not entered a call."""
     fix = "call it on every rank, without `if rank == 0:` around it"
     if is_over:
         raise LaunchError(
@@ -226,7 +225,7 @@ def _tell(what: str, absent: Sequence[int], waited_s: float, *, is_over: bool) -
         print(f"meshwright: {text}", file=sys.stderr, flush=True)
 
 
-# --- Short numbers that tell whether tensors of several ranks hold the same bits.
+# --- Checksums that show whether tensors of several ranks hold the same bits.
 
 _WORD = 8  # bytes
 _ROWS = 64  # parts of a tensor whose order counts
@@ -235,19 +234,20 @@ _ODD = 0x5851F42D4C957F2D  # Knuth's multiplier of MMIX
 
 @torch.no_grad()
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number of 64 bits that another one of the same shape nearly always differs in; int64, 0-dim, on its device.
+    """Return a 64-bit checksum of a tensor's bits: int64, 0-dim, on its device.
 
-    The bits are read as integers of 64 bits and added up modulo 2^64, in one pass at the speed of memory: any one
-    flipped bit, and any change within one word, changes the sum. NaN and -0.0 count by their bits, too. 64 parts of the
-    tensor are weighted by odd numbers, so that most exchanges of places are found. No float is computed, so the number
-    is the same on every device and with every number of threads.
+    The bits are read as 64-bit integers and added up modulo 2^64, in one pass at the speed of memory: any flipped bit,
+    and any change within one word, changes the sum. NaN and -0.0 count by their bits, too. 64 parts of the tensor are
+    weighted by odd numbers, so that most exchanges of places are found. No float is computed, so the number is the same
+    on every device and with every number of threads.
 
     Args:
         tensor: Plain, of any type: of a DTensor, the local part.
     """
     flat = tensor.detach().reshape(-1).contiguous()
     if flat.storage_offset() * flat.element_size() % _WORD:
-        flat = flat.clone()  # words begin where the storage of the copy does
+        # Words have to begin where the storage begins.
+        flat = flat.clone()
     each_byte = flat.view(torch.uint8)
     words = each_byte[: each_byte.numel() // _WORD * _WORD].view(torch.int64)
     whole = words.numel() // _ROWS * _ROWS
@@ -258,7 +258,7 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the :func:`bit_sum` of each; int64 on the host, which waits once for each device."""
+    """Return the :func:`bit_sum` of each tensor; int64 on the host, which waits once for each device."""
     sums = [bit_sum(tensor) for tensor in tensors]
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(sums):
@@ -271,7 +271,7 @@ def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not equal on all the ranks that ought to hold the same."""
+    """A tensor that differs between ranks that ought to hold the same."""
 
     name: str
     """The first such tensor."""
@@ -290,7 +290,7 @@ class Difference:
 
 
 def outvoted(values: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Divide ranks by what most of them hold.
+    """Divide ranks into the majority and those that differ from it.
 
     Args:
         values: By rank.
@@ -306,10 +306,9 @@ def outvoted(values: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference | None:
-    """Return the first tensor that is not equal on all ranks; None where all are. Collective.
+    """Find the first tensor that differs between ranks; None where all are equal. Collective.
 
-    One number per rank, and more
-    only where it differs.
+    Costs one number per rank, and more only where something differs.
 
     Args:
         tensors: With values; the same names, shapes and types on every rank.
@@ -317,7 +316,8 @@ def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference 
     if world_size() == 1:
         return None
     sums: list[int] = bit_sums(tensors.values()).tolist()
-    if len(set(gather_objects(hash(tuple(sums))))) == 1:  # of integers, a hash is the same in every process
+    # The hash of integers is the same in every process.
+    if len(set(gather_objects(hash(tuple(sums))))) == 1:
         return None
     every: list[list[int]] = gather_objects(sums)
     differing = [place for place, held in enumerate(zip(*every, strict=True)) if len(set(held)) > 1]
@@ -326,7 +326,7 @@ def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference 
     return Difference(names[differing[0]], odd, majority, tuple(names[place] for place in differing[1:]))
 
 
-# --- Which code this process runs: ranks that run different code must not train together.
+# --- The code that this process runs: ranks that run different code must not train together.
 
 _SOURCES = Path(__file__).parents[1]
 
@@ -344,24 +344,3 @@ def code_versions(sources: Path = _SOURCES) -> str:
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
     python = platform.python_version()
     return f"meshwright {__version__} ({digest.hexdigest()[:12]}), torch {torch.__version__}, Python {python}"
-
-
-# --- What this rank has gathered since its last step: on ranks that gather other things, weights come out mixed.
-
-_MODULUS = 2**20  # exact in fp32, in which the number travels
-
-_order = 0
-
-
-def note_gather(place: int) -> None:
-    """Count something that all ranks gather together, by a number that it has on all of them."""
-    global _order
-    if not torch.compiler.is_compiling():
-        _order = (_order * 31 + place + 1) % _MODULUS
-
-
-def take_gather_order() -> int:
-    """A number for what was gathered since the last call, and in which order; equal on ranks that gathered the same."""
-    global _order
-    taken, _order = _order, 0
-    return taken

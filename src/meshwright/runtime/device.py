@@ -40,12 +40,12 @@ def seed_replica(seed: int, replica: int) -> None:
 
 
 def spread_seed(seed: int, index: int) -> int:
-    """Return a seed of its own for each of several that share one."""
+    """Return a separate seed for each of several that share one."""
     return (seed + (index + 1) * _SPREAD) % 2**63
 
 
 def seed_in_use(seed: int) -> None:
-    """As :func:`seed_everything`, but fast: of CUDA devices the current one only, once it is used."""
+    """Seed as :func:`seed_everything` does, but fast: of CUDA devices only the current one, once it is used."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -55,7 +55,7 @@ def seed_in_use(seed: int) -> None:
 
 @dataclass(frozen=True)
 class GeneratorState:
-    """The state of torch's, numpy's and random's generators at some moment; of CUDA devices, the current one's."""
+    """State of torch's, numpy's and random's generators; of CUDA devices, only the current one's."""
 
     python: Any
     numpy: Any
@@ -64,12 +64,12 @@ class GeneratorState:
 
     @classmethod
     def now(cls) -> GeneratorState:
-        """As they are."""
+        """Capture the present state."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the captured state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
@@ -87,7 +87,7 @@ def preserved_rng() -> Iterator[None]:
         before.restore()
 
 
-# --- The device a rank computes on, and what it holds.
+# --- The device, its name and its memory.
 
 
 def choose_device(backend: str | None, local_rank: int) -> torch.device:
@@ -110,7 +110,7 @@ def choose_device(backend: str | None, local_rank: int) -> torch.device:
 
 
 def machine_name(device: torch.device) -> str:
-    """Return what computes, a GPU or a CPU with its cores, so that figures of another are not taken for this one's."""
+    """Return the name of the GPU, or of the CPU with its cores, to tell figures of one machine from another's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -127,17 +127,14 @@ def _cpu_name() -> str:
 
 
 def memory_limit_bytes(device: torch.device, local_world_size: int) -> int:
-    """Return the bytes one rank may plan with.
-
-    The CUDA device's memory less a tenth, or its share of the free host memory.
-    """
+    """Return the bytes one rank may use: 90 % of its CUDA device, or its share of the free host memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * 0.9)
     return host_share_bytes(local_world_size)
 
 
 def host_share_bytes(local_world_size: int) -> int:
-    """One rank's share of the free memory of its node."""
+    """Return one rank's share of the free memory of its node."""
     return _available_host_bytes() // max(local_world_size, 1)
 
 
@@ -151,10 +148,7 @@ def _available_host_bytes() -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes so far.
-
-    What the CUDA allocator handed out, or the resident size of the process on the CPU.
-    """
+    """Return the peak bytes so far: from the CUDA allocator, or the resident size of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -168,14 +162,15 @@ def synchronize_device(device: torch.device) -> None:
 
 
 def measured_flops_per_s(device: torch.device, duration_s: float = 0.1) -> float:
-    """Return the rate of fp32 matrix products in FLOP/s: the best of those that fit into ``duration_s``.
+    """Measure the best rate of fp32 matrix products in FLOP/s within ``duration_s``.
 
     The best and not the mean: a peak is what the device can do when nothing else disturbs it.
     """
     size = 1024 if device.type == "cpu" else 8192
     left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
     best_s, end_s = float("inf"), time.perf_counter() + duration_s
-    left @ right  # the first product starts threads and loads kernels
+    # The first product starts threads and loads kernels.
+    left @ right
     while True:
         synchronize_device(device)
         start_s = time.perf_counter()

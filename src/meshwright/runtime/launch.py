@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -26,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from meshwright.errors import LaunchError
 from meshwright.runtime.device import host_share_bytes
 from meshwright.runtime.rendezvous import separate_tasks_warning
+from meshwright.runtime.torch_internals.c10d import Store, TCPStore
 
 _LOOPBACK_BACKEND = "meshwright-loopback"
 _ADDRESS = "127.0.0.1"
@@ -35,8 +35,7 @@ _STORE_TIMEOUT = timedelta(minutes=5)
 def loopback_store() -> tuple[Store, int]:
     """Return a TCPStore that listens on 127.0.0.1 only, and its port.
 
-    Left to itself torch's store listens on every interface, and whoever reaches it can write there what ranks then
-    unpickle.
+    torch's own store listens on every interface, and whoever reaches it can write there what ranks then unpickle.
     """
     with socket.socket() as listening:
         listening.bind((_ADDRESS, 0))
@@ -56,8 +55,7 @@ def loopback_store() -> tuple[Store, int]:
 class LoopbackRendezvous(RendezvousHandler):
     """torchrun's rendezvous for one machine.
 
-    Every attempt gets a store of its own: keys of ranks that have died are not found by those that follow
-    (pytorch#135712).
+    Every attempt gets its own store, so that ranks do not find keys of ranks that have died (pytorch#135712).
     """
 
     def __init__(self, run_id: str) -> None:
@@ -65,12 +63,12 @@ class LoopbackRendezvous(RendezvousHandler):
         self._closed = False
 
     def get_backend(self) -> str:
-        """Return its name."""
+        """Return the backend's name."""
         return _LOOPBACK_BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks meet in this store too, instead of making one."""
+        """Return True: ranks use this store, too, instead of making one."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -83,11 +81,11 @@ class LoopbackRendezvous(RendezvousHandler):
         return self._closed
 
     def set_closed(self) -> None:
-        """Say so."""
+        """Announce that no attempt will follow."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """No other machine ever joins."""
+        """Return 0: no other machine ever joins."""
         return 0
 
     def get_run_id(self) -> str:
@@ -95,7 +93,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """There is nothing to close but the store, which goes with the process."""
+        """Return True: nothing but the store needs closing, which goes with the process."""
         return True
 
 
@@ -106,7 +104,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 rendezvous_handler_registry.register(_LOOPBACK_BACKEND, _create)
 
 
-# --- Starts local ranks through torchrun's own machinery: one dies, all end, and the caller learns why.
+# --- Launching: when one rank dies, all end, and the caller learns why.
 
 _MONITOR_INTERVAL_S = 0.1
 _RANK_BYTES = 2**28  # of memory: an interpreter with torch, before it holds anything
@@ -123,12 +121,10 @@ def restart_count() -> int:
 
 
 def launch_id() -> str | None:
-    """Return what all attempts of one launch have in common, and no other launch has.
+    """Return an id that all attempts of one launch share, and no other launch; None without one.
 
-    None where the launcher does not say.
-
-    torchrun's ``--rdzv-id``, which ``--standalone`` draws at random. :func:`restart_count` does not tell a machine that
-    has joined a run under way from one that begins it.
+    It is torchrun's ``--rdzv-id``, which ``--standalone`` draws at random. :func:`restart_count` cannot tell a machine
+    that has joined a run under way from one that begins it.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name in ("", "none") else name
@@ -137,7 +133,7 @@ def launch_id() -> str | None:
 def stay_on_this_machine() -> None:
     """Let gloo listen on the loopback interface alone, in this process and those it starts.
 
-    Nobody outside of this machine has to reach its ranks; gloo would listen where the host's name leads to.
+    No other machine has to reach its ranks; by itself gloo listens where the host's name leads to.
     """
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -146,7 +142,7 @@ def stay_on_this_machine() -> None:
 def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     """Run ``python ARGUMENTS…`` as ``nproc`` local ranks and wait for them.
 
-    The ranks write to this terminal. When one fails the others are ended within seconds. They meet over the loopback
+    The ranks write to this terminal. When one fails, the others are ended within seconds. They meet over the loopback
     interface only: other machines cannot reach them.
 
     Args:
@@ -161,8 +157,8 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
         LaunchError: Where so many interpreters would not fit into this machine's memory.
     """
     _check_room(nproc)
-    if told := separate_tasks_warning(os.environ):
-        print(f"meshwright: {told}", file=sys.stderr, flush=True)
+    if warning := separate_tasks_warning(os.environ):
+        print(f"meshwright: {warning}", file=sys.stderr, flush=True)
     # Without a limit every rank starts a thread per core and they fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     stay_on_this_machine()
@@ -183,7 +179,8 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as failure:
         failed_rank, cause = failure.get_first_failure()
-        if cause.exitcode < 0:  # ended by a signal, so nobody has said why: out of memory, most likely
+        # A signal ended it, most likely out of memory, so no rank has said why.
+        if cause.exitcode < 0:
             print(f"meshwright: rank {failed_rank} was ended by {cause.signal_name()}", file=sys.stderr, flush=True)
         return max(cause.exitcode, 1)
     except SignalException as stopped:
@@ -192,7 +189,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
 
 
 def _check_room(nproc: int) -> None:
-    """Refuse before anything is started what would only take the machine down."""
+    """Refuse more processes than fit into memory, before any is started."""
     most = host_share_bytes(1) // _RANK_BYTES
     if nproc > max(most, 1):
         raise LaunchError(

@@ -85,7 +85,8 @@ def alias_modules(homes: Mapping[str, str]) -> None:
     """Let modules be imported under the names they are documented by, too.
 
     Args:
-        homes: Where each documented name lives today. What lies below a package goes with it.
+        homes: Where each documented module lives today; what lies below a package goes with it. ``"module: name name"``
+            makes a module of these names alone.
     """
     _ALIASED_MODULES.update(homes)
     if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
@@ -104,41 +105,50 @@ class _AliasFinder(MetaPathFinder):
         old = max((each for each in _ALIASED_MODULES if f"{fullname}.".startswith(f"{each}.")), key=len, default=None)
         if old is None:
             return None
-        home = _ALIASED_MODULES[old] + fullname.removeprefix(old)
-        return ModuleSpec(fullname, _AliasLoader(home)) if importlib.util.find_spec(home) else None
+        home, _, names = _ALIASED_MODULES[old].partition(":")
+        home += fullname.removeprefix(old)
+        return ModuleSpec(fullname, _AliasLoader(home, names.split())) if importlib.util.find_spec(home) else None
 
 
 class _AliasLoader(Loader):
-    """Hand out the module that an alias stands for, unchanged."""
+    """Hand out the module that an alias stands for, unchanged, or a module of some of its names."""
 
-    def __init__(self, home: str) -> None:
+    def __init__(self, home: str, names: list[str]) -> None:
         self._home = home
+        self._names = names
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._home)
+        if self._names:
+            return ModuleType(spec.name, module.__doc__)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has written the alias's spec over the module's own.
-        module.__spec__ = self._spec
+        if self._names:
+            home = importlib.import_module(self._home)
+            vars(module).update({name: getattr(home, name) for name in self._names}, __all__=self._names)
+        else:
+            # The import system has written the alias's spec over the module's own.
+            module.__spec__ = self._spec
 
 
 @contextlib.contextmanager
 def paused_collection(to_stay: bool = False) -> Iterator[None]:
-    """Nothing is collected for a while; what is not in cycles is freed as ever. A caller's own setting stays.
+    """Pause the collection of garbage cycles; a caller's own setting stays.
 
     Args:
-        to_stay: What is made meanwhile is there to stay, as modules are: it counts as old at once. Else all of it would
-            be looked at as soon as collection goes on.
+        to_stay: Whether new objects are permanent, as modules are. They then count as old at once; else the collector
+            would visit all of them as soon as it goes on.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if to_stay and not gc.get_freeze_count():  # what a caller has frozen would thaw
+        # Unfreezing would thaw what a caller has frozen.
+        if to_stay and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
         if collects:

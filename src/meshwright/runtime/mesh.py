@@ -55,7 +55,7 @@ def check_axes(axes: Sequence[tuple[str, int]]) -> None:
 
 
 def fit_axes(axes: Sequence[tuple[str, int]], world: int, *, adjustable: bool = True) -> Axes:
-    """Fit axis sizes to a world: the size of ``data`` is adjusted until the product is ``world`` (ATorch's rule).
+    """Fit axis sizes to a world by adjusting the size of ``data`` (ATorch's rule).
 
     Args:
         axes: ``(name, size)``, innermost first. Empty means data parallelism over the world.
@@ -109,7 +109,7 @@ def rank_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None 
 
 
 def axis_groups(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None) -> dict[str, list[list[int]]]:
-    """Return the groups of ranks along every axis: the lists that ATorch's documentation prints for its examples."""
+    """Return the groups of ranks along every axis, as ATorch's documentation prints them for its examples."""
     grid = rank_grid(axes, rank_order)
     groups = {}
     for dim, (name, size) in enumerate(axes):
@@ -120,7 +120,7 @@ def axis_groups(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | Non
 
 
 def ascending_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None) -> np.ndarray:
-    """Return the same groups as :func:`rank_grid`, with places along each axis renumbered so that ranks ascend in every group.
+    """Return the grid of :func:`rank_grid`, renumbered along each axis so that ranks ascend in every group.
 
     torch numbers the ranks of a process group in ascending order, and DTensor numbers them by their place on the mesh:
     only where the two agree do shards end up where they belong.
@@ -147,7 +147,7 @@ def ascending_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | 
 def coordinate_of(
     rank: int, axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None
 ) -> dict[str, int]:
-    """Return where a rank stands on the mesh: its index along every axis."""
+    """Return a rank's place on the mesh: its index along every axis."""
     position = np.argwhere(ascending_grid(axes, rank_order) == rank)[0]
     return {name: int(index) for (name, _), index in zip(axes, position, strict=True)}
 

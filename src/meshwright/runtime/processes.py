@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.device import choose_device, seed_everything, synchronize_device
 from meshwright.runtime.rendezvous import forget_meshes, launchers_store, meet, separate_tasks_warning
+from meshwright.runtime.torch_internals.c10d import HashStore
 
 _own = threading.local()
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # by purpose: (world, its background group)
@@ -28,10 +28,10 @@ _before_leaving: list[Callable[[], None]] = []
 
 
 def background_group(purpose: str = "saves") -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for one purpose beside training; None without other ranks.
+    """Return a gloo group of all ranks for one purpose beside training; None without other ranks.
 
-    Collectives of two threads in one group would meet each other's. Collective the first time: call it where all
-    ranks are in step, never from a background thread itself.
+    Collectives of two threads in one group would meet each other's. The first call for a purpose is collective: make it
+    where all ranks are in step, never from a background thread.
 
     Args:
         purpose: Who uses it: one thread at a time.
@@ -46,7 +46,7 @@ def background_group(purpose: str = "saves") -> dist.ProcessGroup | None:
 
 @contextlib.contextmanager
 def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Within it, this thread's ``gather_objects``, and all that stands on it, go over ``group`` (None: the world)."""
+    """Let this thread's ``gather_objects``, and all that builds on it, use ``group`` (None: the world)."""
     before = agreement_group()
     _own.group = group
     try:
@@ -67,13 +67,13 @@ def before_leaving(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def prepare_to_leave() -> None:
-    """Call what :func:`before_leaving` was given; the first error is raised after all were called."""
+    """Call the functions given to :func:`before_leaving`, all of them, and raise the first error afterwards."""
     with contextlib.ExitStack() as stack:
         for function in _before_leaving:
             stack.callback(function)
 
 
-# --- Processes: how one, two or ten thousand of them find each other, and what each knows of itself.
+# --- Joining and leaving the world.
 
 _FAREWELL_S = 0.05  # many times what a waiting thread needs to take the interpreter's lock and drop a tensor
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -81,7 +81,7 @@ _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``init_distributed`` was asked for, for the parts of Meshwright that need it later."""
+    """Arguments of ``init_distributed``, for the parts of Meshwright that need them later."""
 
     seed: int
     zero_level: int
@@ -156,7 +156,7 @@ def init_distributed(
 
 
 def _differing(ours: Settings, theirs: Settings) -> str:
-    """Return the fields of the first that the second has otherwise."""
+    """Return the fields of the first settings that differ in the second."""
     other = vars(theirs)
     return ", ".join(f"{name}={value!r}" for name, value in vars(ours).items() if value != other[name])
 
@@ -202,7 +202,7 @@ def _check_arguments(
 
 
 def _check_groups(name: str, what: str, size: int) -> None:
-    """Before anybody joins anything: on a misfit no process group is left behind."""
+    """Refuse sizes that do not divide the ranks, before any process group is made."""
     world = world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if size < 1 or world % size:
         raise LaunchError(
@@ -220,8 +220,8 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
     present = [name for name in _ENVIRONMENT if name in os.environ]
     # MASTER_ADDR and MASTER_PORT alone are often left exported in a shell: they do not make a world.
     if "RANK" not in present and "WORLD_SIZE" not in present:
-        if told := separate_tasks_warning(os.environ):
-            print(f"meshwright: {told}", file=sys.stderr, flush=True)
+        if warning := separate_tasks_warning(os.environ):
+            print(f"meshwright: {warning}", file=sys.stderr, flush=True)
         dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
         return
     missing = [name for name in _ENVIRONMENT if name not in present]
@@ -242,11 +242,11 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
 
 
 def _leave_at_exit(size: int) -> None:
-    """Destroy the process group of a program that forgot to: gloo's threads would abort the process now and then.
+    """Destroy the process group at exit if the program forgot to: gloo's threads would sometimes abort the process.
 
     They drop tensors of finished collectives, which fails once the interpreter is gone (pytorch#179291). Where a mesh
-    or a wrapped model still holds the group they live on, so they get a moment to let go.
-    Not after an error with NCCL, where destroying can wait for ranks that are gone.
+    or a wrapped model still holds their group, they get a moment to let go. Not after an error with NCCL, where
+    destroying can wait for ranks that are gone.
     """
     failed = getattr(sys, "last_value", None) is not None
     if dist.is_initialized() and not (failed and _settings is not None and _settings.device.type == "cuda"):
@@ -256,7 +256,7 @@ def _leave_at_exit(size: int) -> None:
 
 
 def settings() -> Settings:
-    """Return what ``init_distributed`` was asked for; calls it with its defaults if nobody has."""
+    """Return the arguments of ``init_distributed``, which is called with its defaults if nobody has."""
     if _settings is None or not dist.is_initialized():
         init_distributed()
     assert _settings is not None
@@ -279,10 +279,10 @@ def require_distributed(what: str) -> None:
 
 
 def shutdown_distributed() -> None:
-    """Leave the world: waits for the other ranks, then destroy the process group. Harmless when there is none.
+    """Leave the world: wait for the other ranks, then destroy the process group. Harmless without one.
 
-    Where it is reached by an error on its way (in a ``finally``), the other ranks may be anywhere, waiting for this
-    one: then the end of the program leaves the world, as it does where nobody calls this.
+    During an error (in a ``finally``) the other ranks may be anywhere, waiting for this one. Then the end of the
+    program leaves the world, as it does where nobody calls this.
 
     Raises:
         CheckpointError: On every rank, when a save in the background has failed.
@@ -300,8 +300,9 @@ def shutdown_distributed() -> None:
 
 
 def rank() -> int:
-    """This process's rank; 0 before ``init_distributed``."""
-    group = agreement_group()  # of a thread beside training, which must not take itself for rank 0 when the world ends
+    """Return this process's rank; 0 before ``init_distributed``."""
+    # A thread beside training must not take itself for rank 0 when the world ends.
+    group = agreement_group()
     return group.rank() if group is not None else dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -312,7 +313,7 @@ def world_size() -> int:
 
 
 def print_rank(*values: Any, rank: int = 0, **print_options: Any) -> None:
-    """Print on one rank only; take what ``print`` takes."""
+    """Print on one rank only, with the arguments of ``print``."""
     if (dist.get_rank() if dist.is_initialized() else 0) == rank:
         print(*values, **print_options)
 

@@ -1,4 +1,4 @@
-"""Being asked to stop: a signal becomes a decision of all ranks at the end of a step, while there is time to save."""
+"""Stop signals: a signal becomes a decision of all ranks at the end of a step, while there is time to save."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _listening: list[StopSignals] = []  # in this process, the innermost last
 
 
 class StopSignals:
-    """A context in which SIGTERM and Ctrl-C ask for an end instead of making one.
+    """A context in which SIGTERM and Ctrl-C request a stop instead of ending the process.
 
-    Every rank asks :meth:`asked` after each step; when any rank has had a signal all get the same answer, save and
+    Every rank calls :meth:`asked` after each step. Once any rank has had a signal, all get the same answer, save and
     leave. A rank that has not left in time, because a step or a collective never ends, is ended. A second Ctrl-C ends
-    at once.
+    it at once.
 
-    Signals are read by a thread: one that trains may be waiting inside a collective, where Python handles none.
+    Signals are read by a thread: the training thread may be waiting inside a collective, where Python handles none.
 
     Args:
         grace_s: Seconds from the first signal until the process is ended with status 128 + signal. Clusters that
@@ -45,7 +45,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._group = background_group("stop")
-        if threading.current_thread() is threading.main_thread():  # no other thread may install handlers
+        # No other thread may install handlers.
+        if threading.current_thread() is threading.main_thread():
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -74,7 +75,7 @@ class StopSignals:
     def asked(self) -> int:
         """Return the signal that any rank was sent, 0 for none; collective, the same on every rank.
 
-        One all-reduce of one number on the host, where the ranks have met anyway.
+        Costs one all-reduce of one number on the host, where the ranks have met anyway.
         """
         if self._group is None:
             return self._signal
@@ -102,7 +103,7 @@ class StopSignals:
 
 
 def _give_back_in_child() -> None:
-    """What a rank forks (a pool, workers) is ended by SIGTERM as ever, and its signals are not the rank's.
+    """Restore SIGTERM in forked children (pools, workers), whose signals are not the rank's.
 
     A Ctrl-C, which a terminal sends to all of them, still ends none: the rank needs them up to the end of a step.
     """
@@ -115,6 +116,6 @@ if sys.platform != "win32":
 
 
 def _end(number: int, why: str) -> None:
-    """End the process from a thread; nothing else may be left that answers."""
+    """End the process from a thread, without any cleanup that could block."""
     print(f"meshwright: rank {os.environ.get('RANK', '0')} {why}", file=sys.stderr, flush=True)
     os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""A console for text that may come from somebody else's file: it shows names, and does not obey them."""
+"""A console for untrusted text: it shows control characters and markup instead of obeying them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class PlainConsole(Console):
         super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See :class:`rich.console.Console`."""
+        """Render as :class:`rich.console.Console` does, with control characters escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

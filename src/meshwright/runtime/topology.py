@@ -1,23 +1,22 @@
-"""The topology of `init_distributed`: pipeline, ZeRO and tensor groups of each rank, and `config` (BMTrain)."""
+"""The topology of `init_distributed`: pipeline, ZeRO and tensor groups of each rank."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.errors import ConfigError, did_you_mean
 from meshwright.runtime.mesh import build_mesh, world_mesh
-from meshwright.runtime.processes import rank, require_distributed, settings, world_size
+from meshwright.runtime.processes import require_distributed, settings
 
 
 @dataclass(frozen=True)
 class ShardAxes:
-    """Over which ranks parameters are spread; a slice made anew would be another object at every call."""
+    """Meshes over which parameters are sharded.
+
+    Made once, since slicing a mesh gives another object at every call.
+    """
 
     parameters: DeviceMesh
     """What distributed parameters live on: ``("zero",)``, or ``("zero", "tensor")`` with tensor parallelism."""
@@ -55,13 +54,14 @@ def shard_axes() -> ShardAxes:
     Raises:
         LaunchError: Before ``init_distributed``.
     """
-    if tensor_size() == 1:  # needs no grid
+    # No grid is needed.
+    if tensor_size() == 1:
         return ShardAxes(world_mesh(), world_mesh(), None)
     return _grid().everywhere
 
 
 def stage_axes() -> ShardAxes:
-    """Return the axes of parameters that only this rank's stage of a pipeline holds.
+    """Return the axes of parameters that only this rank's pipeline stage holds.
 
     Raises:
         LaunchError: Before ``init_distributed``.
@@ -77,7 +77,7 @@ def parameter_mesh() -> DeviceMesh:
 def zero_mesh() -> DeviceMesh:
     """Return the axis over which parameters are sharded.
 
-    All ranks, or those with this rank's place in their tensor group.
+    It has all ranks, or those with this rank's place in their tensor group.
     """
     return shard_axes().zero
 
@@ -88,7 +88,7 @@ def pipeline_mesh() -> DeviceMesh:
 
 
 def pipe_size() -> int:
-    """Pipeline stages: ``init_distributed``'s ``pipe_size``; 1 before it."""
+    """Return the number of pipeline stages; 1 before ``init_distributed``."""
     return settings().pipe_size if dist.is_initialized() else 1
 
 
@@ -103,19 +103,19 @@ def tensor_mesh() -> DeviceMesh:
 
 
 def tensor_size() -> int:
-    """Ranks of a tensor group: ``init_distributed``'s ``tp_size``; 1 before it."""
+    """Return the number of ranks in a tensor group; 1 before ``init_distributed``."""
     return settings().tp_size if dist.is_initialized() else 1
 
 
 def tensor_rank() -> int:
-    """This rank's place in its tensor group."""
+    """Return this rank's place in its tensor group."""
     return dist.get_rank() % tensor_size() if dist.is_initialized() else 0
 
 
 def replica_index() -> int:
-    """Return which of the ``world / tp_size`` tensor groups this rank belongs to.
+    """Return the number of this rank's tensor group, of ``world / tp_size``.
 
-    Ranks of one work on the same samples.
+    Ranks of one group work on the same samples.
     """
     return dist.get_rank() // tensor_size() if dist.is_initialized() else 0
 
@@ -137,103 +137,3 @@ def _grid() -> _Grid:
 def _axes(mesh: DeviceMesh, tensor: int) -> ShardAxes:
     zero = mesh["zero"]
     return ShardAxes(mesh["zero", "tensor"], zero, mesh["tensor"]) if tensor > 1 else ShardAxes(zero, zero, None)
-
-
-# --- ``config``: what ``init_distributed`` set up, under the names that BMTrain's model code asks for.
-
-_PLACES: dict[str, tuple[Callable[[], int], Callable[[], int]]] = {
-    "pipe": (lambda: rank() % (world_size() // pipe_size()), stage_index),
-    "zero": (lambda: 0, rank),
-    "tp": (replica_index, tensor_rank),
-    "tp_zero": (tensor_rank, replica_index),
-}
-"""By kind of group: the number of the one that this rank is in, and its place there."""
-
-
-class Topology:
-    """Which groups this rank is in, and where. Seed: BMTrain."""
-
-    def get_group_id(self, group_name: str) -> int:
-        """Return the number of this rank's group among those of its kind.
-
-        ``"pipe"``, ``"zero"``, ``"tp"`` or ``"tp_zero"``.
-
-        Raises:
-            ConfigError: For another kind.
-        """
-        return _place(group_name)[0]()
-
-    def get_group_rank(self, group_name: str) -> int:
-        """This rank's place in its group of that kind; in ``"pipe"`` its stage.
-
-        Raises:
-            ConfigError: For another kind.
-        """
-        return _place(group_name)[1]()
-
-
-def _place(kind: str) -> tuple[Callable[[], int], Callable[[], int]]:
-    if kind not in _PLACES:
-        raise ConfigError(
-            f"There is no such kind of group{did_you_mean(kind, _PLACES)}",
-            expected=f"one of {', '.join(_PLACES)}",
-            got=repr(kind),
-            fix="see process_grid() for the whole mesh",
-        )
-    return _PLACES[kind]
-
-
-_TOPOLOGY = Topology()
-_VALUES: dict[str, Callable[[], Any]] = {
-    "initialized": dist.is_initialized,
-    "rank": rank,
-    "world_size": world_size,
-    "local_rank": lambda: int(os.environ.get("LOCAL_RANK", "0")),
-    "local_size": lambda: settings().local_world_size,
-    "zero_level": lambda: settings().zero_level,
-    "comm": world_mesh,
-    "topology": lambda: _TOPOLOGY,
-    "zero_size": world_size,
-    "zero_rank": rank,
-    "zero_comm": world_mesh,
-    "pipe_size": pipe_size,
-    "pipe_rank": stage_index,
-    "pipe_comm": lambda: process_grid()["pipeline"],
-    "micros": lambda: settings().num_micro_batches or pipe_size(),
-    "tp_size": tensor_size,
-    "tp_rank": tensor_rank,
-    "tp_comm": lambda: process_grid()["tensor"],
-    "tp_zero_size": lambda: world_size() // tensor_size(),
-    "tp_zero_rank": replica_index,
-    "tp_zero_comm": zero_mesh,
-}
-
-
-class UnknownKeyError(ConfigError, KeyError):
-    """What ``in`` and ``get`` of a mapping catch."""
-
-    __str__ = Exception.__str__  # that of KeyError quotes the text
-
-
-class _Config(Mapping[str, Any]):
-    """Reads the present state; the ``…_comm`` are mesh axes, which :mod:`meshwright.comm` takes as groups."""
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in _VALUES:
-            raise UnknownKeyError(
-                "config has no such key",
-                expected=f"one of {', '.join(_VALUES)}",
-                got=repr(key),
-                fix="leave it out: streams, events and switches of BMTrain's engine have no counterpart",
-            )
-        return _VALUES[key]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_VALUES)
-
-    def __len__(self) -> int:
-        return len(_VALUES)
-
-
-config = _Config()
-"""Read-only, as in ``config["tp_size"]``. Seed: BMTrain, whose streams and NCCL communicators have no counterpart."""

@@ -19,19 +19,19 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.runtime.agreement import named_ranks
 from meshwright.runtime.processes import rank, world_size
+from meshwright.runtime.torch_internals.c10d import default_store
 
-_COLLECTIVES = ("/torch/distributed/", "/meshwright/runtime/together.py")
-_LIBRARIES = ("/torch/", "/meshwright/runtime/", "/meshwright/distributed/")
+_COLLECTIVES = ("/torch/distributed/", "/meshwright/runtime/agreement.py")
+_LIBRARIES = ("/torch/", "/meshwright/runtime/", "/meshwright/comm/")
 _WRAPPERS = frozenset({"wrapper", "inner", "_wrapped_call_impl", "_call_impl", "decorate_context"})
 
 
 class Place(NamedTuple):
-    """What a thread does at one moment."""
+    """The activity of a thread at one moment."""
 
     operation: str
     """The collective it waits in; empty when it does something else."""
@@ -43,7 +43,7 @@ def place_of(thread_id: int) -> Place:
     """Return where a thread of this process is; costs some microseconds.
 
     A thread counts as waiting when its innermost Python frame belongs to torch.distributed. With NCCL the host runs
-    ahead of the device and waits where it next needs a number: only the caller tells then.
+    ahead of the device and waits where it next needs a number: only the caller shows it then.
     """
     frame = sys._current_frames().get(thread_id)
     if frame is None:
@@ -52,13 +52,13 @@ def place_of(thread_id: int) -> Place:
 
 
 def stack_of(thread_id: int) -> str:
-    """Return the whole stack of a thread of this process, as a traceback shows it."""
+    """Return the stack of a thread of this process, as a traceback shows it."""
     frame = sys._current_frames().get(thread_id)
     return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "no such thread"
 
 
 def _operation(frame: FrameType | None) -> str:
-    """Return the outermost of the collective functions at the inner end of a stack: what the caller has called."""
+    """Return the collective that the caller has called: the outermost one at the inner end of the stack."""
     found = ""
     while frame is not None and _is_of(frame, _COLLECTIVES):
         name = frame.f_code.co_name
@@ -81,7 +81,7 @@ def _is_of(frame: FrameType, folders: tuple[str, ...]) -> bool:
     return any(folder in name for folder in folders)
 
 
-# --- Who holds up the others: decided from what each rank has told of itself. Plain data, no ranks in here.
+# --- The verdict: which rank holds up the others, decided on plain data from every rank's report.
 
 _WAITING_SHARE = 0.3  # others that wait less than this are not held up by anybody
 _SLOW_SHARE = 0.5  # a rank that waits less than half as much as the others do is who they wait for
@@ -91,7 +91,7 @@ _KINDS: dict[str, Any] = {"number": int, "step": int, "operation": str, "caller"
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank tells of itself every so often."""
+    """A rank's periodic report of itself."""
 
     number: int
     """Counts reports: one that has not grown comes from a process that is gone or stopped."""
@@ -104,12 +104,12 @@ class Report:
     """Of its time in the latest steps, the share in which it waited in collectives."""
 
     def to_json(self) -> str:
-        """JSON text."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Report:
-        """Return the report of what :meth:`to_json` gave.
+        """Read a report that :meth:`to_json` wrote.
 
         Raises:
             LaunchError: When it is something else.
@@ -134,7 +134,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which ranks a hang is due to."""
+    """The ranks that cause a hang."""
 
     guilty: list[int]
     """Empty when nothing tells them apart."""
@@ -145,13 +145,13 @@ class Verdict:
         ranks_at: dict[str, list[int]] = {}
         for number, report in sorted(self.reports.items()):
             ranks_at.setdefault(str(report), []).append(number)
-        told = "; ".join(f"{named_ranks(ranks)}: {place}" for place, ranks in ranks_at.items())
+        places = "; ".join(f"{named_ranks(ranks)}: {place}" for place, ranks in ranks_at.items())
         who = named_ranks(self.guilty) if self.guilty else "no one rank"
-        return f"{who}: {self.reason}. {told}"
+        return f"{who}: {self.reason}. {places}"
 
 
 def verdict(reports: Mapping[int, Report], silent: list[int]) -> Verdict:
-    """Find who a hang is due to.
+    """Find the ranks that cause a hang.
 
     Args:
         reports: The latest of every rank that has sent any.
@@ -173,7 +173,7 @@ def verdict(reports: Mapping[int, Report], silent: list[int]) -> Verdict:
 
 
 def _minority(places: Mapping[int, str]) -> list[int]:
-    """Ranks in another place than most; all of them where there is no majority."""
+    """Return the ranks in another place than most; all of them where there is no majority."""
     counted = Counter(places.values()).most_common()
     if len(counted) == 1:
         return []
@@ -182,7 +182,7 @@ def _minority(places: Mapping[int, str]) -> list[int]:
 
 
 def slow_ranks(wait_shares: Mapping[int, float]) -> list[int]:
-    """Ranks for which the others wait: those wait in collectives, and these hardly do.
+    """Return the ranks for which the others wait: those wait in collectives, and these hardly do.
 
     Args:
         wait_shares: Of every rank, the share of its time that it waits in collectives.
@@ -193,7 +193,7 @@ def slow_ranks(wait_shares: Mapping[int, float]) -> list[int]:
     return [rank for rank, share in wait_shares.items() if share < _SLOW_SHARE * typical]
 
 
-# --- A thread on every rank that tells the others, over the rendezvous store, where its rank is.
+# --- A thread on every rank that reports, over the rendezvous store, where its rank is.
 
 _LOOKS_PER_LIMIT = 8
 _SILENT_LOOKS = 3  # so many pauses without a report are silence; with the one before, half a limit
@@ -203,22 +203,23 @@ _entered = itertools.count()  # watches of this process; all ranks enter theirs 
 
 
 def say(text: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(f"meshwright: {text}", file=sys.stderr, flush=True)
 
 
 class Watch:
-    """A context that names the rank at fault when steps stop coming, and one that the others wait for.
+    """A context that names the rank at fault when steps stop coming, and one that slows the others down.
 
-    No collectives: each rank's thread writes where its training thread is into the store over which the ranks have
-    met, and reads the others' when its own steps stop. One rank tells; a rank at fault shows its own stack too.
-    Nothing is ended: what to do is for the backend's timeout, or for ``tell``, to decide.
+    It needs no collectives: a thread on each rank writes where its training thread is into the ranks' store, and reads
+    the others' reports when its own steps stop. One rank reports; a rank at fault shows its own stack too. Nothing is
+    ended: that is for the backend's timeout, or for ``tell``, to decide.
 
-    The thread that enters is the one watched. Watching begins at the second :meth:`beat`: the first step may compile.
+    The thread that enters is the one watched. Watching begins at the second :meth:`beat`, as the first step may
+    compile.
 
     Args:
-        limit_s: Seconds without a beat that make a hang. It is told within 1.5 times as many.
-        tell: Gets the text of what was found, on one rank.
+        limit_s: Seconds without a beat that make a hang. It is reported within 1.5 times as many.
+        tell: Called with what was found, on one rank.
 
     Raises:
         ConfigError: When ``limit_s`` is not above 0.
@@ -235,15 +236,15 @@ class Watch:
         self._step, self._beat_s, self._paused = 0, 0.0, False
         self._samples = self._waits = 0  # where the thread was, of late
         self._number = 0  # of reports
-        self._told_step = -1  # a hang is told once
-        self._told_slow: set[int] = set()
+        self._reported_step = -1  # a hang is reported once
+        self._reported_slow: set[int] = set()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._watched = threading.get_ident()
         self._keys = f"meshwright/watch/{next(_entered)}"
         # A connection of its own: a read that waits would hold up everything else that uses the store.
-        self._store = _get_default_store().clone() if dist.is_initialized() else None  # type: ignore[attr-defined]
+        self._store = default_store().clone() if dist.is_initialized() else None  # type: ignore[attr-defined]
         if self._store is not None:
             self._store.set_timeout(timedelta(seconds=max(self._limit_s / _LOOKS_PER_LIMIT, 0.5)))
         self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
@@ -258,13 +259,13 @@ class Watch:
         self._thread.join(self._pause_s + 1.0)
 
     def beat(self) -> None:
-        """Say that a step begins."""
+        """Mark the beginning of a step."""
         self._step += 1
         self._beat_s = time.monotonic()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it nothing is a hang: for a checkpoint, an evaluation."""
+        """Suspend watching, for a checkpoint or an evaluation."""
         self._paused = True
         try:
             yield
@@ -278,7 +279,7 @@ class Watch:
                 self._look()
             except RuntimeError as error:  # torch's DistError is one
                 if self._is_news() and not self._over.is_set():
-                    self._told_step = self._step
+                    self._reported_step = self._step
                     cause = f"which rank 0 or the launcher keeps: {str(error).splitlines()[0]}"
                     self._tell(f"{self._hang_text()} rank {rank()} cannot reach the store of the ranks, {cause}")
                 self._over.wait(self._pause_s)
@@ -287,7 +288,8 @@ class Watch:
         end_s = time.monotonic() + duration_s
         while time.monotonic() < end_s and not self._over.wait(min(_SAMPLE_S, duration_s)):
             if self._step > 1 and not self._paused:
-                if self._samples == 2 * _SAMPLES:  # older ones fade
+                # Halve the count, so that older samples fade.
+                if self._samples == 2 * _SAMPLES:
                     self._samples, self._waits = _SAMPLES, self._waits // 2
                 self._samples += 1
                 self._waits += bool(place_of(self._watched).operation)
@@ -296,7 +298,7 @@ class Watch:
         return self._step > 1 and not self._paused and time.monotonic() - self._beat_s > self._limit_s
 
     def _is_news(self) -> bool:
-        return self._is_late() and self._told_step != self._step
+        return self._is_late() and self._reported_step != self._step
 
     def _look(self) -> None:
         self._publish()
@@ -313,9 +315,9 @@ class Watch:
             self._store.set(f"{self._keys}/{rank()}", self._own.to_json())
 
     def _diagnose(self) -> None:
-        """Read the others until each has reported anew, or have had the time to: who has not is silent.
+        """Read the others' reports until each is new, or late enough to count as silent.
 
-        This rank reports on meanwhile: others diagnose in the same moments, and would take it for silent.
+        This rank keeps reporting meanwhile: others diagnose in the same moments, and would take it for silent.
         """
         before, now = self._read(), dict[int, Report]()
         silent = list(range(world_size()))
@@ -328,7 +330,7 @@ class Watch:
         if self._over.is_set() or not self._is_news():
             return
         found = verdict(now, [each for each in silent if each != rank()])
-        self._told_step = self._step
+        self._reported_step = self._step
         if rank() in found.guilty and world_size() > 1:
             self._tell(f"rank {rank()} holds up the others; it is at\n{stack_of(self._watched)}")
         if self._is_first(min(report.step for report in now.values())):
@@ -338,9 +340,9 @@ class Watch:
         return f"no step has ended for {self._limit_s:g} s:"
 
     def _is_first(self, last: int) -> bool:
-        """Return whether no other rank has told of this hang yet; by the step of the last rank.
+        """Return whether no other rank has reported this hang yet, keyed by the step of the last rank.
 
-        Others may be in the next.
+        Others may be in the next step.
         """
         return self._store is None or self._store.add(f"{self._keys}/told/{last}", 1) == 1
 
@@ -356,8 +358,8 @@ class Watch:
     def _find_slow(self) -> None:
         shares = {each: report.wait_share for each, report in self._read().items()}
         slow = set(slow_ranks(shares)) if len(shares) == world_size() else set()
-        for each in sorted(slow - self._told_slow):
+        for each in sorted(slow - self._reported_slow):
             others = statistics.median(share for other, share in shares.items() if other != each)
             waits = f"it waits {shares[each]:.0%} of its time in collectives, the others {others:.0%}"
             self._tell(f"rank {each} is slow, and the others wait for it: {waits}")
-        self._told_slow |= slow
+        self._reported_slow |= slow

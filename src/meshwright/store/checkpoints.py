@@ -1,4 +1,22 @@
-"""Save and load a directory of checkpoints: each complete or absent, verified on load, oldest deleted."""
+"""Save and load a directory of checkpoints, each of them complete or absent.
+
+[Note: verified checkpoints] A checkpoint of step 12 is the directory ``step-00000012``: tensors in safetensors shards,
+``state.json`` for everything else, one file of random generators per rank, and ``manifest.json``.
+
+- **Commit.** All files are written into ``.step-00000012.tmp``, then the manifest, then the directory is renamed
+  (:func:`commit`). Each of these waits for the disk before the next begins. A run that is killed at any moment leaves
+  a hidden directory, which the next save deletes; what has the final name is complete.
+- **Checksums.** Every rank hashes the files it wrote while they are still in its machine's memory; rank 0 gathers size
+  and SHA-256 of all files into the manifest. The manifest holds a digest of itself, and it can be written in one way
+  only, so that any changed byte shows. Loading reads and hashes every file before anything is changed; the ranks
+  divide the files. Of several checkpoints the newest whole one is loaded, and damaged ones are named.
+- **Retention.** After the commit, the oldest are deleted until ``keep`` are left. Each is renamed first, so that a
+  deletion that is killed half way leaves no half checkpoint under a good name.
+- **One writer.** A lock of the directory keeps two processes from mixing their files (:class:`Claim`).
+
+No file is a pickle, and none is read as one. :mod:`meshwright.store.manifest` has the files,
+:mod:`meshwright.store.snapshot` what goes into them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +37,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.optim.dtensors import local_tensor, wrapped_like
 from meshwright.runtime import synchronize_device
 from meshwright.runtime.processes import agreeing_over, background_group
-from meshwright.store.entries import CheckpointInfo, TrainingState, generator_tensors, set_generators
+from meshwright.store.entries import CheckpointInfo, TrainingState, generator_tensors, model_entries, set_generators
 from meshwright.store.manifest import (
     RECORD,
     TENSORS,
@@ -38,8 +56,8 @@ from meshwright.store.manifest import (
     write_durably,
     write_manifest,
 )
-from meshwright.store.optimizer_state import names_of_others, united
-from meshwright.store.snapshot import begin, capture, completed, load_means, names_held, plan_restore
+from meshwright.store.optimizer_state import names_of_others, names_on_rank, united
+from meshwright.store.snapshot import begin, capture, completed, load_means, plan_restore
 from meshwright.store.tensor_files import (
     failed_before,
     file_prefix,
@@ -52,7 +70,7 @@ from meshwright.store.tensor_files import (
 
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"
 _CALLS = "a CheckpointStore's save, load, newest or wait"
-_TRIES = 5  # to load the newest, where a run deletes one after the other
+_TRIES = 5  # to load the newest checkpoint, while another run deletes them
 _DELETE = "the new checkpoint is complete; delete the old ones by hand, and check who may write into the directory"
 
 
@@ -60,7 +78,8 @@ class CheckpointStore:
     """Saves training states into a directory and loads them again, in any layout of ranks.
 
     A checkpoint is written under a temporary name and renamed when all of it is on the disk, so a run that is killed
-    at any moment leaves complete checkpoints only. No file is a pickle, and none is read as one.
+    at any moment leaves complete checkpoints only. No file is a pickle, and none is read as one. See [Note: verified
+    checkpoints].
 
     Args:
         directory: Shared by all ranks; made when the first checkpoint is saved.
@@ -78,13 +97,13 @@ class CheckpointStore:
                 got=repr(keep),
                 fix="use None to keep all",
             )
-        self.directory = Path(directory).absolute()  # a program may change where it is between two saves
+        self.directory = Path(directory).absolute()  # the working directory may change between two saves
         self.keep = keep
-        self._copies = HostCopies()  # what non_blocking saves are written from
+        self._copies = HostCopies()  # non_blocking saves are written from these
         self._claim: Claim | None = None  # on rank 0, while a save is under way
 
     def save(self, state: TrainingState, *, non_blocking: bool = False) -> Path:
-        """Save a training state as ``step-<state.step>``, then delete the oldest; collective.
+        """Save a training state as ``step-<state.step>``, then delete the oldest checkpoints; collective.
 
         Tensors that are not sharded are written by one of the ranks that hold them: they must be equal on all.
 
@@ -100,7 +119,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: On every rank: the step exists already, something cannot be stored, or writing failed.
-                Earlier checkpoints are untouched and nothing of the new one stays.
+                Earlier checkpoints are untouched, and the unfinished one is removed.
             LaunchError: When the ranks are at different steps.
         """
         runtime.wait_for_all_ranks(_CALLS)
@@ -110,29 +129,36 @@ class CheckpointStore:
 
     def _save(self, state: TrainingState, *, non_blocking: bool) -> Path:
         final = self.directory / step_name(state.step)
+        # All that can fail early does so here: the error of a save in the background shows only at the next call.
         try:
             with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot take a checkpoint", _DISK):
                 if runtime.rank() == 0:
                     self._claim = Claim(self.directory)
                     warn_of_another_run(self.directory)
                     make_room(final)
-        except BaseException:
-            self._release()
-            raise
-        try:
             ready = staged(state)
             if non_blocking:
                 with runtime.same_on_every_rank():  # there may be no memory for it
                     ready = self._copies.of(ready)
         except BaseException:
-            _forget(final)
-            self._release()
+            self._give_up(final)
             raise
         if non_blocking:
             run_later(self._write_later, ready, final, background_group())
         else:
             self._write(ready, final)
         return final
+
+    def _give_up(self, final: Path) -> None:
+        """Remove what was written of a checkpoint, on the rank with the claim, and let others save."""
+        if self._claim is not None:
+            shutil.rmtree(temporary_of(final), ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def wait(self) -> None:
         """Wait until all saves in the background are on the disk; collective.
@@ -161,20 +187,14 @@ class CheckpointStore:
                 if runtime.rank() == 0:
                     delete_old(self.directory, ready.record.step, self.keep)
         except BaseException:
-            _forget(final)
+            self._give_up(final)
             raise
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        self._release()
 
     def newest(self) -> Path | None:
-        """Return the complete checkpoint of the highest step, None when there is none; collective, equal on every rank.
+        """Return the complete checkpoint of the highest step, or None; collective, equal on every rank.
 
-        What it holds is not read: :meth:`load` passes over one that was damaged after it was written.
+        Its contents are not read: :meth:`load` passes over one that was damaged after it was written.
 
         Raises:
             CheckpointError: On every rank, when the directory cannot be read, or a save in the background has failed.
@@ -183,11 +203,12 @@ class CheckpointStore:
         return every[-1] if every else None
 
     def _complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first; collective."""
+        """Return the complete checkpoints, oldest first; collective."""
         self.wait()
         found: list[Path] = []
         with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot be read", "check its permissions"):
-            if runtime.rank() == 0:  # asks the file system once, so that all ranks get one answer
+            # One rank asks the file system, so that all get the same answer.
+            if runtime.rank() == 0:
                 found = [path for _, path in complete_checkpoints(self.directory)]
         answer: list[Path] = runtime.gather_objects(found)[0]
         return answer
@@ -201,9 +222,9 @@ class CheckpointStore:
 
         Args:
             state: Live objects; ``step``, ``samples_seen`` and ``extra`` are filled in too.
-            checkpoint: Directory of one checkpoint; None means the newest that is whole: rank 0 warns of damaged ones
-                before it, and ``CheckpointInfo.damaged`` names them. One that a run still saving here deletes while it
-                is read is left for the next.
+            checkpoint: Directory of one checkpoint; None means the newest that is whole: rank 0 warns of newer ones
+                that are damaged, and ``CheckpointInfo.damaged`` names them. One that a run still saving here deletes
+                while it is read gives way to the next.
 
         Raises:
             CheckpointError: On every rank: there is none, it is incomplete, damaged, or of another model or optimizer.
@@ -222,16 +243,19 @@ class CheckpointStore:
     def _load(self, state: TrainingState, checkpoint: Path | None) -> CheckpointInfo:
         path, damaged = self._chosen(checkpoint)
         begin(state, to_load=True)
+        # Check: nothing changes before every rank has found that all of it fits.
         with runtime.same_on_every_rank():
             record = read_record(path)
-            held = names_held(state)
-        others = names_of_others(*held)
+            own = names_on_rank(model_entries(state.model), state.optim)
+        others = names_of_others(*own)
         with runtime.same_on_every_rank(), consistent(path):
             restoration = plan_restore(state, record, others)
             generators = _read_generators(path, record)
+        # Fill the tensors in place, each rank its own parts of them.
         load_shards(restoration.targets, path / TENSORS)
         if record.outer is not None and any(runtime.gather_objects(bool(restoration.averaged))):
             load_means(restoration.averaged, len(record.outer.replicas), path / TENSORS)
+        # Commit everything that is not a tensor. Generators come last: what precedes may draw from them.
         with runtime.same_on_every_rank(), consistent(path):
             restoration.commit()
             rng_restored = generators is not None and set_generators(generators)
@@ -242,7 +266,7 @@ class CheckpointStore:
         )
 
     def _chosen(self, checkpoint: Path | None) -> tuple[Path, tuple[str, ...]]:
-        """A checkpoint that is whole, and what is wrong with newer ones; collective."""
+        """Return a checkpoint that is whole, and what is wrong with newer ones; collective."""
         self.wait()
         candidates = [checkpoint] if checkpoint is not None else self._complete()[::-1]
         path, damaged = newest_valid(candidates)
@@ -252,12 +276,6 @@ class CheckpointStore:
         for problem in damaged if runtime.rank() == 0 else ():
             warnings.warn(f"passed over a damaged checkpoint, and took {path}: {problem}", stacklevel=4)
         return path, tuple(str(problem) for problem in damaged)
-
-
-def _forget(final: Path) -> None:
-    """Remove what there is of a checkpoint that was not finished."""
-    if runtime.rank() == 0:
-        shutil.rmtree(temporary_of(final), ignore_errors=True)
 
 
 def _write_files(ready: Staged, directory: Path) -> None:
@@ -276,8 +294,9 @@ def _write_files(ready: Staged, directory: Path) -> None:
             write_durably(directory / RECORD, ready.record.to_json().encode())
             sync_directory(directory / TENSORS)
             names.append(RECORD)
-        # Hashed by who wrote them, while they are still in that machine's memory.
+        # Each rank hashes what it wrote, while that is still in its machine's memory.
         entries = {name: describe(directory / name) for name in names}
+    # The manifest comes last: a directory that has one has everything that it names.
     every: dict[str, FileEntry] = {}
     for part in runtime.gather_objects(entries):
         every |= part
@@ -298,12 +317,12 @@ def _read_generators(path: Path, record: Record) -> dict[str, torch.Tensor] | No
         return safetensors.torch.load_file(file)
 
 
-# --- A training state as it is now, ready to be written while training goes on.
+# --- Staging: a training state is named, and copied to the host where training goes on while it is written
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Everything one rank writes of a checkpoint."""
+    """Everything that one rank writes of a checkpoint."""
 
     tensors: Mapping[str, torch.Tensor]
     record: Record
@@ -311,7 +330,7 @@ class Staged:
 
 
 def staged(state: TrainingState) -> Staged:
-    """Names everything in a training state; collective. The tensors are live: the next step changes them.
+    """Name everything in a training state; collective. The tensors are live: the next step changes them.
 
     Raises:
         CheckpointError: On every rank, when something in it cannot be stored.
@@ -319,22 +338,23 @@ def staged(state: TrainingState) -> Staged:
     begin(state, to_load=False)
     with runtime.same_on_every_rank():
         snapshot = capture(state, runtime.world_size())
+    # Ranks may hold different parts of a model, or replicas of their own: the record is of all of them.
     record = united(snapshot.record) if snapshot.replica is None else completed(snapshot.record, snapshot.replica)
     return Staged(writable(snapshot.tensors), record, generator_tensors())
 
 
 class HostCopies:
-    """Copies of a rank's tensors in host memory, whose buffers are used again by the next save.
+    """Copies of a rank's tensors in host memory, in buffers that every save uses again.
 
-    Fresh memory costs more than filling it: the system hands it out page by page, and locks the pages where a GPU
-    copies into them.
+    Fresh memory costs more than filling it: the system hands it out page by page, and locks pages that a GPU copies
+    into.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def of(self, live: Staged) -> Staged:
-        """Return the same with copies of the tensors, valid until the next call."""
+        """Copy the tensors to the host; the copies are valid until the next call."""
         tensors = {name: self._copy(name, tensor) for name, tensor in live.tensors.items()}
         for device in {local_tensor(tensor).device for tensor in live.tensors.values()}:
             synchronize_device(device)  # copies from a GPU were only queued
@@ -350,18 +370,18 @@ class HostCopies:
         return wrapped_like(tensor, buffer)
 
 
-# --- Where a checkpoint comes to lie: under a temporary name first, and what earlier ones have left behind.
+# --- The directory: one writer, a temporary name, the commit, and deletion. All of it on rank 0
 
-_own: set[Path] = set()  # directories whose checkpoints this process has gone on from, or has written
+_own: set[Path] = set()  # directories whose checkpoints this process has resumed from, or has written
 
 
 def own_directory(directory: Path) -> None:
-    """Note that this run goes on from what is in a directory: what it saves there belongs to the same run."""
+    """Note that this run resumes from a checkpoint in a directory: what it saves there belongs to the same run."""
     _own.add(directory.resolve())
 
 
 def warn_of_another_run(directory: Path) -> None:
-    """At a run's first save: warns of checkpoints in the directory that it has not gone on from. For one rank only."""
+    """Warn at a run's first save of checkpoints in the directory that it has not resumed from."""
     found = complete_checkpoints(directory) if directory.resolve() not in _own else []
     own_directory(directory)
     if found:
@@ -374,15 +394,15 @@ def warn_of_another_run(directory: Path) -> None:
 
 
 def temporary_of(final: Path) -> Path:
-    """Return where a checkpoint lies until all of it is on the disk."""
+    """Return the directory that a checkpoint is written into until all of it is on the disk."""
     return final.with_name(f".{final.name}.tmp")
 
 
 class Claim:
-    """One process at a time saves into a directory: two that write the same step would mix their files.
+    """The right of one process to save into a directory: two that write the same step would mix their files.
 
-    A lock of the operating system, which ends with the process however that ends. Where the file system has none, as
-    some that are shared over a network, nobody is kept out.
+    A lock of the operating system, which ends with the process however that ends. Some file systems that are shared
+    over a network have no such locks: there, others are not kept out.
 
     Args:
         directory: Made if it is missing.
@@ -411,7 +431,7 @@ class Claim:
                 got="two at the same time",
                 fix="end the other one, or give this one a directory of its own; nothing was written",
             ) from error
-        except OSError:  # locks of directories are not known here
+        except OSError:  # this file system cannot lock directories
             self._close()
 
     def release(self) -> None:
@@ -429,9 +449,9 @@ class Claim:
 
 
 def make_room(final: Path) -> Path:
-    """Make the temporary directory of a checkpoint. For one rank only.
+    """Make the temporary directory of a checkpoint.
 
-    A damaged checkpoint of the same step, which a run resumed from an earlier one meets again, is renamed.
+    A damaged checkpoint of the same step, which a run that resumed from an earlier one meets again, is renamed.
 
     Raises:
         CheckpointError: When there is a checkpoint of this step already.
@@ -462,16 +482,15 @@ def _move_aside(final: Path) -> None:
 
 
 def commit(final: Path) -> None:
-    """Give a checkpoint its name: it exists from here on. For one rank only."""
+    """Give a checkpoint its name: it exists from here on. See [Note: verified checkpoints]."""
     temporary_of(final).rename(final)
     sync_directory(final.parent)
 
 
 def delete_old(directory: Path, newest_step: int, keep: int | None) -> None:
-    """Delete all but the newest ``keep`` checkpoints up to ``newest_step``, and remains. For one rank only."""
-    remains = [*directory.glob(".step-*.deleted")]  # a deletion that was killed half way
-    remains += [path for path in directory.glob(".step-*.tmp") if path.name < f".{step_name(newest_step)}.tmp"]
-    for path in remains:
+    """Delete all but the newest ``keep`` checkpoints up to ``newest_step``, and what killed runs have left."""
+    unfinished = [path for path in directory.glob(".step-*.tmp") if path.name < f".{step_name(newest_step)}.tmp"]
+    for path in (*directory.glob(".step-*.deleted"), *unfinished):
         _delete(path)
     older = [path for step, path in complete_checkpoints(directory) if step < newest_step]
     for path in older[: max(len(older) - (keep - 1), 0)] if keep is not None else []:
@@ -482,7 +501,7 @@ def delete_old(directory: Path, newest_step: int, keep: int | None) -> None:
 
 
 def _delete(path: Path) -> None:
-    if path.is_symlink():  # what was moved to another disk stays there
+    if path.is_symlink():  # a checkpoint that was moved to another disk stays there
         path.unlink()
     else:
         shutil.rmtree(path)

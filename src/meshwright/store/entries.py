@@ -1,4 +1,8 @@
-"""Name everything a training state holds: model entries, plain values as JSON, fused parameters, random generators."""
+"""Name everything in a training state: entries of the model, plain values as JSON, and random generators.
+
+Names are those of the plain model, whatever wraps it, and fused parameters lie in the model's own order: a checkpoint
+loads into any layout of ranks.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ class TrainingState:
     strategy: str = ""
     """JSON text of the strategy; recorded for information, never applied."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else that is plain: numbers, strings, lists, tuples and dictionaries of them; rank 0's is stored."""
+    """Anything else that is plain: numbers, strings, lists, tuples and dictionaries of them; rank 0's are stored."""
     frozen: bool = True
     """Whether parameters that are not trained are stored too. Without them (adapters around a large model) a
     checkpoint loads only into a model that has them already; those of one that holds them are then left alone."""
@@ -49,7 +53,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Where a loaded checkpoint came from, and what it says of the run that wrote it."""
+    """Origin of a loaded checkpoint, and its notes on the run that wrote it."""
 
     path: Path
     step: int
@@ -59,14 +63,14 @@ class CheckpointInfo:
     world_size: int
     """Ranks of the run that wrote it."""
     rng_restored: bool
-    """Whether this rank's random generators go on where they stopped; False when the ranks or devices are others."""
+    """Whether this rank's random generators go on where they stopped; False when ranks or devices differ."""
     damaged: tuple[str, ...] = ()
-    """What is wrong with newer checkpoints, which were passed over; empty when the checkpoint was named."""
+    """Errors of newer checkpoints, which were passed over; empty when the checkpoint was named."""
 
 
-# --- Python values as JSON and back, exactly: what a scheduler or an optimizer keeps beside tensors.
+# --- Python values as JSON and back, exactly: the state of a scheduler or an optimizer beside tensors
 #
-# JSON has no tuples and no integer keys, but ``MultiStepLR`` keeps a ``Counter`` of steps: such values are tagged.
+# JSON has no tuples and no integer keys, but ``MultiStepLR`` has a ``Counter`` of steps: such values are tagged.
 
 _TUPLE, _ITEMS, _COUNTER, _TENSOR = "__tuple__", "__items__", "__counter__", "__tensor__"
 
@@ -76,10 +80,10 @@ def to_plain(value: Any, where: str) -> Any:
 
     Args:
         value: None, bool, number, string, one-element tensor, or a list, tuple, mapping or Counter of these.
-        where: What the value is, for the error.
+        where: Name of the value, for the error.
 
     Raises:
-        CheckpointError: When something in it cannot be kept without pickle.
+        CheckpointError: When something in it cannot be stored without pickle.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -97,7 +101,7 @@ def to_plain(value: Any, where: str) -> Any:
         f"{where} cannot be stored in a checkpoint",
         expected="numbers, strings, one-element tensors, and lists, tuples or dictionaries of them (never pickle)",
         got=f"{type(value).__module__}.{type(value).__qualname__}",
-        fix="keep it as a tensor of the model or the optimizer, or turn it into plain values",
+        fix="make it a tensor of the model or the optimizer, or turn it into plain values",
     )
 
 
@@ -114,7 +118,7 @@ def from_plain(value: Any) -> Any:
     """Return the value that :func:`to_plain` turned into JSON types.
 
     Raises:
-        Exception: KeyError, TypeError, ValueError or AttributeError, for what no value was turned into.
+        Exception: KeyError, TypeError, ValueError or AttributeError, for JSON that :func:`to_plain` never makes.
     """
     if isinstance(value, list):
         return [from_plain(item) for item in value]
@@ -135,12 +139,12 @@ def from_plain(value: Any) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` for ``torch.float32``."""
+    """Return a dtype's name, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of a name that :func:`dtype_name` gave.
+    """Return the dtype of a name.
 
     Raises:
         CheckpointError: When this torch has no such dtype.
@@ -153,15 +157,15 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-# --- A model as named tensors: the same names whether it is plain, compiled, or wrapped in DDP or FSDP2.
+# --- A model as named tensors: the same names whether it is plain, compiled, or wrapped in DDP or FSDP2
 
-# Wrapper modules that a name passes through; the root's own wrappers are taken off before.
-_TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# What wrapper modules add to names; the root's own wrappers are taken off before.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
 class ModelEntries:
-    """The state dict of a model, cut into what is stored as tensors and what as JSON."""
+    """The state dict of a model, divided into tensors and values for JSON."""
 
     module: nn.Module
     """The model without DDP and torch.compile around it."""
@@ -170,12 +174,12 @@ class ModelEntries:
     tensors: dict[str, torch.Tensor]
     """Live tensors under the stored names; of tied ones only the first name."""
     values: dict[str, Any]
-    """What is not a tensor (``get_extra_state``), in JSON types."""
+    """Entries that are not tensors (``get_extra_state``), in JSON types."""
 
     def load(self, values: dict[str, Any]) -> None:
-        """Hand everything to the model after ``tensors`` were filled in place.
+        """Load the state dict after ``tensors`` were filled in place.
 
-        For ordinary parameters this changes nothing more; modules with load hooks or extra state need it.
+        This changes nothing more in ordinary parameters; modules with load hooks or extra state need it.
         """
         stored = {name: from_plain(values[stored_name(name)]) for name in self.raw if stored_name(name) in values}
         self.module.load_state_dict(self.raw | stored)
@@ -190,7 +194,7 @@ def model_entries(model: nn.Module) -> ModelEntries:
     module = unwrapped(model)
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part.reshard()  # after a forward without backward the root still holds the gathered weights
+            part.reshard()  # after a forward without backward, the root's weights are still gathered
     raw: dict[str, Any] = module.state_dict(keep_vars=True)
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
@@ -216,51 +220,52 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def stored_name(name: str) -> str:
-    """Return the name without what wrappers add to it."""
-    for wrapper in _TRANSPARENT:
+    """Return a name without the parts that wrappers have added to it."""
+    for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
-# --- Fused parameters of a tensor axis, and their states, in the model's own order in every checkpoint.
+# --- Fused parameters of a tensor axis
+#
+# Their rows, and those of their states, lie in the order of ranks (see ``RankOrder``); every checkpoint has them in the
+# model's own order.
 
-_CODES, _SCALES = "_codes", "_absmax"  # of states in 8 bits
+_CODES, _SCALES = "_codes", "_absmax"  # endings of the names of 8-bit states
 
 
 def in_model_order(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with those that lie in the order of ranks replaced by copies in the model's.
-
-    Collective for these.
+    """Replace tensors that lie in the order of ranks by copies in the model's order; collective for these.
 
     Args:
         entries: The model.
-        tensors: By names that contain those of the model: weights, masters and states.
+        tensors: Weights, masters and states, by names that contain those of the model.
 
     Raises:
-        CheckpointError: When a state is quantized over what would be torn apart.
+        CheckpointError: When a block of a quantized state reaches across rows that would be separated.
     """
     return dict(tensors) | {name: order.to_model(tensors[name], dim) for name, order, dim in _fused(entries, tensors)}
 
 
 @torch.no_grad()
 def to_rank_order_(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put tensors that were filled in the model's order into the order of ranks, in place; collective for these."""
+    """Reorder tensors that were filled in the model's order into the order of ranks, in place; collective for these."""
     for name, order, dim in _fused(entries, tensors):
         local_tensor(tensors[name].detach()).copy_(local_tensor(order.to_ranks(tensors[name], dim)))
 
 
 def check_orders(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what could be filled and not be put into the order of ranks; change nothing.
+    """Refuse tensors that could be filled but not reordered into the order of ranks; change nothing.
 
     Raises:
-        CheckpointError: When a state is quantized over what would be torn apart.
+        CheckpointError: When a block of a quantized state reaches across rows that would be separated.
     """
     for _ in _fused(entries, tensors):
         pass
 
 
 def _fused(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, RankOrder, int]]:
-    """Name, order and dim of every tensor that has the rows of a fused parameter."""
+    """Yield name, order and dim of every tensor that has the rows of a fused parameter."""
     by_identity = rank_orders(entries.module)
     for weight, parameter in entries.tensors.items():
         order = by_identity.get(id(parameter))
@@ -280,7 +285,7 @@ def _fused(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> Iterat
 def _order_of(
     name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor, order: RankOrder
 ) -> tuple[RankOrder, int] | None:
-    """Return the order of a tensor and its dim that is the fused one; None when it has none, as a factor of columns."""
+    """Return the order of a tensor and its fused dim; None when it has none, as a factor of columns."""
     dim = _fused_dim(tensor, parameter, order)
     if dim is None:
         return None
@@ -295,12 +300,12 @@ def _order_of(
 def _order_of_scales(
     name: str, scales: torch.Tensor, codes: torch.Tensor, parameter: torch.Tensor, order: RankOrder
 ) -> tuple[RankOrder, int] | None:
-    """Return the same of the scales of blocks of codes, which lie within rows.
+    """Return the order and fused dim of the scales of blocks of codes.
 
-    One row follows its codes, and whole blocks.
+    Scales of blocks within rows follow their rows; those of blocks along the fused dim must not cross its parts.
 
     Raises:
-        CheckpointError: When a block reaches across parts that lie elsewhere in the other order.
+        CheckpointError: When a block reaches across parts that the other order separates.
     """
     dim = _fused_dim(codes, parameter, order)
     if dim is None or scales.numel() == 1:
@@ -329,17 +334,17 @@ def _torn(name: str, tensor: torch.Tensor) -> CheckpointError:
     )
 
 
-# --- The state of a rank's random generators as tensors: torch (CPU and CUDA), numpy and ``random``.
+# --- The state of a rank's random generators as tensors: torch (CPU and CUDA), numpy and ``random``
 
 
 def generator_tensors() -> dict[str, torch.Tensor]:
-    """Return the state of all generators of this process; CPU tensors."""
+    """Return the state of all generators of this process, as CPU tensors."""
     _, internal, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     tensors = {
         "torch.cpu": torch.get_rng_state(),
         "python.state": torch.tensor(internal, dtype=torch.int64),
-        # A normal number that random.gauss keeps for its next call; nan says there is none.
+        # A normal number that random.gauss has stored for its next call; nan where there is none.
         "python.gauss": torch.tensor(float("nan") if gauss is None else gauss, dtype=torch.float64),
         "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
         "numpy.position": torch.tensor([int(position), int(has_gauss)], dtype=torch.int64),
@@ -354,7 +359,7 @@ def set_generators(tensors: dict[str, torch.Tensor]) -> bool:
     """Put all generators into a saved state.
 
     Returns:
-        Whether it did: nothing is changed when this process has other generators (CUDA or not) than the saved one.
+        Whether it did: nothing changes when this process has other generators (CUDA or not) than the saved one.
     """
     if tensors.keys() != generator_tensors().keys():
         return False

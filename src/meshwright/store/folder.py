@@ -1,4 +1,7 @@
-"""Write and read folders of safetensors that ``from_pretrained`` loads, and export a checkpoint's weights as one."""
+"""Write and read folders of safetensors files with an index, as transformers and peft have them.
+
+Beside weights lie the configs that ``from_pretrained`` reads; a checkpoint's weights can be exported as such a folder.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,12 @@ def write_folder(
         shard_bytes: Largest size of a file.
         metadata: What the index holds beside the names, in JSON types.
         non_blocking: Write in the background.
-        gather: Brings a tensor to the host of rank 0, where ``tensors`` are ones on ``meta`` that tell what will come.
+        gather: Brings a tensor to the host of rank 0, where ``tensors`` are on ``meta`` and give only shapes and types.
 
     Raises:
         CheckpointError: On every rank, when the folder cannot be written.
     """
-    folder = folder.absolute()  # the program may be elsewhere when a file is written in the background
+    folder = folder.absolute()  # the working directory may change before a file is written in the background
     gather = gather or (lambda name: collect(tensors[name]))
     shards = _cut(tensors, shard_bytes)
     files = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -84,7 +87,7 @@ def _now_or_later(later: bool, function: Any, *arguments: Any) -> None:
 
 
 def _cut(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
-    """Names in order, cut where the next tensor would make a file too large."""
+    """Divide the names, in order, where the next tensor would make a file too large."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -114,7 +117,7 @@ def _remove_old(folder: Path, stem: str) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path names a folder of tensors or its index, rather than one file of them."""
+    """Return whether a path names a folder of tensors, or its index, rather than one file."""
     return path.is_dir() or path.name.endswith(_INDEX)
 
 
@@ -129,7 +132,7 @@ def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[s
         The tensors, mapped from the files, and the index's metadata.
 
     Raises:
-        CheckpointError: When index or files are absent, damaged, or not what the index says.
+        CheckpointError: When index or files are absent, damaged, or do not fit each other.
     """
     indices = [each for each in sorted(path.glob(f"*{_INDEX}")) if (_OPTIMIZER in each.name) == (kind == "optimizer")]
     index = path if path.name.endswith(_INDEX) else _only(path, _preferred(indices), "index")
@@ -156,7 +159,7 @@ def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[s
 
 
 def _preferred(files: list[Path]) -> list[Path]:
-    """Of what transformers and its trainer leave in a folder the weights, safetensors before pickles; else all."""
+    """Choose the weights among the files of transformers and its trainer, safetensors before pickles; else all."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         own = [file for file in files if file.name.removesuffix(_INDEX) == name]
         safe = [file for file in files if file.name.removesuffix(_INDEX).endswith(".safetensors")]
@@ -197,20 +200,20 @@ def _damaged(index: Path, got: str) -> CheckpointError:
     )
 
 
-# --- What transformers' ``from_pretrained`` reads beside weights: ``config.json`` and ``generation_config.json``.
+# --- The configs that ``from_pretrained`` reads beside weights: config.json and generation_config.json
 
 
 def write_config(model: nn.Module, folder: Path) -> None:
-    """Write a transformers model's configs; for other models, and around adapters, nothing. For one process.
+    """Write a transformers model's configs, on one process; nothing for other models, and around adapters.
 
-    They name the model's own class, and the dtype of its weights as they are now: ``from_pretrained`` takes both.
+    They name the model's own class, and the present dtype of its weights: ``from_pretrained`` uses both.
 
     Args:
         model: Without DDP and torch.compile around it.
         folder: Made if it is missing.
 
     Raises:
-        CheckpointError: When they cannot be written, or transformers finds them wrong.
+        CheckpointError: When they cannot be written, or transformers refuses them.
     """
     configs = _configs(model)
     if not configs:
@@ -231,11 +234,11 @@ def write_config(model: nn.Module, folder: Path) -> None:
 def _configs(model: nn.Module) -> list[Any]:
     config: Any = getattr(model, "config", None)
     generation: Any = getattr(model, "generation_config", None)
-    # Names of adapted layers are peft's: with a config beside them from_pretrained would leave those layers random.
+    # Names of adapted layers are peft's: with a config beside them, from_pretrained would leave those layers random.
     if not _can_save(model) or not _can_save(config) or hasattr(model, "peft_config"):
         return []
     config = copy.deepcopy(config)
-    # fully_shard has put a class of its own before the model's.
+    # fully_shard has derived a class of its own from the model's.
     config.architectures = [next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule)).__name__]
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
     if dtype is not None:
@@ -247,26 +250,26 @@ def _can_save(thing: Any) -> bool:
     return callable(getattr(thing, "save_pretrained", None))
 
 
-# --- The weights of a checkpoint on their own: one safetensors file, or a folder that transformers or peft loads.
+# --- The weights of a checkpoint alone: one safetensors file, or a folder that transformers or peft loads
 
 _MODEL = "model."
-_SHARD_BYTES = 5 * 10**9  # what transformers writes
+_SHARD_BYTES = 5 * 10**9  # as transformers writes them
 
 
 def export_weights(
     checkpoint: Path, out: Path, *, dtype: torch.dtype | None = None, config: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """Write the weights and buffers of a checkpoint, whole, whatever layout of ranks saved them. For one process.
+    """Write the weights and buffers of a checkpoint of any layout of ranks as whole tensors, on one process.
 
     Args:
         checkpoint: Directory of one checkpoint; verified first.
         out: A file that ends in ``.safetensors``, or a folder: ``model-00001-of-….safetensors`` and their index.
-        dtype: Type of the floating-point tensors; None keeps what was saved, which is fp32 where there are masters.
+        dtype: Type of the floating-point tensors; None keeps the saved one, which is fp32 where there are masters.
         config: Text of a transformers ``config.json`` to write beside them; with it the folder is one that
             ``from_pretrained`` loads.
 
     Returns:
-        What was written, by the model's names.
+        The tensors written, by the model's names.
 
     Raises:
         CheckpointError: When the checkpoint is damaged, ``out`` exists already or cannot be written.
@@ -294,12 +297,12 @@ def export_adapters(
     Args:
         checkpoint: Directory of one checkpoint; verified first.
         out: A new folder.
-        names: Of the adapters in peft's file, and in the model that was trained.
+        names: Names of the adapters in peft's file, and for each the name in the model that was trained.
         config: Text of peft's ``adapter_config.json``.
-        dtype: As of :func:`export_weights`.
+        dtype: As for :func:`export_weights`.
 
     Returns:
-        What was written, by peft's names.
+        The tensors written, by peft's names.
 
     Raises:
         CheckpointError: When the checkpoint is damaged or has other tensors, ``out`` exists or cannot be written.
@@ -331,9 +334,9 @@ def _check_new(out: Path) -> None:
 
 
 def _loaded(checkpoint: Path, record: Record, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Whole tensors of a checkpoint."""
-    told = {name: record.tensors[name] for name in names}
-    targets = {name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype)) for name, entry in told.items()}
+    """Read whole tensors of a checkpoint."""
+    wanted = {name: record.tensors[name] for name in names}
+    targets = {name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype)) for name, entry in wanted.items()}
     load_shards(targets, checkpoint / TENSORS)
     return targets
 
@@ -343,7 +346,7 @@ def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def adapter_names(model: nn.Module, named: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the names of a model's adapters in peft's files, and those that they have in a state dict.
+    """Return the names of a model's adapters in peft's files, and for each the name in a state dict.
 
     Args:
         model: A ``PeftModel``.
@@ -353,12 +356,12 @@ def adapter_names(model: nn.Module, named: dict[str, torch.Tensor]) -> dict[str,
         ConfigError: When peft is not installed.
     """
     names = {id(tensor): name for name, tensor in named.items()}
-    kept = peft_library().get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
-    return {name: names[id(tensor)] for name, tensor in kept.items()}
+    adapters = peft_library().get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
+    return {name: names[id(tensor)] for name, tensor in adapters.items()}
 
 
 def peft_library() -> ModuleType:
-    """Import peft; ConfigError where it is not installed."""
+    """Import peft; raise a ConfigError where it is not installed."""
     try:
         import peft
     except ImportError:

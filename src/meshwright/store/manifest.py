@@ -1,4 +1,7 @@
-"""Describe a checkpoint on disk: the manifest of its files, the record of its contents, which one is whole."""
+"""Describe a checkpoint on disk: the manifest of its files, the record of its contents, and which one is whole.
+
+See [Note: verified checkpoints] in :mod:`meshwright.store.checkpoints` for how these make a checkpoint safe.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _RESTORE = "copy the checkpoint again from its source, or name an older one to r
 
 
 class FileEntry(NamedTuple):
-    """What the manifest knows of a file: its size in bytes and its SHA-256 in lower-case hexadecimal."""
+    """The manifest's entry for a file: its size in bytes, and its SHA-256 in lower-case hexadecimal."""
 
     size: int
     sha256: str
@@ -36,7 +39,7 @@ class FileEntry(NamedTuple):
 
 @contextlib.contextmanager
 def storage_errors(what: str, fix: str) -> Iterator[None]:
-    """Turn what the file system or the file format complains about into a CheckpointError."""
+    """Turn errors of the file system and the file format into a CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -52,7 +55,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the disk has the names in a directory, on file systems that can sync directories."""
+    """Wait until the disk has the entries of a directory, on file systems that can sync directories."""
     with contextlib.suppress(OSError):  # some network file systems, and Windows, refuse
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -69,10 +72,10 @@ def describe(path: Path) -> FileEntry:
 
 
 def write_manifest(directory: Path, files: Mapping[str, FileEntry]) -> None:
-    """Write the manifest: the directory is a checkpoint from here on.
+    """Write the manifest: the directory is a complete checkpoint from here on.
 
     Raises:
-        CheckpointError: When the directory holds a file that ``files`` does not: nobody would notice its damage.
+        CheckpointError: When the directory holds a file that ``files`` lacks: its damage would not be noticed.
     """
     present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     if present != files.keys():
@@ -88,7 +91,7 @@ def write_manifest(directory: Path, files: Mapping[str, FileEntry]) -> None:
 
 def _render(files: Mapping[str, FileEntry], *, with_digest: bool = True) -> str:
     entries = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(files.items())}
-    # So that damage to an entry is known from damage to the file it describes.
+    # The digest tells damage to an entry from damage to the file that the entry describes.
     digest = {"digest": hashlib.sha256(json.dumps(entries).encode()).hexdigest()} if with_digest else {}
     return json.dumps({"schema": _MANIFEST_SCHEMA, **digest, "files": entries}, indent=1) + "\n"
 
@@ -97,7 +100,7 @@ def read_manifest(directory: Path) -> dict[str, FileEntry]:
     """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: When it is absent, is damaged, is of another schema, or names a file outside of the directory.
+        CheckpointError: When it is absent, damaged, of another schema, or names a file outside of the directory.
     """
     path = directory / MANIFEST
     if not path.is_file():
@@ -105,13 +108,15 @@ def read_manifest(directory: Path) -> dict[str, FileEntry]:
             f"{directory} is not a complete checkpoint",
             expected=f"a directory with a {MANIFEST}, which is written last",
             got="none" if directory.is_dir() else "no such directory",
-            fix="resume from a directory named step-… that has one; what has none was never finished",
+            fix="resume from a directory named step-… that has one; one without it was never finished",
         )
     with storage_errors(f"{path} cannot be read", _RESTORE):
         content = path.read_bytes()
     files = _parsed_manifest(content, path)
     for name in files:
-        _check_name(directory, name)
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
+            raise _outside(directory, name)
     return files
 
 
@@ -131,7 +136,7 @@ def _parsed_manifest(content: bytes, path: Path) -> dict[str, FileEntry]:
             got=repr(schema),
             fix="load it with the version of Meshwright that wrote it",
         )
-    # Nothing else hashes the manifest: since it can be written in one way only, any changed byte shows. The first
+    # No other file has a hash of the manifest. It can be written in one way only, so any changed byte shows. The first
     # version wrote no digest.
     if content != _render(files, with_digest="digest" in found).encode():
         raise CheckpointError(
@@ -143,17 +148,11 @@ def _parsed_manifest(content: bytes, path: Path) -> dict[str, FileEntry]:
     return files
 
 
-def _check_name(directory: Path, name: str) -> None:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
-        raise _outside(directory, name)
-
-
 def check_link(directory: Path, name: str) -> None:
     """Refuse a file of a checkpoint that is a link to the outside.
 
     Raises:
-        CheckpointError: Naming it.
+        CheckpointError: Naming the file.
     """
     if not (directory / name).resolve().is_relative_to(directory.resolve()):
         raise _outside(directory, name)
@@ -189,7 +188,7 @@ def check_present(directory: Path, files: Mapping[str, FileEntry], folders: Iter
 
 
 def check_contents(directory: Path, files: Mapping[str, FileEntry], names: Sequence[str]) -> None:
-    """Hashes the files ``names`` and refuses those that are not what was written, and links to the outside.
+    """Hash the files ``names``, and refuse those that are not as they were written, and links to the outside.
 
     Raises:
         CheckpointError: Naming all of them.
@@ -207,7 +206,7 @@ def check_contents(directory: Path, files: Mapping[str, FileEntry], names: Seque
         )
 
 
-# --- ``state.json``: everything of a checkpoint that is not a tensor, and the list of all tensors.
+# --- The record, state.json: everything of a checkpoint that is not a tensor, and the list of all tensors
 
 RECORD = "state.json"
 _RECORD_SCHEMA = 1
@@ -222,13 +221,13 @@ class TensorRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A parameter group: which parameters (by model name) have which hyperparameters (in JSON types)."""
+    """A parameter group: parameters by model name, and their hyperparameters in JSON types."""
 
     parameters: list[str]
     values: dict[str, Any]
 
     def of(self, names: Container[str]) -> GroupRecord:
-        """Return the same group with some of its parameters."""
+        """Return the group with only these of its parameters."""
         return GroupRecord([name for name in self.parameters if name in names], self.values)
 
 
@@ -246,10 +245,10 @@ class OptimizerRecord:
 
 @dataclass(frozen=True)
 class ReplicaRecord:
-    """What one of several replicas has of its own."""
+    """State of its own that one of several replicas has."""
 
     optimizer: OptimizerRecord
-    """The inner one."""
+    """The inner optimizer."""
     scaler: Any
     flags: dict[str, Any]
     tensors: dict[str, TensorRecord]
@@ -258,18 +257,18 @@ class ReplicaRecord:
 
 @dataclass(frozen=True)
 class OuterRecord:
-    """Replicas that synchronise every so many steps."""
+    """The common state of replicas that synchronise every few steps."""
 
     num_updates: int
     flags: dict[str, Any]
     optimizer: OptimizerRecord
-    """The outer one; its parameters are the global weights."""
+    """The outer optimizer; its parameters are the global weights."""
     replicas: list[ReplicaRecord]
 
 
 @dataclass(frozen=True)
 class SpikeRecord:
-    """The losses that a spike is told by."""
+    """The losses that later ones are compared with to find spikes."""
 
     losses: list[float]
     in_a_row: int
@@ -292,15 +291,10 @@ class Record:
     outer: OuterRecord | None = None
     average: dict[str, int] | None = None
     """Counts of the moving average of the weights, whose tensors are ``average.NAME``."""
-
     spikes: SpikeRecord | None = None
 
-    def replaced(self, **changes: Any) -> Record:
-        """Return the same record with some fields changed."""
-        return dataclasses.replace(self, **changes)
-
     def to_json(self) -> str:
-        """JSON text, with the versions that wrote it."""
+        """Return JSON text, with the versions that wrote it."""
         versions = {"torch": str(torch.__version__), "meshwright": _own_version()}
         return json.dumps({"schema": _RECORD_SCHEMA, **versions, **dataclasses.asdict(self)}, indent=1) + "\n"
 
@@ -313,7 +307,7 @@ def _own_version() -> str:
 
 
 def tensor_records(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
-    """Global shapes and types of tensors."""
+    """Return the global shapes and types of tensors."""
     return {name: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
 
 
@@ -330,7 +324,7 @@ def read_record(directory: Path) -> Record:
     try:
         check_link(directory, RECORD)
         if not path.is_file():
-            raise ValueError("no file")  # but a pipe, or a device that never ends
+            raise ValueError("no file")  # a pipe, or a device, could be read without end
         found: dict[str, Any] = json.loads(path.read_bytes())
         schema = found.pop("schema")
         if schema != _RECORD_SCHEMA:
@@ -340,28 +334,24 @@ def read_record(directory: Path) -> Record:
                 got=repr(schema),
                 fix="load it with the version of Meshwright that wrote it",
             )
-        return _parsed_record(found)
+        record = _RECORD.validate_python(found)
+        for value in (record.extra, record.model_values, record.lr_scheduler, record.scaler):
+            from_plain(value)  # finds values that cannot be decoded before anything is loaded
+        return record
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read",
             expected=f"JSON of schema {_RECORD_SCHEMA}",
             got=f"{type(error).__name__}: {error}",
-            fix="copy the checkpoint again from its source, or name an older one to resume from",
+            fix=_RESTORE,
         ) from error
-
-
-def _parsed_record(found: dict[str, Any]) -> Record:
-    record = _RECORD.validate_python(found)
-    for value in (record.extra, record.model_values, record.lr_scheduler, record.scaler):
-        from_plain(value)  # what cannot be decoded is found before anything is loaded
-    return record
 
 
 @contextlib.contextmanager
 def consistent(directory: Path) -> Iterator[None]:
-    """Turn what happens where parts of a record do not agree with each other into a CheckpointError.
+    """Turn errors from a record whose parts contradict each other into a CheckpointError.
 
-    Only a record that somebody else has written can be like that: it is verified, and its types are checked.
+    Only a record of foreign make can be like that: by then it is verified, and its types are checked.
     """
     try:
         yield
@@ -372,11 +362,11 @@ def consistent(directory: Path) -> Iterator[None]:
             f"{directory / RECORD} contradicts itself or the run that it is loaded into",
             expected="the record that Meshwright has written with these tensors",
             got=f"{type(error).__name__}: {error}",
-            fix="copy the checkpoint again from its source, or name an older one to resume from",
+            fix=_RESTORE,
         ) from error
 
 
-# --- Which checkpoint of a directory to use: the newest that is whole. Those that are not are named.
+# --- Which checkpoint of a directory to use: the newest that is whole
 
 TENSORS = "tensors"  # a folder of its own: DCP reads every safetensors file in it
 _STEP = re.compile(r"step-(\d{8,})")
@@ -388,7 +378,7 @@ def step_name(step: int) -> str:
 
 
 def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Steps and directories of all complete checkpoints, oldest first; what they hold is not read."""
+    """Return steps and directories of all complete checkpoints, oldest first; their contents are not read."""
     found = [(int(match[1]), path) for path in directory.glob("step-*") if (match := _STEP.fullmatch(path.name))]
     return sorted((step, path) for step, path in found if (path / MANIFEST).is_file())
 
@@ -398,29 +388,30 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> Record:
 
     Args:
         path: The directory of one checkpoint.
-        part: Only every ``num_parts``-th file is hashed, from this one on: ranks divide the work.
-        num_parts: How many do.
+        part: Hash only every ``num_parts``-th file, from this one on.
+        num_parts: Number of ranks that divide the work.
 
     Returns:
-        What the checkpoint says of itself.
+        The checkpoint's record.
 
     Raises:
         CheckpointError: Naming every file that is missing, damaged or not of this checkpoint.
     """
     files = read_manifest(path)
-    if part == 0:  # thousands of ranks asking for thousands of files would stall a shared file system
+    # One rank asks for all files: thousands of ranks that did would stall a shared file system.
+    if part == 0:
         check_present(path, files, folders=[TENSORS])
     check_contents(path, files, sorted(files)[part::num_parts])
     return read_record(path)
 
 
 def damage_of(path: Path) -> list[CheckpointError]:
-    """Everything that is wrong with a checkpoint: unlike :func:`verify` goes on after the first kind of damage."""
+    """Return everything that is wrong with a checkpoint; :func:`verify` stops at the first kind of damage."""
     try:
         files = read_manifest(path)
     except CheckpointError as error:
         return [error]
-    whole = [name for name in sorted(files) if _has_size(path / name, files[name].size)]
+    whole = [n for n in sorted(files) if (path / n).is_file() and (path / n).stat().st_size == files[n].size]
     found: list[CheckpointError] = []
     for check in (
         lambda: check_present(path, files, folders=[TENSORS]),
@@ -432,10 +423,6 @@ def damage_of(path: Path) -> list[CheckpointError]:
         except CheckpointError as error:
             found.append(error)
     return found
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def newest_valid(candidates: Sequence[Path]) -> tuple[Path | None, list[CheckpointError]]:

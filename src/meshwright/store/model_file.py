@@ -1,10 +1,10 @@
-"""Save and load a model's weights as one ordinary state dict in one file or folder."""
+"""Save and load a model's weights as one ordinary state dict, in one file or a folder, from and into any layout."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,21 +28,11 @@ from meshwright.store.tensor_files import (
     write_file,
     write_later,
 )
-from meshwright.store.transfer import (
-    PartEntries,
-    collect,
-    collect_from_stage,
-    collect_owned,
-    refuse_stages,
-    spread,
-    spread_owned,
-    spread_to_stage,
-    whole_entries,
-)
+from meshwright.store.transfer import OwnedTensor, WholeEntries, collect_named, entries_with_stages, refuse_stages
 
 
 class LoadedKeys(NamedTuple):
-    """What ``load(strict=False)`` passed over; torch's ``load_state_dict`` returns the same two fields."""
+    """The names that ``load(strict=False)`` skipped; the same two fields as of torch's ``load_state_dict``."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -68,12 +58,11 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     path = Path(file)
     non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
-        entries, stages = whole_entries(model)
-    with same_on_every_rank():
+        entries, on_stages = entries_with_stages(model)
         if rank() == 0:
             make_folder(path.parent)
-    parts = PartEntries.of(entries)
-    state_dict = _gathered(entries, stages) if parts is None else _gathered_parts(entries, parts)
+    whole = _whole(entries, on_stages, "save")
+    state_dict = _gathered(entries, whole)
     with same_on_every_rank():
         if rank() == 0 and non_blocking:
             write_later(path, state_dict)
@@ -111,56 +100,35 @@ def save_folder(
         check_tensors(Path(folder), entries.raw)
         if rank() == 0:
             write_config(entries.module, Path(folder))
-    parts = PartEntries.of(entries)
-    gather: Callable[[str], torch.Tensor | None] | None = None
-    if parts is None:
-        refuse_parts(entries.raw, "save_folder")
-        tensors = in_model_order(entries, {stored_name(name): value for name, value in entries.raw.items()})
-    else:
-        own, held, tied = in_model_order(entries, entries.tensors), parts.held, parts.tied
-        tensors = {name: held[tied.get(name, name)].empty("meta") for name in parts.names}
-
-        def gather(name: str) -> torch.Tensor | None:
-            first = tied.get(name, name)
-            return collect_owned(own.get(first), held[first])
-
+    whole = _whole(entries, {}, "save_folder")
+    own, owners = in_model_order(entries, entries.tensors), whole.owners
+    outlines = {name: owner.empty("meta") for name, owner in owners.items()} or own
     stem = f"{prefix}.model" if prefix else "model"
     write_folder(
-        tensors,
+        {name: outlines[whole.first[name]] for name in whole.names},
         Path(folder),
         stem,
         shard_bytes=shard_bytes,
         metadata={"format": "pt"},
         non_blocking=non_blocking,
-        gather=gather,
+        gather=lambda name: collect_named(whole.first[name], own, owners),
     )
 
 
-def _gathered(entries: ModelEntries, stages: Mapping[str, int]) -> dict[str, Any]:
-    """Full copies on the host of rank 0; elsewhere empty. Holds one full tensor at a time on the other ranks."""
-    refuse_parts(entries.raw, "save")
-    state_dict: dict[str, Any] = {}
-    copies: dict[int, torch.Tensor | None] = {}  # tied names share one copy
-    for name, value in (entries.raw | in_model_order(entries, _tensors(entries))).items():
-        if not isinstance(value, torch.Tensor):
-            state_dict[stored_name(name)] = value
-            continue
-        if id(value) not in copies:
-            copies[id(value)] = collect_from_stage(value, stages[name]) if name in stages else collect(value)
-        state_dict[stored_name(name)] = copies[id(value)]
-    return state_dict if rank() == 0 else {}
+def _whole(entries: ModelEntries, on_stages: Mapping[str, OwnedTensor], what: str) -> WholeEntries:
+    """Collect the entries of all ranks, and refuse parts that are not of a pipeline; collective."""
+    whole = WholeEntries.of(entries, on_stages)
+    if not whole.in_parts:
+        refuse_parts(entries.raw, what)
+    return whole
 
 
-def _gathered_parts(entries: ModelEntries, parts: PartEntries) -> dict[str, Any]:
-    """Return the same where ranks hold parts of the model: each tensor comes from one that trains it."""
+def _gathered(entries: ModelEntries, whole: WholeEntries) -> dict[str, Any]:
+    """Copy all entries to the host of rank 0; return an empty dict elsewhere, where one tensor at a time is whole."""
     own = in_model_order(entries, entries.tensors)
-    copies = {name: collect_owned(own.get(name), held) for name, held in parts.held.items()}
-    found = copies | {name: copies[first] for name, first in parts.tied.items()} | parts.values
-    return {name: found[name] for name in parts.names} if rank() == 0 else {}
-
-
-def _tensors(entries: ModelEntries) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in entries.raw.items() if isinstance(value, torch.Tensor)}
+    copies = {name: collect_named(name, own, whole.owners) for name in whole.tensors()}
+    found = {name: copies[first] for name, first in whole.first.items()} | whole.values
+    return {name: found[name] for name in whole.names} if rank() == 0 else {}
 
 
 def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadedKeys:
@@ -191,65 +159,52 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     found: dict[str, Any] = {}
     with same_on_every_rank():
         wait_for_saves()
-        entries, stages = whole_entries(model)
+        entries, on_stages = entries_with_stages(model)
         if rank() == 0:
             found = read_folder(path)[0] if is_folder(path) else read_file(path)
-    told = {name: _describe(value) for name, value in found.items()}, {n for n in found if _is_wide(found[n])}
-    described, wide = gather_objects(told if rank() == 0 else None)[0]
+    own = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in found.items()}
+    floats = [n for n, value in found.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    wide = {name for name in floats if found[name].dtype.itemsize > 2}
+    stored, wide = gather_objects((own, wide) if rank() == 0 else None)[0]
+    # Values that half precision cannot hold go into the masters; the weights are rounded from these afterwards.
     masters = masters_of(model)
     if masters is not None:
         entries = _finest(entries, masters, wide)
-    parts = PartEntries.of(entries)
-    wanted = _described(entries) if parts is None else parts.described()
-    tied = tied_names(entries.raw) if parts is None else parts.tied_names()
+    whole = _whole(entries, on_stages, "load")
+    tied = whole.tied()
     if strict:
         with same_on_every_rank():
-            check_tied(path, found, tied)
-    keys = _compare(path, wanted, described, tied, strict)
-    if parts is None:
-        _fill(entries, stages, found, described)
-    else:
-        _fill_parts(entries, parts, found, described)
+            _check_tied(path, found, tied)
+    keys = _compare(path, whole.shapes, stored, tied, strict)
+    _fill(entries, whole, found, stored)
     if masters is not None:
         masters.write_back()
     weights_were_loaded(model)
     return keys
 
 
-def _is_wide(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 2
-
-
 def _finest(entries: ModelEntries, masters: MasterWeights, wide: Set[str]) -> ModelEntries:
-    """Return the entries with masters in place of what is rounded from them, where the file holds more than half precision."""
+    """Replace weights by their fp32 masters, where the file holds more than half precision."""
     finer = {id(v): masters.of[v] for n, v in entries.tensors.items() if n in wide and v in masters.of}
     raw = {name: finer.get(id(value), value) for name, value in entries.raw.items()}
     tensors = {name: finer.get(id(value), value) for name, value in entries.tensors.items()}
     return dataclasses.replace(entries, raw=raw, tensors=tensors)
 
 
-def _described(entries: ModelEntries) -> dict[str, tuple[int, ...] | None]:
-    return {stored_name(name): _describe(value) for name, value in entries.raw.items()}
-
-
-def _describe(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
-
-
 def _compare(
     path: Path,
     wanted: Mapping[str, tuple[int, ...] | None],
-    described: Mapping[str, tuple[int, ...] | None],
+    stored: Mapping[str, tuple[int, ...] | None],
     tied: Mapping[str, Sequence[str]],
     strict: bool,
 ) -> LoadedKeys:
     # transformers stores tied tensors under one of their names.
-    missing = [name for name in wanted if not any(each in described for each in (name, *tied.get(name, ())))]
-    unexpected = [name for name in described if name not in wanted]
+    missing = [name for name in wanted if not any(each in stored for each in (name, *tied.get(name, ())))]
+    unexpected = [name for name in stored if name not in wanted]
     misshapen = [
-        f"{name}: {described[name]} in the file, {shape} in the model"
+        f"{name}: {stored[name]} in the file, {shape} in the model"
         for name, shape in wanted.items()
-        if name in described and described[name] != shape
+        if name in stored and stored[name] != shape
     ]
     problems = [f"other shapes: {join_names(misshapen)}"] if misshapen else []
     for what, names in (("missing", missing), ("unexpected", unexpected)) if strict else ():
@@ -266,69 +221,26 @@ def _compare(
 
 
 @torch.no_grad()
-def _fill(entries: ModelEntries, stages: Mapping[str, int], found: dict[str, Any], described: dict[str, Any]) -> None:
-    """Send every tensor from rank 0 into its place; tied ones once."""
-    refuse_parts(entries.raw, "load")
-    done: set[int] = set()
-    extra: dict[str, Any] = {}
-    for name, target in entries.raw.items():
-        stored = stored_name(name)
-        if stored not in described or id(target) in done:
-            continue
-        if isinstance(target, torch.Tensor):
-            done.add(id(target))
-            if name in stages:
-                spread_to_stage(found.get(stored), target, stages[name])
-                continue
-            spread(found.get(stored), target)
-            to_rank_order_(entries, {stored: target})
-        else:
-            extra[name] = gather_objects(found.get(stored))[0]
-    if extra:
-        entries.module.load_state_dict(entries.raw | extra)
-
-
-def _fill_parts(
-    entries: ModelEntries, parts: PartEntries, found: Mapping[str, Any], described: Mapping[str, Any]
-) -> None:
-    """The same where ranks hold parts of the model: each gets its own tensors only."""
-    for name, held in parts.held.items():
-        given = next((each for each in (name, *_also(parts, name)) if each in described), None)
+def _fill(entries: ModelEntries, whole: WholeEntries, found: Mapping[str, Any], stored: Container[str]) -> None:
+    """Send every tensor from rank 0 into its place, tied ones once, and then everything else."""
+    tied = whole.tied()
+    for name in whole.tensors():
+        given = next((each for each in (name, *tied[name]) if each in stored), None)
         if given is None:
             continue
         target = entries.tensors.get(name)
-        spread_owned(found.get(given), target, held)
+        whole.spread(name, found.get(given), target)
         if target is not None:
-            with torch.no_grad():
-                to_rank_order_(entries, {name: target})
-    values = gather_objects({name: found[name] for name in parts.values if name in found})[0]
-    own = {name: values[stored_name(name)] for name in entries.raw if stored_name(name) in values}
-    if own:
-        entries.module.load_state_dict(entries.raw | own)
+            to_rank_order_(entries, {name: target})
+    if whole.values:
+        values = gather_objects({name: found[name] for name in whole.values if name in found})[0]
+        own = {name: values[stored_name(name)] for name in entries.raw if stored_name(name) in values}
+        if own:
+            entries.module.load_state_dict(entries.raw | own)
 
 
-def _also(parts: PartEntries, name: str) -> list[str]:
-    return [other for other, first in parts.tied.items() if first == name]
-
-
-# --- Tensors that a model has under several names, and a file under one of them.
-
-
-def tied_names(raw: Mapping[str, Any]) -> dict[str, list[str]]:
-    """For every name of a tied tensor its other names.
-
-    Args:
-        raw: A state dict with live tensors.
-    """
-    groups: dict[int, list[str]] = {}
-    for name, value in raw.items():
-        if isinstance(value, torch.Tensor):
-            groups.setdefault(id(value), []).append(stored_name(name))
-    return {name: [each for each in group if each != name] for group in groups.values() for name in group}
-
-
-def check_tied(path: Path, found: Mapping[str, Any], tied: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a file with several tensors for what is one in the model: all but one would be lost.
+def _check_tied(path: Path, found: Mapping[str, Any], tied: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a file with different tensors for what is one in the model: all but one would be lost.
 
     Raises:
         CheckpointError: Naming the first two that differ.

@@ -1,10 +1,13 @@
-"""Save and load an optimizer alone, by parameter names, for any layout of ranks."""
+"""Save and load an optimizer alone, by parameter names, for any layout of ranks.
+
+A file is torch's full state dict, by parameter names; a folder holds safetensors files, and the rest in their index.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +26,16 @@ from meshwright.store.manifest import GroupRecord, OptimizerRecord, TensorRecord
 from meshwright.store.optimizer_state import (
     OptimizerPlan,
     capture_optimizer,
-    masters_by_name,
     names_of_others,
+    names_on_rank,
     plan_optimizer,
     refuse_parts,
     state_name,
     united_optimizer,
-    updated_names,
+    updatable,
 )
 from meshwright.store.tensor_files import failed_before, make_folder, read_file, wait_for_saves, write_file, write_later
-from meshwright.store.transfer import collect, collect_owned, owned_by_ranks, spread, spread_owned
+from meshwright.store.transfer import OwnedTensor, collect_named, owned_by_ranks, spread, spread_owned
 
 
 def save_optimizer(
@@ -45,7 +48,7 @@ def save_optimizer(
     shard_bytes: int = 2**30,
     non_blocking: bool = False,
 ) -> None:
-    """Write states, hyperparameters, fp32 master weights and loss scale of an optimizer, whole; collective.
+    """Write states, hyperparameters, fp32 master weights and loss scale of an optimizer; collective.
 
     A file holds what torch's ``get_optimizer_state_dict`` calls a full state dict (states and groups by parameter
     names), read with ``weights_only=True``. A folder holds safetensors files with an index.
@@ -60,7 +63,7 @@ def save_optimizer(
         non_blocking: Write in the background; see :func:`meshwright.store.save`.
 
     Raises:
-        CheckpointError: On every rank, when it updates what is not in the model, or writing failed.
+        CheckpointError: On every rank, when it updates parameters that are not in the model, or writing failed.
     """
     require_distributed("save_optimizer")
     wait_for_all_ranks("save_optimizer")
@@ -69,27 +72,27 @@ def save_optimizer(
     with same_on_every_rank():
         tensors, contents = _capture(optimizer, model)
     part = part_of_whole(unwrapped(model))
-    gather: Callable[[str], torch.Tensor | None] | None = None
+    owners: dict[str, OwnedTensor] = {}
     if part is None:
         refuse_parts(tensors, "save_optimizer")
     else:
-        own, held = tensors, owned_by_ranks(tensors)
+        owners = owned_by_ranks(tensors)
         contents = _united_contents(contents, part.names)
-        tensors = {name: each.empty("meta") for name, each in held.items()}
 
-        def gather(name: str) -> torch.Tensor | None:
-            return collect_owned(own.get(name), held[name])
+    def gather(name: str) -> torch.Tensor | None:
+        return collect_named(name, tensors, owners)
 
+    outlines = {name: owner.empty("meta") for name, owner in owners.items()} or tensors
     if folder:
         stem = f"{prefix}.{INDEX_KEY}" if prefix else INDEX_KEY
         metadata = {INDEX_KEY: dataclasses.asdict(contents)}
         options: dict[str, Any] = {"shard_bytes": shard_bytes, "non_blocking": non_blocking, "gather": gather}
-        write_folder(tensors, target, stem, metadata=metadata, **options)
+        write_folder(outlines, target, stem, metadata=metadata, **options)
         return
     with same_on_every_rank():
         if rank() == 0:
             make_folder(target.parent)
-    whole = {name: gather(name) if gather is not None else collect(tensor) for name, tensor in tensors.items()}
+    whole = {name: gather(name) for name in outlines}
     with same_on_every_rank():
         if rank() == 0:
             (write_later if non_blocking else write_file)(target, to_torch_format(whole, contents))
@@ -98,10 +101,9 @@ def save_optimizer(
 def _capture(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], OptimizerContents]:
     _refuse_replicas(optimizer)
     entries = model_entries(model)
-    masters = masters_by_name(optimizer, entries.tensors)
-    weights = entries.tensors | masters
+    weights = updatable(entries, optimizer)
     tensors, record = capture_optimizer(inner_optimizer(optimizer), weights)
-    tensors |= {master_name(name): master for name, master in masters.items()}
+    tensors |= {master_name(n): weight for n, weight in weights.items() if weight is not entries.tensors[n]}
     tensors = in_model_order(entries, tensors)
     updated = {name for group in record.groups for name in group.parameters}
     scaler = optimizer.scaler if isinstance(optimizer, GuardedOptimizer) else None
@@ -113,13 +115,13 @@ def _capture(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, torch.Te
 
 
 def _united_contents(contents: OptimizerContents, order: Sequence[str]) -> OptimizerContents:
-    """Return what all ranks' optimizers hold together, its parameters in the order of the whole model; collective."""
+    """Unite the contents of all ranks' optimizers, with parameters in the order of the whole model; collective."""
     every: list[OptimizerContents] = gather_objects(contents)
     record = united_optimizer([each.record for each in every])
     place = {name: number for number, name in enumerate(order)}
     for group in record.groups:
         group.parameters.sort(key=lambda name: place.get(name, len(place)))
-    weights = {name: told for each in every for name, told in each.weights.items()}
+    weights = {name: weight for each in every for name, weight in each.weights.items()}
     return OptimizerContents(record, weights, contents.scaler)
 
 
@@ -142,15 +144,15 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLi
         wait_for_saves()
         if rank() == 0:
             found, contents = read_optimizer(Path(path))
-    told, contents = gather_objects((tensor_records(found), contents) if rank() == 0 else None)[0]
-    staged = part_of_whole(unwrapped(model)) is not None
+    stored, contents = gather_objects((tensor_records(found), contents) if rank() == 0 else None)[0]
+    in_parts = part_of_whole(unwrapped(model)) is not None
     with same_on_every_rank():
-        held = _names_held(optimizer, model)
-    others = names_of_others(*held).updated if staged else frozenset[str]()
+        names = names_on_rank(model_entries(model), optimizer)
+    others = names_of_others(*names).updated if in_parts else frozenset[str]()
     with same_on_every_rank():
-        plan, targets = _plan(optimizer, model, contents, told, others)
+        plan, targets = _plan(optimizer, model, contents, stored, others)
     with torch.no_grad():
-        if staged:
+        if in_parts:
             for name, each in owned_by_ranks(targets).items():
                 spread_owned(found.get(name), targets.get(name), each)
         else:
@@ -160,44 +162,36 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLi
     _commit(optimizer, plan, contents)
 
 
-def _names_held(optimizer: Optimizer, model: nn.Module) -> tuple[list[str], list[str]]:
-    """This rank's tensors of the model, and the parameters that its optimizer updates."""
-    entries = model_entries(model)
-    weights = entries.tensors | masters_by_name(optimizer, entries.tensors)
-    return list(entries.tensors), updated_names(inner_optimizer(optimizer), weights)
-
-
 def _plan(
     optimizer: Optimizer,
     model: nn.Module,
     contents: OptimizerContents,
-    told: Mapping[str, TensorRecord],
+    stored: Mapping[str, TensorRecord],
     others: frozenset[str],
 ) -> tuple[OptimizerPlan, dict[str, torch.Tensor]]:
-    entries = model_entries(model)
-    weights = entries.tensors | masters_by_name(optimizer, entries.tensors)
+    weights = updatable(model_entries(model), optimizer)
     here = tensor_records(weights)
-    stored = {name: contents.weights.get(name, here[name]) for name in here}
-    other = [name for name in here if here[name].shape != stored[name].shape]
+    saved = {name: contents.weights.get(name, here[name]) for name in here}
+    other = [name for name in here if here[name].shape != saved[name].shape]
     if other:
         raise CheckpointError(
             "The optimizer's file is of another model",
             expected=f"{other[0]} of shape {here[other[0]].shape}",
-            got=str(stored[other[0]].shape),
+            got=str(saved[other[0]].shape),
             fix="build the model it was saved from",
         )
-    described = {**told, **{f"model.{name}": record for name, record in stored.items()}}
-    plan = plan_optimizer(inner_optimizer(optimizer), weights, contents.record, described, others)
+    tensors = {**stored, **{f"model.{name}": record for name, record in saved.items()}}
+    plan = plan_optimizer(inner_optimizer(optimizer), weights, contents.record, tensors, others)
     masters = {
         master_name(name): tensor
         for name, tensor in weights.items()
-        if master_name(name) in told and tensor.dtype == torch.float32
+        if master_name(name) in stored and tensor.dtype == torch.float32
     }
     return plan, plan.targets | masters
 
 
 def _refuse_replicas(optimizer: Optimizer) -> None:
-    """Refuse an outer optimizer: a file of the inner one's state would lose the others' and the global weights."""
+    """Refuse an outer optimizer: one file would lose the states of other replicas, and the global weights."""
     if isinstance(optimizer, OuterOptimizer):
         raise CheckpointError(
             "An outer optimizer does not fit into one optimizer file: every replica has states of its own",
@@ -217,14 +211,14 @@ def _commit(optimizer: Optimizer, plan: OptimizerPlan, contents: OptimizerConten
         optimizer.scaler.load_state_dict(from_plain(contents.scaler))
 
 
-# --- How an optimizer lies in a file (torch's full state dict, by parameter names) and in a folder's index.
+# --- The formats: torch's full state dict in a file, tensors and an index in a folder
 
 INDEX_KEY = "optimizer"
 
 
 @dataclass(frozen=True)
 class OptimizerContents:
-    """What is stored beside the tensors."""
+    """Everything that is stored beside the tensors."""
 
     record: OptimizerRecord
     weights: dict[str, TensorRecord]
@@ -238,7 +232,7 @@ def master_name(parameter: str) -> str:
 
 
 def to_torch_format(tensors: Mapping[str, Any], contents: OptimizerContents) -> dict[str, Any]:
-    """``{"state": {name: {key: value}}, "param_groups": [{"params": [name, …], …}], …}``, with whole tensors."""
+    """Build ``{"state": {name: {key: value}}, "param_groups": [{"params": [name, …], …}], …}`` of whole tensors."""
     record = contents.record
     state = {
         name: {**{key: tensors[state_name(name, key)] for key in keys}, **_decoded(record.values[name])}
@@ -260,10 +254,10 @@ def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_optimizer(path: Path) -> tuple[dict[str, torch.Tensor], OptimizerContents]:
-    """Read the tensors and the rest of what :func:`meshwright.store.save_optimizer` wrote.
+    """Read the tensors and the contents of a file or folder of :func:`meshwright.store.save_optimizer`.
 
     Raises:
-        CheckpointError: When it is absent, damaged or something else.
+        CheckpointError: When it is absent, damaged, or holds something else.
     """
     try:
         if is_folder(path):
@@ -292,10 +286,10 @@ def _from_torch_format(found: dict[str, Any]) -> tuple[dict[str, torch.Tensor], 
     keys: dict[str, list[str]] = {}
     values: dict[str, dict[str, Any]] = {}
     for name, state in found["state"].items():
-        kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        tensors |= {state_name(name, key): value for key, value in kept.items()}
-        keys[name] = list(kept)
-        values[name] = {key: to_plain(value, f"{key} of {name}") for key, value in state.items() if key not in kept}
+        own = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        tensors |= {state_name(name, key): value for key, value in own.items()}
+        keys[name] = list(own)
+        values[name] = {key: to_plain(value, f"{key} of {name}") for key, value in state.items() if key not in own}
     groups = [
         {"parameters": group["params"], "values": to_plain({k: v for k, v in group.items() if k != "params"}, "group")}
         for group in found["param_groups"]

@@ -1,4 +1,7 @@
-"""Name optimizer and averaged state by the model's parameters, and unite what ranks hold under names of their own."""
+"""Name the states of an optimizer and of averaged weights by the model's parameters, and plan their way back.
+
+Where ranks hold different parts of a model by name, as pipeline ranks do, their records are united here.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError, join_names
-from meshwright.optim import WeightAverage, guard_of
+from meshwright.optim import WeightAverage, guard_of, inner_optimizer
 from meshwright.optim.full_state_dict import template_of
 from meshwright.runtime import gather_objects
-from meshwright.store.entries import dtype_named, from_plain, to_plain
+from meshwright.store.entries import ModelEntries, dtype_named, from_plain, to_plain
 from meshwright.store.manifest import GroupRecord, OptimizerRecord, Record, TensorRecord
 
 # How a step is computed, not what it computes: these stay as the new job chose them.
@@ -25,13 +28,18 @@ _NOT_VALUES = _JOB_CHOICES | {"params", "param_names"}
 
 
 def masters_by_name(optimizer: Optimizer | None, model: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return fp32 master weights among the parameters, by model name, with what was changed in the parameters alone."""
+    """Return the fp32 masters of the model's weights, by name; they take over changes of the weights first."""
     guard = guard_of(optimizer)
     if guard is None or guard.master is None:
         return {}
     guard.master.take_changes()
     masters = {id(parameter): master for parameter, master in guard.master.of.items()}
     return {name: masters[id(tensor)] for name, tensor in model.items() if id(tensor) in masters}
+
+
+def updatable(entries: ModelEntries, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+    """Return the tensors that an optimizer may update, by model name: entries, or their masters where they have one."""
+    return entries.tensors | masters_by_name(optimizer, entries.tensors)
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -62,16 +70,6 @@ def _names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> dict[in
     return names
 
 
-def updated_names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the parameters that an optimizer updates, by model name; arguments as for :func:`capture_optimizer`.
-
-    Raises:
-        CheckpointError: When it updates what is not in ``weights``.
-    """
-    names = _names(optimizer, weights)
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
 def capture_optimizer(
     optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
@@ -79,10 +77,10 @@ def capture_optimizer(
 
     Args:
         optimizer: The one that holds the state (inside all wrappers).
-        weights: The tensors it may update, by model name: parameters, or the masters of those that have one.
+        weights: See :func:`updatable`.
 
     Returns:
-        Live state tensors by stored name, and everything else.
+        Live state tensors by stored name, and the record of everything else.
 
     Raises:
         CheckpointError: When it updates what is not in ``weights``, or holds what cannot be stored.
@@ -96,28 +94,28 @@ def capture_optimizer(
         record.groups.append(GroupRecord([names[id(p)] for p in group["params"]], values))
         for parameter in group["params"]:
             name, state = names[id(parameter)], optimizer.state.get(parameter, {})
-            kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-            record.tensor_keys[name] = list(kept)
+            stored = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            record.tensor_keys[name] = list(stored)
             record.values[name] = {
                 key: to_plain(value, f"The optimizer's {key} of {name}")
                 for key, value in state.items()
-                if key not in kept
+                if key not in stored
             }
-            tensors |= {state_name(name, key): value for key, value in kept.items()}
+            tensors |= {state_name(name, key): value for key, value in stored.items()}
     return tensors, record
 
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """What loading will do to an optimizer; nothing is changed until :meth:`commit`."""
+    """The checked restoration of an optimizer; nothing changes before :meth:`commit`."""
 
     optimizer: Optimizer
     targets: dict[str, torch.Tensor]
     """Tensors to be filled before ``commit``, by stored name."""
     states: list[tuple[torch.Tensor, dict[str, Any]]]
-    """Per parameter its new state, made of ``targets`` and plain values."""
+    """Per parameter, its new state: tensors of ``targets``, and plain values."""
     values: list[dict[str, Any]]
-    """Per group its new hyperparameters."""
+    """Per group, its new hyperparameters."""
 
     def commit(self) -> None:
         """Put states and hyperparameters into the optimizer."""
@@ -133,7 +131,7 @@ class OptimizerPlan:
 def _set_value(group: dict[str, Any], key: str, value: Any) -> None:
     now = group.get(key)
     if isinstance(now, torch.Tensor):
-        now.fill_(value)  # a compiled or captured step holds on to this very tensor
+        now.fill_(value)  # a compiled or captured step reads this very tensor
     else:
         group[key] = value.item() if isinstance(value, torch.Tensor) and now is not None else value
 
@@ -151,11 +149,11 @@ def plan_optimizer(
 
     Args:
         optimizer: Fresh, or already stepped (its state is then replaced); any layout.
-        weights: As for :func:`capture_optimizer`.
+        weights: See :func:`updatable`.
         record: The stored optimizer.
         tensors: Shapes and types of all stored tensors.
-        elsewhere: Parameters that optimizers of other ranks update, and this one does not.
-        role: What it is called in errors.
+        elsewhere: Parameters that only optimizers of other ranks update.
+        role: Name of the optimizer in errors.
 
     Raises:
         CheckpointError: When kinds, parameters or states differ, or a group would mix hyperparameters of several.
@@ -168,13 +166,15 @@ def plan_optimizer(
     plan = OptimizerPlan(optimizer, {}, [], [_common_values(group, stored) for group in grouped])
     groups = [group | values for group, values in zip(optimizer.param_groups, plan.values, strict=True)]
     _check_states(optimizer, groups, grouped, record, tensors)
-    for group in groups:  # as they will be: what is kept may hang on hyperparameters
+    # Groups with their new hyperparameters: the form of states may depend on these.
+    for group in groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
             state = {key: from_plain(value) for key, value in record.values[name].items()}
-            if keys := record.tensor_keys[name]:  # of one that never trains its weight may not be stored either
-                rooms = _Rooms(optimizer, group, parameter, tensors[f"model.{name}"])
-                state |= {key: rooms.made_for(key, tensors[state_name(name, key)]) for key in keys}
+            # A frozen parameter has no states, and its weight may not be stored either.
+            if keys := record.tensor_keys[name]:
+                stored_states = {key: tensors[state_name(name, key)] for key in keys}
+                state |= _state_buffers(optimizer, group, parameter, tensors[f"model.{name}"], stored_states)
                 plan.targets.update({state_name(name, key): state[key] for key in keys})
             plan.states.append((parameter, state))
     return plan
@@ -187,7 +187,7 @@ def _check_states(
     record: OptimizerRecord,
     tensors: Mapping[str, TensorRecord],
 ) -> None:
-    """Ask an optimizer that can tell whether it could go on with the stored states."""
+    """Let the optimizer check, where it has a ``check_saved``, whether it can go on with the stored states."""
     check = getattr(optimizer, "check_saved", None)
     if check is None:
         return
@@ -228,85 +228,80 @@ def _common_values(names: list[str], stored: Mapping[str, dict[str, Any]]) -> di
     return {key: from_plain(value) for key, value in stored[names[0]].items()} if names else {}
 
 
-class _Rooms:
-    """The tensors to read one parameter's states into: the present ones that fit, else new ones.
+def _state_buffers(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    weight: TensorRecord,
+    stored: Mapping[str, TensorRecord],
+) -> dict[str, torch.Tensor]:
+    """Return tensors to read one parameter's states into: the present ones that fit, else new ones.
 
     Args:
-        optimizer: That will hold them.
-        group: The parameter's, with the hyperparameters that are loaded.
+        optimizer: The parameter's optimizer.
+        group: The parameter's group, with the hyperparameters that are loaded.
         parameter: As it is laid out now.
-        weight: What is stored of it.
+        weight: The stored shape and type of the parameter.
+        stored: The stored shapes and types of its states.
     """
-
-    def __init__(
-        self, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, weight: TensorRecord
-    ) -> None:
-        self._optimizer, self._group, self._parameter, self._weight = optimizer, group, parameter, weight
-        self._present = optimizer.state.get(parameter, {})
-
-    @functools.cached_property
-    def _fresh(self) -> dict[str, Any]:
-        # States that are neither like the parameter nor whole on every rank: only the optimizer knows their shards.
-        return template_of(self._optimizer, self._parameter, self._group)
-
-    def made_for(self, key: str, told: TensorRecord) -> torch.Tensor:
-        """Room for one stored state; where nothing that fits is at hand, laid out as torch would."""
-        parameter = self._parameter
-        like_parameter = told.shape == tuple(parameter.shape) and key != "step"
+    present = optimizer.state.get(parameter, {})
+    # Only the optimizer knows the shards of states that are neither like the parameter nor whole on every rank.
+    template = functools.cache(lambda: template_of(optimizer, parameter, group))
+    buffers: dict[str, torch.Tensor] = {}
+    for key, record in stored.items():
+        like_parameter = record.shape == tuple(parameter.shape) and key != "step"
         # A state in its parameter's type follows it from half to fp32 and back; one in a type of its own keeps that.
-        follows = like_parameter and told.dtype == self._weight.dtype
-        dtype = parameter.dtype if follows else dtype_named(told.dtype)
-        present = self._present.get(key)
-        if _has_form(present, told, dtype):
-            return present
-        fresh = self._fresh.get(key)
-        if _has_form(fresh, told, dtype):
-            return fresh
-        if like_parameter:
-            make = getattr(self._optimizer, "state_like", None)  # offload knows a place for it on disk
-            return torch.empty_like(parameter.detach(), dtype=dtype) if make is None else make(parameter, key, dtype)
-        on_device = key != "step" or self._group.get("fused") or self._group.get("capturable")
-        return torch.zeros(told.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+        follows = like_parameter and record.dtype == weight.dtype
+        dtype = parameter.dtype if follows else dtype_named(record.dtype)
+        if _has_form(found := present.get(key), record, dtype) or _has_form(
+            found := template().get(key), record, dtype
+        ):
+            buffers[key] = found
+        elif like_parameter:
+            make = getattr(optimizer, "state_like", None)  # an offloaded optimizer may put it on disk
+            like = torch.empty_like(parameter.detach(), dtype=dtype) if make is None else make(parameter, key, dtype)
+            buffers[key] = like
+        else:
+            # torch keeps step counts on the host, unless its kernel reads them on the device.
+            on_device = key != "step" or group.get("fused") or group.get("capturable")
+            device = parameter.device if on_device else "cpu"
+            buffers[key] = torch.zeros(record.shape, dtype=dtype, device=device)
+    return buffers
 
 
-def _has_form(value: Any, told: TensorRecord, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == told.shape and value.dtype == dtype
+def _has_form(value: Any, stored: TensorRecord, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == stored.shape and value.dtype == dtype
 
 
-# --- The moving average of the weights in a checkpoint: ``average.NAME`` beside ``model.NAME``, for any layout.
+# --- The moving average of the weights: ``average.NAME`` beside ``model.NAME``, for any layout
 
 _COUNTS = ("num_steps", "num_updates")
 
 
 def average_tensors(average: WeightAverage | None, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Live averages by stored name.
-
-    Args:
-        average: None where none is kept.
-        weights: The tensors that the optimizer updates, by model name.
-    """
+    """Return the live averages by stored name; ``weights`` as of :func:`updatable`."""
     if average is None:
         return {}
     return {f"average.{name}": average.of[tensor] for name, tensor in weights.items() if tensor in average.of}
 
 
 def average_counts(average: WeightAverage | None) -> dict[str, int] | None:
-    """Return the numbers of an average, for the record."""
+    """Return the counts of an average, for the record."""
     return None if average is None else {name: getattr(average, name) for name in _COUNTS}
 
 
 @dataclass(frozen=True)
 class AveragePlan:
-    """What loading will do to an average; nothing is changed until :meth:`commit`."""
+    """The checked restoration of an average; nothing changes before :meth:`commit`."""
 
     average: WeightAverage | None
     targets: dict[str, torch.Tensor]
     """Tensors to be filled before ``commit``, by stored name."""
     counts: Mapping[str, int] | None
-    """None: the checkpoint holds no average, and a new one begins with the weights it holds."""
+    """None: the checkpoint holds no average, and a new one begins with the checkpoint's weights."""
 
     def commit(self) -> None:
-        """Take over the numbers."""
+        """Take over the counts."""
         if self.average is None:
             return
         if self.counts is None:
@@ -316,7 +311,7 @@ class AveragePlan:
 
 
 def plan_average(average: WeightAverage | None, weights: Mapping[str, torch.Tensor], record: Record) -> AveragePlan:
-    """Check that a stored average fits this one, and lists the tensors to fill.
+    """Check that a stored average fits this one, and list the tensors to fill.
 
     Raises:
         CheckpointError: When it lacks weights that train here.
@@ -335,26 +330,41 @@ def plan_average(average: WeightAverage | None, weights: Mapping[str, torch.Tens
     return AveragePlan(average, targets, record.average)
 
 
-# --- One checkpoint of a model whose ranks hold different parts of it by name, as pipeline stages do.
+# --- One record of a model of which ranks hold different parts by name, as pipeline ranks do
 
 
 class Others(NamedTuple):
     """Names that other ranks hold and this one does not."""
 
-    entries: frozenset[str] = frozenset()  # of the model
-    updated: frozenset[str] = frozenset()  # parameters that the optimizer updates
+    entries: frozenset[str] = frozenset()
+    """Entries of the model."""
+    updated: frozenset[str] = frozenset()
+    """Parameters that the optimizer updates."""
+
+
+def names_on_rank(entries: ModelEntries, optimizer: Optimizer | None) -> tuple[list[str], list[str]]:
+    """Return this rank's entries of the model, and the parameters that its optimizer updates.
+
+    Raises:
+        CheckpointError: When it updates parameters that are not in the model.
+    """
+    own = [*entries.tensors, *entries.values]
+    if optimizer is None:
+        return own, []
+    inner = inner_optimizer(optimizer)
+    names = _names(inner, updatable(entries, optimizer))
+    return own, [names[id(p)] for group in inner.param_groups for p in group["params"]]
 
 
 def names_of_others(entries: Iterable[str], updated: Iterable[str]) -> Others:
-    """Return what the rest of the ranks hold; collective. Costs one small gather where all hold the same.
+    """Return the names that only other ranks hold; collective, one small gather where all hold the same.
 
     Args:
         entries: This rank's names in the model.
         updated: The parameters that its optimizer updates.
     """
     own = (sorted(entries), sorted(updated))
-    digest = hashlib.sha256(repr(own).encode()).hexdigest()
-    if len(set(gather_objects(digest))) == 1:
+    if _is_equal_everywhere(own):
         return Others()
     every = gather_objects(own)
     return Others(
@@ -363,8 +373,13 @@ def names_of_others(entries: Iterable[str], updated: Iterable[str]) -> Others:
     )
 
 
+def _is_equal_everywhere(names: Any) -> bool:
+    digest = hashlib.sha256(repr(names).encode()).hexdigest()
+    return len(set(gather_objects(digest))) == 1
+
+
 def refuse_parts(names: Iterable[str], what: str) -> None:
-    """Refuse what would write or fill one rank's part as if it were the whole; collective, one small gather.
+    """Refuse to write or fill one rank's part as if it were the whole; collective, one small gather.
 
     Raises:
         CheckpointError: On every rank, when ranks hold tensors of different names.
@@ -381,24 +396,23 @@ def refuse_parts(names: Iterable[str], what: str) -> None:
 
 
 def united(record: Record) -> Record:
-    """Return the record of what all ranks hold together; collective, equal on every rank."""
-    digest = hashlib.sha256(repr(sorted(record.tensors)).encode()).hexdigest()
-    if len(set(gather_objects(digest))) == 1:
+    """Unite the records of all ranks; collective, equal on every rank."""
+    if _is_equal_everywhere(sorted(record.tensors)):
         return record
     every: list[Record] = gather_objects(record)
     optimizers = [each.optimizer for each in every if each.optimizer is not None]
     return dataclasses.replace(
         record,
-        tensors={name: told for each in every for name, told in each.tensors.items()},
-        model_values={name: told for each in every for name, told in each.model_values.items()},
+        tensors={name: tensor for each in every for name, tensor in each.tensors.items()},
+        model_values={name: value for each in every for name, value in each.model_values.items()},
         optimizer=united_optimizer(optimizers) if optimizers else None,
     )
 
 
 def united_optimizer(every: Sequence[OptimizerRecord]) -> OptimizerRecord:
-    """Return the optimizers of all ranks as one.
+    """Unite the optimizers of all ranks.
 
-    Groups of equal hyperparameters are one group; a parameter that several ranks update is in it once.
+    Groups of equal hyperparameters become one group; a parameter that several ranks update is in it once.
     """
     groups: list[GroupRecord] = []
     for record in every:

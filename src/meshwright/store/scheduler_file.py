@@ -1,4 +1,4 @@
-"""A learning-rate scheduler alone in a file: JSON, whatever its name, so that reading it cannot run code."""
+"""Save and load a learning-rate scheduler alone, as JSON whatever the file's name: reading it cannot run code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def save_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> N
     """Write a scheduler's state, on rank 0; collective.
 
     Raises:
-        CheckpointError: On every rank, when it holds what is not plain, or the file cannot be written.
+        CheckpointError: On every rank, when it holds values that are not plain, or the file cannot be written.
     """
     require_distributed("save_lr_scheduler")
     path = Path(file)
@@ -35,7 +35,7 @@ def save_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> N
 
 
 def load_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> None:
-    """Load what :func:`save_lr_scheduler` wrote; collective.
+    """Load a file of :func:`save_lr_scheduler`; collective.
 
     Raises:
         CheckpointError: On every rank, when the file is absent, damaged, or of another kind of scheduler.
@@ -51,18 +51,18 @@ def load_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> N
 
 
 def restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Hand a scheduler its state; the optimizer's, with the rates of its groups, must have been loaded before.
+    """Give a scheduler its state, after the optimizer's, with the rates of its groups, was loaded.
 
     torch's LambdaLR leaves the rates as they were saved until its next step. They are functions of the position, and a
-    run that is resumed with another length has other functions: its first step, too, is to follow them.
+    run that is resumed with another length has other functions, which its first step must follow, too.
     """
     scheduler.load_state_dict(state)
-    if type(scheduler) is LambdaLR:  # rates of others depend on the rates before
+    if type(scheduler) is LambdaLR:  # the rates of other schedulers depend on the rates before
         rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=False)
         for group, base, factor in rates:
             _set_rate(group, base * factor(scheduler.last_epoch))
         scheduler._last_lr = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
-    elif type(scheduler) is ChainedScheduler:  # a schedule of ours in it has applied its own rate alone
+    elif type(scheduler) is ChainedScheduler:  # one of our schedulers in it has applied its own rate alone
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=False):
             _set_rate(group, rate)
 
@@ -75,10 +75,10 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
 
 
 def read_scheduler(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the name of the class and the state in what :func:`save_lr_scheduler` wrote.
+    """Return the name of the class and the state in a file of :func:`save_lr_scheduler`.
 
     Raises:
-        CheckpointError: When it is absent, damaged or something else.
+        CheckpointError: When it is absent, damaged, or holds something else.
     """
     try:
         document: dict[str, Any] = json.loads(path.read_text())
@@ -98,9 +98,9 @@ def read_scheduler(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def check_fit(scheduler: LRScheduler, kind: str, state: dict[str, Any], path: Path) -> None:
-    """Refuse a state of another kind of scheduler, or with values that are of other types than the scheduler's own.
+    """Refuse a state of another kind of scheduler, or with values of other types than the scheduler's own.
 
-    torch's schedulers take over whatever a state holds, methods included.
+    torch's schedulers take over everything in a state, methods included.
 
     Raises:
         CheckpointError: Naming what differs.
@@ -124,7 +124,7 @@ def check_fit(scheduler: LRScheduler, kind: str, state: dict[str, Any], path: Pa
 
 
 def _alike(own: Any, stored: Any) -> bool:
-    """Return whether a value can stand for another of a scheduler's: numbers for numbers, lists for lists of such."""
+    """Return whether a stored value can replace a scheduler's own: a number a number, a list a list of the same."""
     if own is None:
         return True
     if isinstance(own, bool | int | float | torch.Tensor):

@@ -1,4 +1,8 @@
-"""Name a training state as tensors plus a record, with or without replicas, and plan the way back; no files."""
+"""Name a training state as tensors and a record, with or without replicas, and plan the way back; no files.
+
+:func:`capture` is what a save writes. :func:`plan_restore` is what a load checks before it changes anything: tensors to
+fill in place, and a :meth:`Restoration.commit` for all that is not a tensor.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright import runtime
 from meshwright.errors import CheckpointError, join_names
@@ -47,10 +50,9 @@ from meshwright.store.optimizer_state import (
     average_counts,
     average_tensors,
     capture_optimizer,
-    masters_by_name,
     plan_average,
     plan_optimizer,
-    updated_names,
+    updatable,
 )
 from meshwright.store.scheduler_file import restore_scheduler
 from meshwright.store.tensor_files import load_shards
@@ -58,22 +60,23 @@ from meshwright.store.tensor_files import load_shards
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is written: live tensors by stored name, and the record."""
+    """Live tensors of a training state by stored name, and the record of the rest."""
 
     tensors: dict[str, torch.Tensor]
     record: Record
     replica: ReplicaParts | None = None
-    """Where there are replicas: what this rank holds; :func:`meshwright.store.snapshot.completed` adds the others'."""
+    """This rank's part where there are replicas; :func:`completed` adds the others'."""
 
 
 def capture(state: TrainingState, world_size: int) -> Snapshot:
-    """Names everything in a training state.
+    """Name everything in a training state.
 
     Raises:
         CheckpointError: When something in it cannot be stored.
     """
     entries = model_entries(state.model)
-    weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
+    # Where there are fp32 masters, they are stored in place of the weights that are rounded from them.
+    weights = updatable(entries, state.optim)
     left_out = _left_out(state, entries)
     tensors = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
     optimizer = None
@@ -83,6 +86,10 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
     average = average_of(state.optim)
     tensors |= average_tensors(average, weights)
     scheduler, scaler, spikes = state.lr_scheduler, _scaler(state), spike_watch_of(state.optim)
+    schedule: Any = None
+    if scheduler is not None:  # any scheduler takes any state dict without an error: the kind tells them apart
+        state_dict = to_plain(scheduler.state_dict(), "The lr_scheduler's state")
+        schedule = {"kind": type(scheduler).__name__, "state": state_dict}
     record = Record(
         step=state.step,
         samples_seen=state.samples_seen,
@@ -92,7 +99,7 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
         tensors=tensor_records(tensors),
         model_values=entries.values,
         optimizer=optimizer,
-        lr_scheduler=_scheduler_record(scheduler) if scheduler is not None else None,
+        lr_scheduler=schedule,
         scaler=to_plain(scaler.state_dict(), "The loss scaler's state") if scaler is not None else None,
         average=average_counts(average),
         spikes=SpikeRecord(**spikes.state_dict()) if spikes is not None else None,
@@ -104,11 +111,6 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
     return Snapshot(in_model_order(entries, tensors), record, parts)
 
 
-def _scheduler_record(scheduler: LRScheduler) -> dict[str, Any]:
-    # Any scheduler takes any state dict without a word: the kind is what tells them apart.
-    return {"kind": type(scheduler).__name__, "state": to_plain(scheduler.state_dict(), "The lr_scheduler's state")}
-
-
 def _scaler(state: TrainingState) -> torch.amp.GradScaler | None:
     guard = guard_of(state.optim)
     scaler = guard.scaler if guard is not None else None
@@ -117,7 +119,7 @@ def _scaler(state: TrainingState) -> torch.amp.GradScaler | None:
 
 @dataclass(frozen=True)
 class Restoration:
-    """What loading will do to a training state, checked; nothing is changed before ``targets`` are filled."""
+    """The checked restoration of a training state; nothing changes before ``targets`` are filled."""
 
     state: TrainingState
     record: Record
@@ -132,13 +134,14 @@ class Restoration:
     """Tensors to fill with means over the checkpoint's replicas, by the names they have without replicas."""
 
     def commit(self) -> None:
-        """Hand over everything that is not in the targets themselves."""
+        """Restore everything else, after the targets were filled."""
         state, record = self.state, self.record
         to_rank_order_(self.entries, self.targets | self.averaged)
+        # The masters were filled; the weights are rounded from them.
         guard = guard_of(state.optim)
         if guard is not None and guard.master is not None:
             guard.master.write_back()
-        # Without its optimizer, one that follows the model must hear of the weights.
+        # An optimizer that is not restored here is to follow the new weights.
         with restoring() if state.optim is not None else contextlib.nullcontext():
             self.entries.load(record.model_values)
         if self.optimizer is not None:
@@ -146,10 +149,11 @@ class Restoration:
         self.average.commit()
         if self.outer is not None:
             self.outer.commit()
+        # After the optimizer, whose groups hold the rates.
         if state.lr_scheduler is not None:
             restore_scheduler(state.lr_scheduler, from_plain(record.lr_scheduler["state"]))
         scaler = _scaler(state)
-        if scaler is not None and self.view.scaler is not None:  # a run that starts to scale keeps its first scale
+        if scaler is not None and self.view.scaler is not None:  # without a stored scale, the first one stays
             scaler.load_state_dict(from_plain(self.view.scaler))
         spikes = spike_watch_of(state.optim)
         if spikes is not None and record.spikes is not None:
@@ -157,29 +161,19 @@ class Restoration:
         state.step, state.samples_seen, state.extra = record.step, record.samples_seen, from_plain(record.extra)
 
 
-def names_held(state: TrainingState) -> tuple[list[str], list[str]]:
-    """This rank's entries of the model, and the parameters that its optimizer updates."""
-    entries = model_entries(state.model)
-    names = [*entries.tensors, *entries.values]
-    if state.optim is None:
-        return names, []
-    weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
-    return names, updated_names(inner_optimizer(state.optim), weights)
-
-
 def plan_restore(state: TrainingState, record: Record, others: Others | None = None) -> Restoration:
-    """Check that a checkpoint fits a training state, and lists the tensors to fill.
+    """Check that a checkpoint fits a training state, and list the tensors to fill.
 
     Args:
         state: Live objects.
-        record: Of the checkpoint.
-        others: What other ranks hold of the model; None: all hold the same.
+        record: The checkpoint's record.
+        others: Names that only other ranks hold; None: all hold the same.
 
     Raises:
         CheckpointError: Naming every missing, unknown or misshapen entry; the state is untouched.
     """
     entries = model_entries(state.model)
-    weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
+    weights = updatable(entries, state.optim)
     left_out = _left_out(state, entries)
     targets = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
     others = others or Others()
@@ -201,7 +195,7 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
     own = {view.stored_name(name): tensor for name, tensor in targets.items() if name not in averaged}
     if outer_optimizer is not None:
         outer = plan_outer(outer_optimizer, weights, view)
-        own |= outer.targets  # in place of weights that are the global ones: these are taken over from there
+        own |= outer.targets  # these replace weights that equal the global ones, which are loaded instead
     return Restoration(state, record, entries, own, optimizer, average, view, outer, averaged)
 
 
@@ -213,14 +207,14 @@ def _left_out(state: TrainingState, entries: ModelEntries) -> set[str]:
 
 
 def _check_model(entries: ModelEntries, record: Record, others: Others, left_out: set[str]) -> None:
-    stored = {name.removeprefix("model."): told for name, told in record.tensors.items() if name.startswith("model.")}
+    stored = {name.removeprefix("model."): each for name, each in record.tensors.items() if name.startswith("model.")}
     wanted, given = entries.tensors.keys() | entries.values.keys(), stored.keys() | record.model_values.keys()
     missing = sorted(name for name in wanted - given - left_out if not is_scaling_state(name))
     unknown = sorted(name for name in given - wanted - others.entries if not is_scaling_state(name))
     misshapen = [
-        f"{name} ({_described(told)} instead of {_described(now)})"
+        f"{name} ({_describe(saved)} instead of {_describe(now)})"
         for name, now in tensor_records(entries.tensors).items()
-        if (told := stored.get(name)) is not None and not _fits(now, told)
+        if (saved := stored.get(name)) is not None and not _fits(now, saved)
     ]
     if missing or unknown or misshapen:
         raise CheckpointError(
@@ -231,13 +225,13 @@ def _check_model(entries: ModelEntries, record: Record, others: Others, left_out
         )
 
 
-def _fits(now: TensorRecord, told: TensorRecord) -> bool:
+def _fits(now: TensorRecord, stored: TensorRecord) -> bool:
     # Precision may change between runs; a float read into an integer would lose its meaning.
-    same_kind = dtype_named(now.dtype).is_floating_point == dtype_named(told.dtype).is_floating_point
-    return now.shape == told.shape and same_kind
+    same_kind = dtype_named(now.dtype).is_floating_point == dtype_named(stored.dtype).is_floating_point
+    return now.shape == stored.shape and same_kind
 
 
-def _described(record: TensorRecord) -> str:
+def _describe(record: TensorRecord) -> str:
     return f"{record.dtype}{list(record.shape)}"
 
 
@@ -266,12 +260,13 @@ def _check_parts(state: TrainingState, record: Record) -> None:
         )
 
 
-# --- Replicas that train on their own, in a checkpoint: what is equal once, and what each has of its own under its
-# number.
+# --- Replicas that train on their own
+#
+# What is equal in all replicas is stored once, what each has of its own under its number.
 #
 # ``model.NAME``                       global weights (in warm-up: replica 0's), which any strategy loads
 # ``outer.state.NAME.KEY``             the outer optimizer
-# ``outer.landed.NAME``                averaged pseudo-gradients that were sent and not applied yet
+# ``outer.landed.NAME``                averaged pseudo-gradients that were sent and are not applied yet
 # ``replica.R.model.NAME``             weights, unless all replicas hold the global ones; buffers
 # ``replica.R.optim.state.NAME.KEY``   the inner optimizer
 
@@ -279,19 +274,19 @@ _STATE, _OUTER_STATE, _LANDED = "optim.state.", "outer.state.", "outer.landed."
 
 
 def replica_name(replica: int, name: str) -> str:
-    """Return the stored name of what one replica has of its own."""
+    """Return the stored name of a tensor that one replica has of its own."""
     return f"replica.{replica}.{name}"
 
 
 def begin(state: TrainingState, *, to_load: bool) -> None:
-    """Make global weights, if nobody has yet; collective where there are replicas."""
+    """Make the global weights, unless they exist; collective where there are replicas."""
     if isinstance(state.optim, OuterOptimizer):
         state.optim.synchronizer.start(from_checkpoint=to_load)
 
 
 @dataclass(frozen=True)
 class ReplicaParts:
-    """What one rank adds to a checkpoint of replicas."""
+    """One rank's contribution to a checkpoint of replicas."""
 
     replica: int
     own: ReplicaRecord
@@ -306,17 +301,17 @@ def capture_replicas(
     record: OptimizerRecord,
     scaler: Any,
 ) -> tuple[dict[str, torch.Tensor], ReplicaParts]:
-    """Divide what a rank holds into what is equal in all replicas and what is its own.
+    """Divide a rank's tensors into those that are equal in all replicas and those of its own replica.
 
     Args:
-        optimizer: Started.
-        weights: The model's tensors, or the fp32 copies of those that have one, by name.
+        optimizer: The outer optimizer, with global weights.
+        weights: See :func:`updatable`.
         tensors: All tensors of model and inner optimizer, by the names they have without replicas.
-        record: The inner optimizer's.
+        record: The inner optimizer's record.
         scaler: Its loss scale, in plain values.
 
     Returns:
-        Tensors by stored name, those this rank shall write, and what they are.
+        The tensors that this rank is to write, by stored name, and their records.
     """
     shared, number = optimizer.synchronizer, optimizer.replicas.rank
     trained = {id(parameter): parameter for parameter in shared.weights.parameters}
@@ -330,7 +325,7 @@ def capture_replicas(
         or (name.startswith("model.") and not isinstance(tensor, nn.Parameter) and name not in weight_names)
     }
     copies, outer = _outer_tensors(optimizer, names)
-    # Global weights may be another replica's to write; none may be written for them beside, but in warm-up replica 0's.
+    # Another replica may write the global weights, so replica 0 writes its own weights in warm-up only.
     apart = set() if optimizer.in_warmup else weight_names
     firsts = [name for name in tensors if number == 0 and not name.startswith(_STATE) and name not in apart]
     everywhere = {name: tensors[name] for name in firsts} | copies
@@ -346,7 +341,7 @@ def capture_replicas(
 def _outer_tensors(
     optimizer: OuterOptimizer, names: Mapping[torch.Tensor, str]
 ) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
-    """Global weights, outer states and what is under way, where this rank is to write them."""
+    """Return global weights, outer states and pseudo-gradients under way, where this rank is to write them."""
     shared = optimizer.synchronizer
     copies = {names[parameter]: copy for parameter, copy in shared.copy.of.items()}
     states, record = capture_optimizer(optimizer.outer, copies)
@@ -363,7 +358,7 @@ def _outer_tensors(
 
 
 def completed(record: Record, parts: ReplicaParts) -> Record:
-    """Return the record with what all ranks have told; collective."""
+    """Add the replicas of all ranks to a record; collective."""
     every: list[ReplicaParts] = runtime.gather_objects(parts)
     replicas: dict[int, ReplicaRecord] = {}
     tensors: dict[str, TensorRecord] = {}
@@ -376,21 +371,21 @@ def completed(record: Record, parts: ReplicaParts) -> Record:
         outer.optimizer.values.update(part.outer.optimizer.values)
         _merge_groups(outer.optimizer, part.outer.optimizer)
     outer.replicas.extend(replicas[number] for number in sorted(replicas))
-    return record.replaced(tensors=tensors, outer=outer)
+    return dataclasses.replace(record, tensors=tensors, outer=outer)
 
 
 def _merge_groups(into: OptimizerRecord, other: OptimizerRecord) -> None:
-    """Owners of different parameters have groups of the same hyperparameters."""
+    """Add the parameters of another rank's groups; ranks that own different parameters have the same groups."""
     for group, more in zip(into.groups, other.groups, strict=False):
         group.parameters.extend(name for name in more.parameters if name not in group.parameters)
 
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """A checkpoint as one replica reads it; one that holds no replicas is read as it is.
+    """A checkpoint as one replica reads it; one without replicas is read as it is.
 
-    With another number of replicas each takes the mean of all replicas' weights, so that no step of a block that was
-    under way is lost, and the inner state of the replica with its number (counted round).
+    With another number of replicas, each takes the mean of all replicas' weights, so that no step since the last
+    synchronisation is lost, and the inner state of the replica with its number, modulo their number.
     """
 
     record: Record
@@ -408,7 +403,7 @@ class ReplicaView:
 
     @property
     def own(self) -> ReplicaRecord | None:
-        """Return what the checkpoint holds of this replica."""
+        """Return the checkpoint's record of this replica."""
         return None if self.record.outer is None else self._outer.replicas[self._source]
 
     @property
@@ -423,26 +418,26 @@ class ReplicaView:
 
     @property
     def tensors(self) -> dict[str, TensorRecord]:
-        """Of model and inner optimizer, by the names they have without replicas."""
+        """Return the tensors of model and inner optimizer, by the names they have without replicas."""
         if self.own is None:
             return self.record.tensors
         prefix = replica_name(self._source, "")
-        return self.record.tensors | {name.removeprefix(prefix): told for name, told in self.own.tensors.items()}
+        return self.record.tensors | {name.removeprefix(prefix): each for name, each in self.own.tensors.items()}
 
     def stored_name(self, name: str) -> str:
-        """Return where a tensor of model or inner optimizer is read from."""
+        """Return the stored name that a tensor of model or inner optimizer is read from."""
         if self.own is None:
             return name
         own = replica_name(self._source, name)
         return own if own in self.own.tensors else name
 
     def is_averaged(self, name: str) -> bool:
-        """Return whether a tensor is to be the mean over the replicas that were."""
+        """Return whether a tensor is to become the mean over the stored replicas."""
         if self.own is None or len(self._outer.replicas) == self.num_replicas:
             return False
-        told = self.own.tensors.get(replica_name(self._source, name))
+        stored = self.own.tensors.get(replica_name(self._source, name))
         is_weight = name.startswith("model.") or (name.startswith(_STATE) and name.endswith(".master"))
-        return told is not None and is_weight and told.dtype.startswith(("float", "bfloat"))
+        return stored is not None and is_weight and stored.dtype.startswith(("float", "bfloat"))
 
 
 @torch.no_grad()
@@ -466,7 +461,7 @@ def load_means(targets: Mapping[str, torch.Tensor], num_replicas: int, folder: P
 
 @dataclass(frozen=True)
 class OuterPlan:
-    """What loading will do to an outer optimizer; nothing is changed until :meth:`commit`."""
+    """The checked restoration of an outer optimizer; nothing changes before :meth:`commit`."""
 
     optimizer: OuterOptimizer
     view: ReplicaView
@@ -476,7 +471,7 @@ class OuterPlan:
     landed: dict[int, list[torch.Tensor]]
 
     def commit(self) -> None:
-        """Take everything over that is not in the targets."""
+        """Restore everything that is not in the targets."""
         record = self.view.record.outer
         if record is not None and self.states is not None and self.view.own is not None:
             self.states.commit()
@@ -484,7 +479,7 @@ class OuterPlan:
             load_flags(self.optimizer.synchronizer, record.flags, self.view.own.flags, self.landed)
 
     def finish(self) -> None:
-        """Make weights and global weights fit each other; collective."""
+        """Take the global weights from the weights, or the other way round, where only one was stored; collective."""
         shared = self.optimizer.synchronizer
         if self.states is None:
             shared.copy.fill()  # the checkpoint is of one model: the first block begins here
@@ -493,7 +488,7 @@ class OuterPlan:
 
 
 def plan_outer(optimizer: OuterOptimizer, weights: Mapping[str, torch.Tensor], view: ReplicaView) -> OuterPlan:
-    """Check that the stored outer step fits this one, and lists the tensors to fill.
+    """Check that the stored outer step fits this one, and list the tensors to fill.
 
     Raises:
         CheckpointError: When another outer optimizer has written it, or fragments under way do not fit.
@@ -504,40 +499,40 @@ def plan_outer(optimizer: OuterOptimizer, weights: Mapping[str, torch.Tensor], v
     check_flags(shared, record.flags)
     names = {id(tensor): name for name, tensor in weights.items()}
     copies = {names[id(parameter)]: copy for parameter, copy in shared.copy.of.items()}
-    told = {
+    tensors = {
         _STATE + name.removeprefix(_OUTER_STATE) if name.startswith(_OUTER_STATE) else name: tensor
         for name, tensor in view.record.tensors.items()
         if not name.startswith(_STATE)
     }
     stored = _restricted(record.optimizer, copies)
-    states = plan_optimizer(optimizer.outer, copies, stored, told, role="outer optimizer")
+    states = plan_optimizer(optimizer.outer, copies, stored, tensors, role="outer optimizer")
     targets: dict[str, torch.Tensor] = {f"model.{name}": copy for name, copy in copies.items()}
     targets |= {_OUTER_STATE + name.removeprefix(_STATE): tensor for name, tensor in states.targets.items()}
     landed: dict[int, list[torch.Tensor]] = {}
     for fragment in map(int, record.flags["under_way"]):
         landed[fragment] = []
         for parameter in shared.parameters_of(fragment):
-            room = torch.zeros_like(shared.weights.read(parameter), dtype=_type_of(view, names[id(parameter)]))
-            landed[fragment].append(room)
+            gradient = torch.zeros_like(shared.weights.read(parameter), dtype=_type_of(view, names[id(parameter)]))
+            landed[fragment].append(gradient)
             if parameter in shared.copy.of:
-                targets[_LANDED + names[id(parameter)]] = wrapped_like(parameter, room)
+                targets[_LANDED + names[id(parameter)]] = wrapped_like(parameter, gradient)
     return OuterPlan(optimizer, view, targets, states, landed)
 
 
 def _type_of(view: ReplicaView, name: str) -> torch.dtype:
-    told = view.record.tensors.get(_LANDED + name)
-    if told is None:
+    stored = view.record.tensors.get(_LANDED + name)
+    if stored is None:
         raise CheckpointError(
             "The checkpoint was written while fragments were under way, and this run cuts the model otherwise",
             expected=f"an averaged pseudo-gradient of {name}",
             got="none",
             fix="resume with the same fragments as before",
         )
-    return torch.float64 if told.dtype == "float64" else torch.float32
+    return torch.float64 if stored.dtype == "float64" else torch.float32
 
 
 def _restricted(record: OptimizerRecord, copies: Mapping[str, object]) -> OptimizerRecord:
-    """Return the part of a record that concerns the parameters whose global weights this rank keeps."""
+    """Restrict a record to the parameters whose global weights this rank keeps."""
     groups = [group.of(copies) for group in record.groups]
     keys = {name: keys for name, keys in record.tensor_keys.items() if name in copies}
     values = {name: values for name, values in record.values.items() if name in copies}

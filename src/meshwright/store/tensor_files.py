@@ -1,4 +1,8 @@
-"""Write and read tensor files: one state dict per file, shards through torch's DCP, and writes in the background."""
+"""Write and read tensor files.
+
+A file of one state dict appears under its name only when it is complete; files may be written in the background, one
+after the other. A folder of shards goes through torch's distributed checkpoint (DCP), in safetensors, without pickle.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +17,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint._hf_utils import (
-    CUSTOM_METADATA_KEY,
-    DCP_VERSION_KEY,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    HF_DCP_VERSION,
-    SAVED_OFFSETS_KEY,
-)
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from meshwright.errors import CheckpointError, join_names
@@ -36,11 +29,17 @@ from meshwright.optim.dtensors import local_tensor
 from meshwright.runtime import before_leaving, rank, same_on_every_rank
 from meshwright.runtime.processes import agreement_group
 
+# torch's distributed checkpoint brings its launcher along, which every start of a rank would pay: the functions below
+# that need it import it.
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
 _SAFETENSORS = ".safetensors"
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it.
+    """Make a folder and its parents.
 
     Raises:
         CheckpointError: When that fails.
@@ -54,7 +53,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, state_dict: dict[str, Any]) -> None:
-    """Write a state dict of host tensors; under its name only when it is complete.
+    """Write a state dict of host tensors; the file appears under its name when it is complete.
 
     Raises:
         CheckpointError: When the file cannot be written, or holds what safetensors cannot.
@@ -66,7 +65,7 @@ def write_file(path: Path, state_dict: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text; under its name only when it is complete.
+    """Write text; the file appears under its name when it is complete.
 
     Raises:
         CheckpointError: When the file cannot be written.
@@ -95,7 +94,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _separate(path: Path, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Tied tensors as tensors of their own: safetensors knows no sharing, and every name must be in the file."""
+    """Clone tied tensors: safetensors knows no sharing, and every name must be in the file."""
     check_tensors(path, state_dict)
     seen: set[int] = set()
     separate = {}
@@ -106,10 +105,10 @@ def _separate(path: Path, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]
 
 
 def check_tensors(path: Path, state_dict: dict[str, Any]) -> None:
-    """Refuse to put into safetensors what is not a tensor.
+    """Refuse a state dict for safetensors that holds more than tensors.
 
     Raises:
-        CheckpointError: Naming it.
+        CheckpointError: Naming the other entries.
     """
     other = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if other:
@@ -122,7 +121,7 @@ def check_tensors(path: Path, state_dict: dict[str, Any]) -> None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a state dict; tensors are mapped from the file, not loaded.
+    """Read a state dict; its tensors are mapped from the file, not loaded.
 
     Raises:
         CheckpointError: When the file is absent, damaged, or no state dict.
@@ -137,7 +136,7 @@ def read_file(path: Path) -> dict[str, Any]:
             got=wanted.group(1) if wanted else "a damaged or foreign pickle",
             fix="convert the file with a program you trust: torch.save(model.state_dict(), …)",
         ) from error
-    except Exception as error:  # torch's reader fails in every way there is on what is no file of its own
+    except Exception as error:  # torch's reader raises errors of every kind on a file that it did not write
         raise CheckpointError(
             f"{path} cannot be read",
             expected="a state dict written by torch.save, or a .safetensors file",
@@ -161,19 +160,21 @@ def _torch_load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
 
 
-# --- Files written in the background, one at a time; none is lost at the end of the program.
+# --- Saves in the background
+#
+# One thread writes one file after the other. The interpreter waits for the thread at exit, so no file is lost.
 
-_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshwright-save")  # the interpreter waits for it
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshwright-save")
 _pending: list[Future[None]] = []
 
 
 def write_later(path: Path, state_dict: dict[str, Any]) -> None:
-    """Start writing a state dict nobody else changes."""
-    run_later(write_file, path.absolute(), state_dict)  # the program may be elsewhere by then
+    """Write a state dict, which nobody may change meanwhile, in the background."""
+    run_later(write_file, path.absolute(), state_dict)  # the working directory may have changed by then
 
 
 def run_later(function: Callable[..., None], *arguments: Any) -> None:
-    """Start a write; write are done one after the other, in the order of the calls."""
+    """Run a function in the background, after those of earlier calls."""
     _pending.append(_thread.submit(function, *arguments))
 
 
@@ -188,9 +189,9 @@ def wait_for_saves() -> None:
 
 
 def failed_before(stacklevel: int = 3) -> bool:
-    """Wait for all background saves, and warn on rank 0 of the first that failed; whether one did. Collective.
+    """Wait for all background saves, and return whether one failed; rank 0 warns of the first. Collective.
 
-    For who saves anew: what failed before must not keep the state of now from being written, at once.
+    A new save asks this first: an earlier failure must not keep the present state from being written, at once.
     """
     found: CheckpointError | None = None
     while True:
@@ -208,7 +209,7 @@ def failed_before(stacklevel: int = 3) -> bool:
 
 
 @atexit.register
-def _tell_failure() -> None:
+def _report_failures() -> None:
     for failure in (future.exception() for future in _pending):
         if failure is not None:
             print(f"meshwright: a background save failed: {failure}", file=sys.stderr, flush=True)
@@ -220,13 +221,13 @@ def _finish() -> None:
         wait_for_saves()
 
 
-# --- Named tensors to and from safetensors shards through torch's distributed checkpoint; no pickle in any file.
+# --- Shards, through torch's distributed checkpoint
 #
 # Each rank writes the shards it holds, replicas are written once, and each rank reads the parts that its layout needs.
 
 
 def file_prefix(rank: int) -> str:
-    """Return how the names of the files begin that ``rank`` writes."""
+    """Return the first part of the names of the files that ``rank`` writes."""
     return f"shard-{rank + 1:05d}-"
 
 
@@ -240,13 +241,12 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     Raises:
         CheckpointError: On every rank, when any of them cannot write.
     """
-    # Imported here: torch's distributed checkpoint brings its launcher along, which every start of a rank would pay.
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with _agreed_errors(
         f"Writing tensors into {folder} failed", "make room on the disk, and check who may write there"
     ):
-        save(writable(tensors), storage_writer=ShardWriter(folder), process_group=agreement_group())
+        save(writable(tensors), storage_writer=_shard_writer(folder), process_group=agreement_group())
 
 
 def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
@@ -268,7 +268,7 @@ def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _agreed_errors(what: str, fix: str) -> Iterator[None]:
-    """Convert DCP's exception, which all ranks get but no ``except Exception`` catches (it is a BaseException)."""
+    """Convert DCP's exception: all ranks get it, but it is a BaseException, which no ``except Exception`` catches."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -282,7 +282,7 @@ def _agreed_errors(what: str, fix: str) -> Iterator[None]:
 
 
 def writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what safetensors takes: contiguous tensors of which no two share memory."""
+    """Return the tensors as safetensors takes them: contiguous, and no two of them sharing memory."""
     seen: set[int] = set()
     writable: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -294,41 +294,43 @@ def writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return writable
 
 
-# --- Writes a rank's shards without holding up the thread that trains, and without a second copy of them.
+def _shard_writer(folder: Path) -> StorageWriter:
+    """Return torch's writer of sharded safetensors, with another way to the disk.
 
-
-class ShardWriter(HuggingFaceStorageWriter):
-    """torch's writer of sharded safetensors, with another way to the disk.
-
-    torch's own joins all tensors into one ``bytes`` first: that takes their memory once more, and holds the
-    interpreter's lock for as long, a second per GB, in which no other thread of the process runs.
+    torch's own joins all tensors into one ``bytes`` first. That takes their memory once more, and holds the
+    interpreter's lock for a second per GB, in which no other thread of the process runs: not the one that trains.
     """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self._folder = folder
+    class ShardWriter(HuggingFaceStorageWriter):
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+            done: TorchFuture[list[WriteResult]] = TorchFuture()
+            done.set_result(_write_shards(folder, plan, planner) if plan.items else [])
+            return done
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write what the plan gives this rank into one file, and wait until the disk has it."""
-        done: TorchFuture[list[WriteResult]] = TorchFuture()
-        done.set_result(self._write(plan, planner) if plan.items else [])
-        return done
+    return ShardWriter(str(folder), save_distributed=True)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        tensors = {item.index.fqn: cast(torch.Tensor, planner.resolve_data(item)).cpu() for item in plan.items}
-        path = self._folder / f"{file_prefix(plan.storage_data['shard_index'] - 1)}model-00001-of-00001.safetensors"
-        save_file(tensors, path, _metadata(plan.items))
-        with path.open("rb") as written:
-            os.fsync(written.fileno())
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-        return [WriteResult(item.index, sizes[item.index.fqn], path.name) for item in plan.items]
+
+def _write_shards(folder: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    """Write what the plan gives this rank into one file, and wait until the disk has it."""
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    tensors = {item.index.fqn: cast(torch.Tensor, planner.resolve_data(item)).cpu() for item in plan.items}
+    path = folder / f"{file_prefix(plan.storage_data['shard_index'] - 1)}model-00001-of-00001.safetensors"
+    save_file(tensors, path, _metadata(plan.items))
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    return [WriteResult(item.index, sizes[item.index.fqn], path.name) for item in plan.items]
 
 
 def _metadata(items: Sequence[WriteItem]) -> dict[str, str]:
-    """Return where each shard lies in its whole tensor, as torch's reader looks for it."""
-    offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: item.tensor_data.chunk.offsets} for item in items}  # type: ignore[union-attr]
+    """Return where each shard lies in its whole tensor, in the form that torch's reader looks for."""
+    from meshwright.runtime.torch_internals import checkpoint as keys
+
+    offsets = {item.index.fqn: {keys.SAVED_OFFSETS_KEY: item.tensor_data.chunk.offsets} for item in items}  # type: ignore[union-attr]
     return {
-        CUSTOM_METADATA_KEY: json.dumps(offsets),
-        DCP_VERSION_KEY: str(HF_DCP_VERSION),
-        FORMAT_KEY: FORMAT_VALUE,
+        keys.CUSTOM_METADATA_KEY: json.dumps(offsets),
+        keys.DCP_VERSION_KEY: str(keys.HF_DCP_VERSION),
+        keys.FORMAT_KEY: keys.FORMAT_VALUE,
     }

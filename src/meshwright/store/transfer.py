@@ -1,4 +1,9 @@
-"""Move whole tensors between rank 0 and the ranks, or pipeline stages, that hold parts of them."""
+"""Move whole tensors between rank 0 and the ranks that hold them, one tensor at a time.
+
+A tensor lies in one of three ways, and each has its own collectives: on every rank, whole or as a DTensor
+(:func:`collect`, :func:`spread`); on some ranks only, as ``pipeline_parallel`` leaves it (:func:`collect_owned`,
+:func:`spread_owned`); or on one stage of a ``PipelineTransformerBlockList`` (:func:`spread_to_stage`).
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,19 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.errors import CheckpointError, join_names
-from meshwright.nn import Part, part_of_whole, stages_of, whole_model
+from meshwright.nn import part_of_whole, stages_of, whole_model
 from meshwright.nn.model_layout import laid_out_like
 from meshwright.optim.full_state_dict import whole_tensor
-from meshwright.runtime import gather_objects, pipe_size, rank, settings, stage_index, world_size
+from meshwright.runtime import gather_objects, pipe_size, rank, settings, world_size
+from meshwright.runtime.torch_internals.dtensor import StridedShard
 from meshwright.store.entries import ModelEntries, dtype_named, model_entries, stored_name
 from meshwright.store.manifest import TensorRecord, tensor_records
 
 
 def collect(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy of the whole tensor on the host of rank 0; None elsewhere. Collective for a DTensor."""
+    """Copy the whole tensor to the host of rank 0; return None elsewhere. Collective for a DTensor."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True) if rank() == 0 else None
@@ -59,7 +64,7 @@ def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
         local.copy_(part[: local.shape[0]])
         return
     # Rank 0 is on one of several smaller meshes only; and torch scatters interleaved shards only if they are even.
-    if target.device_mesh.size() < world_size() or any(isinstance(each, _StridedShard) for each in target.placements):
+    if target.device_mesh.size() < world_size() or any(isinstance(each, StridedShard) for each in target.placements):
         full = local.new_empty(target.shape, device=device) if full is None else full.contiguous()
         dist.broadcast(full, src=0)
         local.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None).to_local())
@@ -70,7 +75,7 @@ def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
 
 
 def _in_rows_over_the_world(tensor: DTensor) -> bool:
-    """Return whether a tensor is split along dim 0 over all ranks in their order, as Blocks and FSDP2 split."""
+    """Return whether a tensor is split along dim 0 over all ranks in their order, as Blocks and FSDP2 do."""
     mesh = tensor.device_mesh
     return mesh.ndim == 1 and tensor.placements == (Shard(0),) and mesh.mesh.tolist() == list(range(world_size()))
 
@@ -80,7 +85,7 @@ def _padded_shape(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _padded(rows: torch.Tensor, tensor: DTensor) -> torch.Tensor:
-    """Return the rows filled up to what every rank sends: collectives want equal sizes."""
+    """Pad the rows to the size that every rank sends: collectives want equal sizes."""
     shape = _padded_shape(tensor)
     if rows.shape == shape:
         return rows.contiguous()
@@ -89,30 +94,30 @@ def _padded(rows: torch.Tensor, tensor: DTensor) -> torch.Tensor:
     return padded
 
 
-# --- Tensors of which ranks hold different ones by name, between rank 0 and those ranks, one at a time.
+# --- Tensors that some ranks hold
 #
-# ``pipeline_parallel`` leaves every rank a part of the model under the model's own names; states go with it.
+# ``pipeline_parallel`` leaves every rank a part of the model under the model's own names; optimizer states go with it.
 
 
 @dataclass(frozen=True)
 class OwnedTensor:
-    """One tensor, and who holds it; equal on every rank."""
+    """A tensor that some ranks hold; equal on every rank."""
 
     record: TensorRecord
     homes: tuple[int, ...]
     """Ranks that hold it as it is trained, ascending; the first one's is stored."""
     holders: tuple[int, ...]
-    """All that hold it: loading reaches them all."""
+    """All ranks that hold it, with those whose copy goes stale; loading reaches them all."""
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
-        """Room for the whole of it."""
+        """Allocate the whole tensor."""
         return torch.empty(self.record.shape, dtype=dtype_named(self.record.dtype), device=device)
 
 
 def owned_by_ranks(
     tensors: Mapping[str, torch.Tensor], order: Iterable[str] = (), stale: Container[str] = ()
 ) -> dict[str, OwnedTensor]:
-    """Return what all ranks hold together; collective.
+    """Return the tensors of all ranks, by name; collective.
 
     Args:
         tensors: This rank's, plain or DTensors; equal wherever they have one name.
@@ -120,59 +125,58 @@ def owned_by_ranks(
         stale: Names of those that are trained elsewhere only.
     """
     every = gather_objects({name: (record, name not in stale) for name, record in tensor_records(tensors).items()})
-    names = dict.fromkeys(name for told in every for name in told)
+    names = dict.fromkeys(name for own in every for name in own)
     found = {}
     for name in dict.fromkeys(name for name in (*order, *names) if name in names):
-        holders = [number for number, told in enumerate(every) if name in told]
+        holders = [number for number, own in enumerate(every) if name in own]
         homes = [number for number in holders if every[number][name][1]] or holders
         found[name] = OwnedTensor(every[homes[0]][name][0], tuple(homes), tuple(holders))
     return found
 
 
 @torch.no_grad()
-def collect_owned(tensor: torch.Tensor | None, held: OwnedTensor) -> torch.Tensor | None:
-    """A copy of the whole tensor on the host of rank 0; None elsewhere. Every rank calls it.
+def collect_owned(tensor: torch.Tensor | None, owner: OwnedTensor) -> torch.Tensor | None:
+    """Copy the whole tensor to the host of rank 0; return None elsewhere. Every rank calls it.
 
     Args:
-        tensor: This rank's; None where it holds none.
-        held: Who holds it.
+        tensor: This rank's; not read where others hold it.
+        owner: Who holds it.
     """
-    first, whole = held.homes[0], None
-    if tensor is not None and rank() in held.homes:
-        whole = tensor.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    first, whole = owner.homes[0], None
+    if tensor is not None and rank() in owner.homes:
+        whole = whole_tensor(tensor)
     if rank() == first != 0:
         assert whole is not None
         dist.send(whole.to(settings().device).contiguous(), dst=0)
     if rank() > 0:
         return None
     if first > 0:
-        whole = held.empty(settings().device)
+        whole = owner.empty(settings().device)
         dist.recv(whole, src=first)
     assert whole is not None
     return whole.to("cpu", copy=True)
 
 
 @torch.no_grad()
-def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, held: OwnedTensor) -> None:
-    """Copy a whole tensor, which rank 0 holds, to the ranks that hold it or shards of it; the others get nothing.
+def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, owner: OwnedTensor) -> None:
+    """Copy a whole tensor, which rank 0 has, to the ranks that hold it or shards of it; the others get nothing.
 
     Args:
         source: On rank 0 a tensor of the whole shape, of any dtype; elsewhere None.
         target: This rank's, filled in place; None where it holds none.
-        held: Who holds it.
+        owner: Who holds it.
     """
     device = settings().device
     whole = None
     if source is not None:
-        whole = source.to(device, dtype_named(held.record.dtype)).contiguous()
-        for holder in held.holders:
+        whole = source.to(device, dtype_named(owner.record.dtype)).contiguous()
+        for holder in owner.holders:
             if holder != 0:
                 dist.send(whole, dst=holder)
     if target is None:
         return
     if whole is None:
-        whole = held.empty(device)
+        whole = owner.empty(device)
         dist.recv(whole, src=0)
     target = target.detach()
     if isinstance(target, DTensor):
@@ -182,64 +186,14 @@ def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, held:
         target.copy_(whole)
 
 
-@dataclass(frozen=True)
-class PartEntries:
-    """The entries of a model of which ranks hold parts: as a state dict of the whole has them, equal on every rank."""
-
-    held: dict[str, OwnedTensor]
-    """By stored name, of tied tensors the first."""
-    tied: dict[str, str]
-    """Further names of tied tensors, and the first."""
-    values: dict[str, object]
-    """What is no tensor."""
-    names: list[str]
-    """All of them, in the order of the whole model."""
-
-    @classmethod
-    def of(cls, entries: ModelEntries) -> PartEntries | None:
-        """Of a model that a pipeline has cut, collective; None of one that every rank holds."""
-        part = part_of_whole(entries.module)
-        if part is None:
-            return None
-        held = owned_by_ranks(entries.tensors, part.names, _stale(entries, part))
-        first = {id(tensor): name for name, tensor in entries.tensors.items()}
-        raw = {stored_name(name): value for name, value in entries.raw.items()}
-        tied = {name: first[id(value)] for name, value in raw.items() if id(value) in first and name not in held}
-        values = {name: value for name, value in raw.items() if not isinstance(value, torch.Tensor)}
-        others: dict[str, str] = {}
-        every: dict[str, object] = {}
-        for told, given in gather_objects((tied, {name: each for name, each in values.items() if part.is_home(name)})):
-            others |= told
-            every |= given
-        known = {*held, *others, *every}
-        names = list(dict.fromkeys(name for name in (*part.names, *known) if name in known))
-        return cls(held, others, every, names)
-
-    def tied_names(self) -> dict[str, list[str]]:
-        """For every name of a tied tensor its other names."""
-        groups: dict[str, list[str]] = {}
-        for name, first in self.tied.items():
-            groups.setdefault(first, [first]).append(name)
-        return {name: [each for each in group if each != name] for group in groups.values() for name in group}
-
-    def described(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the shape of every entry, None of what is no tensor."""
-        shapes = {name: each.record.shape for name, each in self.held.items()}
-        return {name: shapes.get(self.tied.get(name, name)) for name in self.names}
+# --- Tensors that one stage of a PipelineTransformerBlockList holds
 
 
-def _stale(entries: ModelEntries, part: Part) -> set[str]:
-    return {name for name in entries.tensors if not part.is_home(name)}
-
-
-# --- Whole tensors between rank 0 and the one pipeline stage that holds them.
-
-
-def whole_entries(model: torch.nn.Module) -> tuple[ModelEntries, dict[str, int]]:
-    """Return entries of a model, those of other pipeline stages on ``meta``, and the stages of those that are on one.
+def entries_with_stages(model: torch.nn.Module) -> tuple[ModelEntries, dict[str, OwnedTensor]]:
+    """Return the entries of a model, those of other stages on ``meta``, and who holds those that are on one stage.
 
     Raises:
-        CheckpointError: When a module on a stage has extra state that is no tensor.
+        CheckpointError: When a module on a stage has extra state that is not a tensor.
     """
     with whole_model():
         entries = model_entries(model)
@@ -252,16 +206,18 @@ def whole_entries(model: torch.nn.Module) -> tuple[ModelEntries, dict[str, int]]
             got=join_names(other),
             fix="keep it in buffers, or in a module outside the list",
         )
-    return entries, stages
+    records, num_ranks = tensor_records({name: entries.raw[name] for name in stages}), world_size() // pipe_size()
+    ranks = {stage: tuple(range(stage * num_ranks, (stage + 1) * num_ranks)) for stage in stages.values()}
+    return entries, {name: OwnedTensor(records[name], ranks[s], ranks[s]) for name, s in stages.items()}
 
 
 def refuse_stages(model: torch.nn.Module, what: str) -> None:
-    """Refuse what handles models that every rank holds alike.
+    """Refuse a model that is spread over pipeline stages.
 
     Raises:
-        CheckpointError: When the model is spread over pipeline stages.
+        CheckpointError: Saying that ``what`` does not join them.
     """
-    if whole_entries(model)[1]:
+    if entries_with_stages(model)[1]:
         raise CheckpointError(
             f"{what} does not join pipeline stages yet",
             expected="a model without PipelineTransformerBlockList, or pipe_size=1",
@@ -270,37 +226,112 @@ def refuse_stages(model: torch.nn.Module, what: str) -> None:
         )
 
 
-def collect_from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor | None:
-    """A copy on the host of rank 0 of what one stage holds; None elsewhere. Every rank of the world calls it.
-
-    Args:
-        tensor: On ranks of other stages one on ``meta`` of its shape and dtype.
-        stage: Where it is.
-    """
-    tensor = tensor.detach()
-    first = stage * (world_size() // pipe_size())
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if rank() == first != 0:
-        dist.send(whole.contiguous(), dst=0)
-    if rank() > 0:
-        return None
-    if first > 0:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=settings().device)
-        dist.recv(whole, src=first)
-    return whole.to("cpu", copy=True)
-
-
-def spread_to_stage(source: torch.Tensor | None, target: torch.Tensor, stage: int) -> None:
-    """Copy a whole tensor, which rank 0 holds, into what one stage holds of it. Every rank of the world calls it."""
+def spread_to_stage(source: torch.Tensor | None, target: torch.Tensor, owner: OwnedTensor) -> None:
+    """Copy a whole tensor, which rank 0 has, into the parts of it on one stage. Every rank of the world calls it."""
     target = target.detach()
     if source is not None:
         whole = source.to(settings().device, target.dtype).contiguous()
     else:
         whole = torch.empty(target.shape, dtype=target.dtype, device=settings().device)
+    # Broadcast to all: a stage may have many ranks, and rank 0 would send to one after the other.
     dist.broadcast(whole, src=0)
-    if stage_index() != stage:
+    if rank() not in owner.holders:
         return
     if isinstance(target, DTensor):
         target.to_local().copy_(laid_out_like(target, whole).to_local())
     else:
         target.copy_(whole)
+
+
+# --- Entries of a model, wherever they are
+
+
+def collect_named(
+    name: str, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, OwnedTensor]
+) -> torch.Tensor | None:
+    """Copy a whole tensor to the host of rank 0; return None elsewhere. Every rank calls it.
+
+    Args:
+        name: Name of the tensor.
+        tensors: This rank's tensors.
+        owners: Who holds the tensors that are not on every rank.
+    """
+    owner = owners.get(name)
+    return collect(tensors[name]) if owner is None else collect_owned(tensors.get(name), owner)
+
+
+@dataclass(frozen=True)
+class WholeEntries:
+    """The entries of a model as in a state dict of the whole, whichever ranks hold them; equal on every rank."""
+
+    names: list[str]
+    """All names, in the order of the whole model."""
+    first: dict[str, str]
+    """For every name of a tensor, the first name of the same tensor."""
+    shapes: dict[str, tuple[int, ...] | None]
+    """By name; None for entries that are not tensors."""
+    values: dict[str, object]
+    """Entries that are not tensors."""
+    owners: dict[str, OwnedTensor]
+    """By first name, who holds the tensors that are not on every rank."""
+    in_parts: bool
+    """Whether ``pipeline_parallel`` has cut the model."""
+
+    @classmethod
+    def of(cls, entries: ModelEntries, on_stages: Mapping[str, OwnedTensor] | None = None) -> WholeEntries:
+        """Collect the entries of all ranks; collective for a model that a pipeline has cut.
+
+        Args:
+            entries: This rank's.
+            on_stages: See :func:`entries_with_stages`.
+        """
+        raw = {stored_name(name): value for name, value in entries.raw.items()}
+        first_of = {id(tensor): name for name, tensor in entries.tensors.items()}
+        first = {name: first_of[id(value)] for name, value in raw.items() if id(value) in first_of}
+        values = {name: value for name, value in raw.items() if not isinstance(value, torch.Tensor)}
+        part = part_of_whole(entries.module)
+        if part is None:
+            shapes = {name: tuple(raw[name].shape) if name in first else None for name in raw}
+            owners = {stored_name(name): owner for name, owner in (on_stages or {}).items()}
+            return cls(list(raw), first, shapes, values, owners, False)
+        owners = owned_by_ranks(entries.tensors, part.names, {n for n in entries.tensors if not part.is_home(n)})
+        tied = {name: other for name, other in first.items() if name not in owners}
+        first = {name: name for name in owners}
+        every: dict[str, object] = {}
+        own_values = {name: value for name, value in values.items() if part.is_home(name)}
+        for its_tied, its_values in gather_objects((tied, own_values)):
+            first |= its_tied
+            every |= its_values
+        names = [name for name in dict.fromkeys((*part.names, *first, *every)) if name in first or name in every]
+        shapes = {name: owners[first[name]].record.shape if name in first else None for name in names}
+        return cls(names, first, shapes, every, owners, True)
+
+    def tensors(self) -> list[str]:
+        """Return the first name of every tensor."""
+        return list(dict.fromkeys(self.first.values()))
+
+    def tied(self) -> dict[str, list[str]]:
+        """Return the other names of every tensor, by each of its names."""
+        groups: dict[str, list[str]] = {name: [name] for name in self.tensors()}
+        for name, first in self.first.items():
+            if name != first:
+                groups[first].append(name)
+        return {name: [each for each in groups[first] if each != name] for name, first in self.first.items()}
+
+    def spread(self, name: str, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+        """Copy a whole tensor, which rank 0 has, into place. Every rank calls it.
+
+        Args:
+            name: First name of the tensor.
+            source: On rank 0 a tensor of the whole shape; elsewhere None.
+            target: This rank's tensor; None where it holds none.
+        """
+        owner = self.owners.get(name)
+        if owner is not None and self.in_parts:
+            spread_owned(source, target, owner)
+            return
+        assert target is not None, "every rank has it, or one on meta"
+        if owner is not None:
+            spread_to_stage(source, target, owner)
+        else:
+            spread(source, target)

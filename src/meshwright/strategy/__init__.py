@@ -1,4 +1,4 @@
-"""WHAT was decided: methods with their configs, as an immutable value. Knows nothing of how they are done."""
+"""A strategy as an immutable value: methods with their configs. How methods work is not known here."""
 
 from typing import TYPE_CHECKING
 

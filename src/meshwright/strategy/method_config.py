@@ -1,4 +1,4 @@
-"""A method as a strategy holds it: its name, its frozen and validated config, and the register of all methods."""
+"""The base of all method configs, immutable and validated, and the register of all methods by name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from meshwright.errors import ConfigError, MeshwrightError, StrategyError, did_y
 
 
 class Register(MutableMapping[str, "type[MethodConfig]"]):
-    """Method configs by name, in the order in which they were announced or set."""
+    """Method configs by name, in the order in which they were announced or set.
+
+    A name may be announced with the module that sets it, which is imported when the name is first looked up.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, type[MethodConfig] | str] = {}
 
     def announce(self, module: str, *names: str) -> None:
-        """Say that importing a module sets these names."""
+        """Register names that importing a module sets."""
         for name in names:
             self._found.setdefault(name, module)
 
@@ -27,7 +30,7 @@ class Register(MutableMapping[str, "type[MethodConfig]"]):
         if isinstance(found, str):
             importlib.import_module(found)
             found = self._found[name]
-            assert not isinstance(found, str), f"{name} was announced and is not there"
+            assert not isinstance(found, str), f"{name} was announced, but {found} does not set it"
         return found
 
     def __setitem__(self, name: str, config: type[MethodConfig]) -> None:
@@ -49,24 +52,24 @@ class Register(MutableMapping[str, "type[MethodConfig]"]):
 METHOD_CONFIGS = Register()
 """Every known method by name; filled as the files of ``meshwright.methods`` are imported."""
 
-
-# --- A method as a strategy holds it: a name and a frozen, validated config. Knows nothing of how it is done.
-
 Bytes = Annotated[ByteSize, Field(lt=2**63)]
-"""A size as people write it, ``"40 GiB"`` or a number of bytes, that 64 bits can hold."""
+"""A size as people write it, ``"40 GiB"`` or a number of bytes, that fits into 64 bits."""
 
 _BYTES: TypeAdapter[int] = TypeAdapter(Bytes)
 
 
 def read_size(value: Any, name: str) -> int | None:
-    """Return a size as people write it, in bytes; None stays None.
+    """Read a size as people write it; None stays None.
 
     Args:
         value: ``"40 GiB"``, or a number of bytes.
-        name: The argument, for the error.
+        name: Name of the argument, for the error.
+
+    Returns:
+        The size in bytes.
 
     Raises:
-        ConfigError: When it is no size, or none at all.
+        ConfigError: When it is not a size, or 0.
     """
     try:
         size = None if value is None else 0 if isinstance(value, bool) else int(_BYTES.validate_python(value))
@@ -116,7 +119,7 @@ class MethodConfig(BaseModel):
         except MeshwrightError:
             raise
         except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError, RecursionError) as error:
-            # Raised by what a method does with values of kinds that it does not know, before they are validated.
+            # Methods read short forms and rename keys before these are validated, so any value may reach them.
             raise StrategyError(
                 f"{cls.method_name}: the config cannot be used",
                 expected=f"keys from {join_names(cls.model_fields)}" if cls.model_fields else "no config",
@@ -136,11 +139,11 @@ class MethodConfig(BaseModel):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Last chance to rename or refuse keys before validation; returns the keys to validate."""
+        """Rename or refuse keys before they are validated; return the keys to validate."""
         return keys
 
     def notices(self) -> list[str]:
-        """Return what a user should know of keys that are accepted and change nothing; one sentence each."""
+        """Return one sentence for each key that is accepted and changes nothing."""
         return []
 
     def text_arguments(self) -> dict[str, Any]:
@@ -181,7 +184,7 @@ class MethodConfig(BaseModel):
 
 
 def _fields(config: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Return the keys of the config that lies at a path of keys in another; none where there are only values."""
+    """Return the keys of the config at a path of keys in another; empty where there is no config."""
     for key in path:
         field = config.model_fields.get(key)
         every = () if field is None else (field.annotation, *get_args(field.annotation))

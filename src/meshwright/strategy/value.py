@@ -1,4 +1,4 @@
-"""A strategy: an immutable value, compared, printed, diffed, saved, and read from lists, JSON and text."""
+"""The strategy: an immutable value, compared, printed, diffed, saved, and read from lists, JSON and text."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from meshwright.strategy.method_config import METHOD_CONFIGS, MethodConfig
 
 FORMAT = "meshwright.strategy"
 SCHEMA_VERSION = 1
-_PLANS = "meshwright.plans"  # what a search prints
+_PLANS = "meshwright.plans"  # the format that meshwright plan --json prints
 
-# Methods of ATorch that have another name here, or need none.
-_ELSEWHERE = {
+# What to do instead of names that are not methods here: methods of ATorch, and mesh axes.
+_ADVICE = {
     "fsdp2": "name fsdp, which is FSDP2 here",
     "native_dynamo": "name compile",
     "auto_ddp": "leave it out: ranks of the axis data are replicas whose gradients are averaged",
     "amp_apex_o1": "name amp_native",
     "amp_apex_o2": "name amp_native, or half, which has fp32 master weights",
-    # Axes, which are easily taken for methods.
+    # Mesh axes, which are easily taken for methods.
     "data": "leave it out: what no other axis takes is data parallel; ('parallel_mode', {'data': 8}) says so",
     "zero": "name zero1, zero2 or fsdp, which shard over it",
     "replica": "name it with its size, ('parallel_mode', {'replica': 2}), and the method outer",
@@ -66,21 +66,17 @@ def parse_method(item: Any) -> MethodConfig:
 def _config_class(name: Any) -> type[MethodConfig]:
     if isinstance(name, str) and name in METHOD_CONFIGS:
         return METHOD_CONFIGS[name]
-    elsewhere = _ELSEWHERE.get(str(name))
+    advice = _ADVICE.get(str(name))
     raise StrategyError(
-        f"Unknown method {name!r}" + ("" if elsewhere else did_you_mean(str(name), METHOD_CONFIGS)),
+        f"Unknown method {name!r}" + ("" if advice else did_you_mean(str(name), METHOD_CONFIGS)),
         expected=f"one of {join_names(METHOD_CONFIGS, limit=40)}",
         got=repr(name),
-        fix=elsewhere or "correct the name; meshwright methods lists them",
+        fix=advice or "correct the name; meshwright methods lists them",
     )
 
 
 def read_methods(source: Any) -> list[MethodConfig]:
-    """Read the methods of a strategy from whatever a user has.
-
-    Args:
-        source: A list of methods (see :func:`parse_method`); JSON text; bytes of JSON; the path of a JSON file; or text
-            as a strategy prints itself, ``"zero2 + amp_native(dtype='bf16')"``.
+    """Read the methods of a strategy from any source that :class:`Strategy` takes.
 
     Raises:
         StrategyError: When it cannot be read, saying where.
@@ -115,7 +111,7 @@ def _from_string(source: str) -> list[MethodConfig]:
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # too long, or with characters that no path has
+    except (OSError, ValueError):  # too long for a path, or with characters that no path has
         return False
 
 
@@ -133,7 +129,7 @@ def _from_file(path: Path) -> list[MethodConfig]:
 
 
 def _from_bytes(content: bytes, where: str) -> list[MethodConfig]:
-    # Protocol 2+ starts with 0x80; protocols 0 and 1 end with the STOP opcode and never parse as JSON.
+    # A pickle of protocol 2 or later starts with 0x80; protocols 0 and 1 end with the STOP opcode, as no JSON does.
     if content[:1] == b"\x80" or (content[-1:] == b"." and content[:1] not in b"{["):
         raise StrategyError(
             "This strategy is a pickle, and reading a pickle can run any code",
@@ -230,15 +226,12 @@ def _method_of(node: ast.expr) -> MethodConfig:
     return parse_method((node.func.id, positional[0] if len(positional) == 1 else tuple(positional)))
 
 
-# --- What was decided: a strategy is an immutable value that can be compared, printed, diffed, saved and read back.
-
-
 class Strategy:
     """A set of optimisation methods with their configs. The order in which they are listed has no meaning.
 
     Args:
         source: A list of names, ``(name, config)`` pairs or configs; another Strategy; JSON text or bytes; the path of
-            a JSON file; or text as a strategy prints itself.
+            a JSON file; or text as a strategy prints itself, ``"zero2 + amp_native(dtype='bf16')"``.
 
     Raises:
         StrategyError: When ``source`` cannot be read, names an unknown method or key, or names a method twice.
@@ -283,21 +276,18 @@ class Strategy:
         return next((method for method in self.methods if method.method_name == name), None)
 
     def with_method(self, method: Any) -> Strategy:
-        """This strategy with one method added, or replaced where it is already named."""
+        """Return the strategy with one method added, or replaced where it is already named."""
         added = parse_method(method)
-        kept = [each for each in self.methods if each.method_name != added.method_name]
-        position = self.names.index(added.method_name) if added.method_name in self.names else len(kept)
-        return Strategy([*kept[:position], added, *kept[position:]])
+        if added.method_name not in self.names:
+            return Strategy([*self.methods, added])
+        return Strategy([added if each.method_name == added.method_name else each for each in self.methods])
 
     def without(self, name: str) -> Strategy:
-        """This strategy without one method."""
+        """Return the strategy without one method."""
         return Strategy([method for method in self.methods if method.method_name != name])
 
     def diff(self, other: Strategy) -> str:
-        """Return what must change to get from this strategy to ``other``: lines of ``-``, ``+`` or ``~``.
-
-        Empty if equal.
-        """
+        """Return the changes from this strategy to ``other`` as lines of ``-``, ``+`` or ``~``; empty if equal."""
         lines = []
         for name in dict.fromkeys((*self.names, *other.names)):
             here, there = self.get(name), other.get(name)
@@ -310,12 +300,12 @@ class Strategy:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """JSON text with a schema version; classes are stored by their qualified names."""
+        """Return JSON text with a schema version; classes are stored by their qualified names."""
         methods = [{"name": method.method_name, "config": method.model_dump(mode="json")} for method in self.methods]
         return json.dumps({"format": FORMAT, "schema_version": SCHEMA_VERSION, "methods": methods}, indent=2)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_json` to a file, whole or not at all."""
+        """Write :meth:`to_json` to a file, completely or not at all."""
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         temporary.write_text(self.to_json() + "\n")

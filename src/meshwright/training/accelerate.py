@@ -1,4 +1,9 @@
-"""Turn a plain model into one that trains on every rank: ask, agree, plan, apply, build the optimizer."""
+"""The journey of a model, from a plain module to one that trains on every rank.
+
+:func:`accelerate` is its table of contents: ask, agree, plan, apply, build the optimizer, hand over. The steps follow
+below it in this order. What is asked for is a :class:`~meshwright.training.request.Request`; how each method changes
+the model, and why the phases have the order they have, stands in :mod:`meshwright.methods`.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # optimizers, DDP and predictions will: here nothing looks for garbage meanwhile (see on_demand)
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.cost import Cluster
 from meshwright.data import GlobalBatchLoader
 from meshwright.errors import LaunchError, ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
+from meshwright.methods.job import guards_are_on
 from meshwright.nn import check_no_renorm
 from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.guarded_step import follow_loads
@@ -42,6 +48,9 @@ from meshwright.runtime import (
     world_size,
 )
 from meshwright.runtime.lazy import paused_collection
+
+# Optimizers, DDP and predictions import dynamo in any case: here the garbage collector is paused meanwhile.
+from meshwright.runtime.torch_internals.compilers import dynamo as dynamo
 from meshwright.strategy import read_size
 from meshwright.training.accelerated import Accelerated, LossWeight
 from meshwright.training.request import Request, check_lr_scheduler, check_rates
@@ -50,10 +59,10 @@ if TYPE_CHECKING:
     from meshwright.planner.measure import Measured
 
 
-# For clip_grad_norm; a strong reference would keep every model alive for ever.
+# For clip_grad_norm. Weak: a strong reference would keep every model alive for ever.
 _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], Stages | None]]
 _OPTIMIZERS = weakref.WeakKeyDictionary()
-_TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that methods have changed
+_CHANGED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that methods have been applied to
 
 
 def accelerate(
@@ -149,55 +158,172 @@ def accelerate(
         MeshwrightError: On every rank, when anything does not fit together.
     """
     world = settings()
-    given = read_size(memory_limit, "memory_limit")
-    limit = min(gather_objects(given or memory_limit_bytes(world.device, world.local_world_size)))
+
+    # Ask: the arguments become one value. What cannot work is refused before anything has changed.
+    if num_micro_batches is None:
+        num_micro_batches = world.num_micro_batches
     request = Request(
-        model, optim_func, dataset, loss_func, strategy, prepare_input, model_input_format, optim_args,
-        optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,
-        included, max_grad_norm, _first_given(num_micro_batches, world.num_micro_batches), find_unused_parameters,
-        ddp_options, sample_batch, batch_size, sampler_seed, dry_run, time_limit, finetune_strategy, loss_weight,
-        cluster,
+        model=model, optim_func=optim_func, dataset=dataset, loss_func=loss_func, strategy=strategy,
+        prepare_input=prepare_input, model_input_format=model_input_format, optim_args=optim_args,
+        optim_param_func=optim_param_func, dataloader_args=dataloader_args,
+        distributed_sampler_cls=distributed_sampler_cls, lr_scheduler_cls=lr_scheduler_cls,
+        lr_scheduler_args=lr_scheduler_args, excluded=excluded, included=included, max_grad_norm=max_grad_norm,
+        num_micro_batches=num_micro_batches, loss_weight=loss_weight, find_unused_parameters=find_unused_parameters,
+        ddp_options=ddp_options, sample_batch=sample_batch, batch_size=batch_size, sampler_seed=sampler_seed,
+        time_limit=time_limit, cluster=cluster, finetune_strategy=finetune_strategy, dry_run=dry_run,
     )  # fmt: skip
-    with same_on_every_rank():
-        request.check(world.device)
-        _check_not_taken(model)
-        check_no_renorm(model, world_size())
+    memory_bytes = _smallest_memory(memory_limit, world)
+    _check_request(request, world)
+
+    # Agree: ranks that differ would wait for each other for ever, or train apart without an error.
     check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines())
     difference = difference_between_ranks(dict(model.named_parameters()))
-    plan, reason = _decide(request, world, limit)
-    told = describe_difference(difference, plan)
-    job, accelerated = _build(request, plan, world.device)
-    job.notices.extend([*told, *describe_remainder(accelerated.dataloader, accelerated.num_micro_batches)])
+
+    # Plan: rank 0 predicts for all ranks; candidates that are to be run are run on all of them.
+    plan, reason = _decide(request, world, memory_bytes)
+    notices = describe_difference(difference, plan)
+
+    # Apply: the methods change the model in place, in the order of their phases.
+    job, dataloader = _apply(request, plan, world.device)
+
+    # Build the optimizer over the parameters that the methods leave, and the scheduler over the optimizer.
+    optim, lr_scheduler = _build_optimizer(request, job)
+
+    # Hand over.
+    accelerated = _hand_over(request, plan, job, dataloader, optim, lr_scheduler)
+    job.notices += [*notices, *describe_remainder(dataloader, job.num_micro_batches)]
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
-    seed_replica(world.seed, job.replica)
-    if accelerated.optim is not None:
-        _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
-        follow_loads(accelerated.model, accelerated.optim)
+    # Dropout is to differ where samples differ; all above drew from generators that are equal on every rank.
+    seed_replica(world.seed, job.mesh_axes.replica)
+    if optim is not None:
+        _OPTIMIZERS[job.model] = (weakref.ref(optim), job.stages)
+        follow_loads(job.model, optim)
     return accelerated
 
 
-def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | None]:
-    """Return the plan, and why it was chosen: rank 0 predicts for all; candidates run on all."""
-    if request.chooses and request.time_limit is not None:
-        from meshwright.planner.measure import measured_best
-        from meshwright.training.trials import run_live
-
-        with same_on_every_rank():
-            ranked = request.ranked(world, limit) if rank() == 0 else None
-        run = run_live(request, lambda trial, plan: _build(trial, plan, world.device)[1], world.device)
-        plan, reason, results = measured_best(gather_objects(ranked)[0], run, request.time_limit)
-        noted = _noted(request, results, world)
-        return plan, f"{reason}; {noted}" if noted else reason
-    with same_on_every_rank(), paused_collection():
-        decided = request.plan(world, limit) if rank() == 0 else None
-    plan, reason = gather_objects(decided)[0]
-    return plan, reason
+# --- Ask
 
 
-def _noted(request: Request, results: Sequence[Measured], world: Settings) -> str:
-    """Note what ran in the file of the cluster, where one was named; say what became of it. Collective."""
+def _smallest_memory(memory_limit: int | str | None, world: Settings) -> int:
+    """Return the bytes that a strategy may need on a rank: the least of what the ranks give or have. Collective."""
+    given = read_size(memory_limit, "memory_limit")
+    return min(gather_objects(given or memory_limit_bytes(world.device, world.local_world_size)))
+
+
+def _check_request(request: Request, world: Settings) -> None:
+    """Refuse arguments that cannot work, alike on every rank; collective."""
+    with same_on_every_rank():
+        request.check(world.device)
+        if request.model in _CHANGED:
+            raise ModelError(
+                "This model has been accelerated before",
+                expected="a plain nn.Module",
+                got=f"a {type(request.model).__name__} that a strategy has changed",
+                fix="build the model anew; its weights can be taken over with state_dict and load_state_dict",
+            )
+        check_no_renorm(request.model, world_size())
+
+
+# --- Agree
+
+_own_versions = functools.cache(code_versions)  # it reads every source file
+
+
+def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> None:
+    """Refuse ranks that do not start alike; collective.
+
+    Args:
+        strategy: The strategy asked for, as text.
+        model: A short text that tells models apart.
+        parameters: A line for each of its parameters; gathered only where models differ.
+
+    Raises:
+        LaunchError: On every rank, naming ranks, and the first parameter that differs.
+    """
+    check_all_equal(
+        ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
+        ("The strategy", strategy, "pass the same strategy on every rank"),
+        ("The switch of cross-rank guards", f"{guards_are_on()}", "set MESHWRIGHT_GUARDS alike on every rank"),
+    )
+    models = gather_objects(model)
+    other = next((rank for rank, each in enumerate(models) if each != models[0]), None)
+    if other is None:
+        return
+    lines = gather_objects(list(parameters))
+    pairs = itertools.zip_longest(lines[0], lines[other], fillvalue="no further parameter")
+    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (models[0], models[other]))
+    raise agreed(
+        LaunchError(
+            "The model differs between ranks",
+            expected=f"{ours} (rank 0)",
+            got=f"{theirs} (rank {other})",
+            fix="build the same model on every rank",
+        )
+    )
+
+
+def describe_difference(difference: Difference | None, plan: Plan) -> list[str]:
+    """Describe weights that differ between ranks, where the plan gives every rank those of rank 0.
+
+    Raises:
+        ModelError: On every rank, where each would keep its own.
+    """
+    if difference is None:
+        return []
+    if not _broadcasts_weights(plan):
+        raise agreed(
+            ModelError(
+                "The weights differ between ranks, and nothing in the strategy makes them equal",
+                expected="equal values on every rank",
+                got=str(difference),
+                fix="seed every rank alike before building the model, and load the same file on all",
+            )
+        )
+    return [f"the weights differ between ranks: {difference}; those of rank 0 are taken over"]
+
+
+def _broadcasts_weights(plan: Plan) -> bool:
+    """Return whether applying the plan gives every rank the weights of rank 0."""
+    sizes = dict(plan.step.axes)
+    if sizes.get("pipeline", 1) > 1:  # every rank keeps its own part of the model
+        return False
+    if sizes.get("tensor", 1) > 1 or sizes.get("expert", 1) > 1:
+        return True
+    sharding = [method for method in plan.strategy.methods if getattr(method, "shards", False)]
+    # Without one: DDP, and replicas of an outer method, begin with the first one's.
+    return not sharding or bool(getattr(sharding[0], "sync_module_states", False))
+
+
+# --- Plan
+
+
+def _decide(request: Request, world: Settings, memory_bytes: int) -> tuple[Plan, str | None]:
+    """Return the plan, and why it was chosen: None where the strategy was given. Collective."""
+    if not (request.chooses and request.time_limit is not None):
+        with same_on_every_rank(), paused_collection():
+            decided = request.plan(world, memory_bytes) if rank() == 0 else None
+        plan, reason = gather_objects(decided)[0]
+        return plan, reason
+    from meshwright.planner.measure import measured_best
+    from meshwright.training.trials import run_live
+
+    with same_on_every_rank():
+        ranked = request.ranked(world, memory_bytes) if rank() == 0 else None
+
+    def build(trial: Request, plan: Plan) -> Accelerated:
+        job, dataloader = _apply(trial, plan, world.device)
+        return _hand_over(trial, plan, job, dataloader, *_build_optimizer(trial, job))
+
+    run = run_live(request, build, world.device)
+    plan, reason, results = measured_best(gather_objects(ranked)[0], run, request.time_limit)
+    noted = _note_runs(request, results, world)
+    return plan, f"{reason}; {noted}" if noted else reason
+
+
+def _note_runs(request: Request, results: Sequence[Measured], world: Settings) -> str:
+    """Note what ran in the cluster's file, where one was named; describe the outcome. Collective."""
     if request.cluster is None or isinstance(request.cluster, Cluster) or not Path(request.cluster).suffix:
         return ""
     from meshwright.planner.measure import note_runs
@@ -205,54 +331,75 @@ def _noted(request: Request, results: Sequence[Measured], world: Settings) -> st
     return note_runs(Path(request.cluster), results, world)
 
 
-def _build(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Accelerated]:
-    """Apply a plan to the request's model."""
+# --- Apply
+
+
+def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, DataLoader[Any] | None]:
+    """Apply the plan's methods to the request's model.
+
+    In the order of their phases: mesh, module replacement, pipeline, fp8, tensor, sequence and context, recomputation,
+    compilation, precision, offload, sharding, replication. ``Phase`` has the reasons.
+    """
     with same_on_every_rank():
         job = request.job(plan, device)
         dataloader = request.dataloader(job)
+    # All methods are asked before the first one changes anything.
     check_strategy(job)
-    _TAKEN.add(request.model)
+    _CHANGED.add(request.model)
     apply_strategy(job)
-    return job, _finish(request, job, plan, dataloader)
+    return job, dataloader
 
 
-def _first_given(*values: int | None) -> int | None:
-    return next((value for value in values if value is not None), None)
+# --- Build the optimizer
 
 
-def _check_not_taken(model: nn.Module) -> None:
-    if model in _TAKEN:
-        raise ModelError(
-            "This model has been accelerated before",
-            expected="a plain nn.Module",
-            got=f"a {type(model).__name__} that a strategy has changed",
-            fix="build the model anew; its weights can be taken over with state_dict and load_state_dict",
-        )
-
-
-def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelerated:
-    """Build optimizer and scheduler over the model as applied."""
+def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRScheduler | None]:
+    """Build optimizer and scheduler over the model as the methods have left it. Collective."""
     with same_on_every_rank():
         optim = job.build_optimizer()
-    optim = None if optim is None else job.finish_optimizer(optim)
+    if optim is not None:
+        optim = job.optimizer.finish(optim)
     with same_on_every_rank():
-        make_scheduler = request.lr_scheduler_cls
-        if make_scheduler is not None:
-            check_rates(optim)
-        scheduler = None if make_scheduler is None else make_scheduler(optim, **(request.lr_scheduler_args or {}))
-        check_lr_scheduler(scheduler)
+        if request.lr_scheduler_cls is None:
+            return optim, None
+        check_rates(optim)
+        lr_scheduler = request.lr_scheduler_cls(optim, **(request.lr_scheduler_args or {}))
+        check_lr_scheduler(lr_scheduler)
+    return optim, lr_scheduler
+
+
+# --- Hand over
+
+
+def _hand_over(
+    request: Request,
+    plan: Plan,
+    job: Job,
+    dataloader: DataLoader[Any] | None,
+    optim: Optimizer | None,
+    lr_scheduler: LRScheduler | None,
+) -> Accelerated:
     return Accelerated(
         job,
         plan,
         optim=optim,
         dataloader=dataloader,
-        lr_scheduler=scheduler,
+        lr_scheduler=lr_scheduler,
         has_loss_func=request.loss_func is not None,
         model_input_format=request.model_input_format,
-        max_grad_norm=job.max_grad_norm,
-        num_micro_batches=job.num_micro_batches,
         loss_weight=request.loss_weight,
     )
+
+
+def describe_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: int) -> list[str]:
+    """Describe a last batch of an epoch that will be an error: hours may pass until it comes."""
+    last = dataloader.last_batch_size if isinstance(dataloader, GlobalBatchLoader) else None
+    if last is None or last % num_micro_batches == 0:
+        return []
+    return [
+        f"the last batch of an epoch has {last} samples per replica, which do not divide into {num_micro_batches} "
+        "micro-batches: its step will be an error; dataloader_args={'drop_last': True} leaves it out"
+    ]
 
 
 def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:
@@ -294,89 +441,3 @@ def clip_grad_norm(
     if optimizer is None and known is not None:
         optimizer = known()
     return clip_gradients(model.parameters(), optimizer, max_norm, norm_type, stages)
-
-
-# --- What ranks must have in common before a strategy is applied: code, strategy, model, and the values of its weights.
-
-_own_versions = functools.cache(code_versions)  # it reads every source file
-
-
-def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> None:
-    """Refuse ranks that do not start alike; collective.
-
-    Args:
-        strategy: The strategy asked for, as text.
-        model: A short text that tells models apart.
-        parameters: A line for each of its parameters; gathered only where models differ.
-
-    Raises:
-        LaunchError: On every rank, naming ranks, and the first parameter that differs.
-    """
-    check_all_equal(
-        ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
-        ("The strategy", strategy, "pass the same strategy on every rank"),
-    )
-    models = gather_objects(model)
-    other = next((rank for rank, each in enumerate(models) if each != models[0]), None)
-    if other is None:
-        return
-    lines = gather_objects(list(parameters))
-    pairs = itertools.zip_longest(lines[0], lines[other], fillvalue="no further parameter")
-    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (models[0], models[other]))
-    raise agreed(
-        LaunchError(
-            "The model differs between ranks",
-            expected=f"{ours} (rank 0)",
-            got=f"{theirs} (rank {other})",
-            fix="build the same model on every rank",
-        )
-    )
-
-
-def describe_difference(difference: Difference | None, plan: Plan) -> list[str]:
-    """Return what is said of weights that differ between ranks where rank 0's are taken over.
-
-    Nothing where all are equal.
-
-    Raises:
-        ModelError: On every rank, where each would keep its own.
-    """
-    if difference is None:
-        return []
-    if not takes_over_values(plan):
-        raise agreed(
-            ModelError(
-                "The weights differ between ranks, and nothing in the strategy makes them equal",
-                expected="equal values on every rank",
-                got=str(difference),
-                fix="seed every rank alike before building the model, and load the same file on all",
-            )
-        )
-    return [f"the weights differ between ranks: {difference}; those of rank 0 are taken over"]
-
-
-def describe_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: int) -> list[str]:
-    """Return what is said of an epoch whose last batch is an error: hours may pass until it comes."""
-    last = dataloader.last_batch_size if isinstance(dataloader, GlobalBatchLoader) else None
-    if last is None or last % num_micro_batches == 0:
-        return []
-    return [
-        f"the last batch of an epoch has {last} samples per replica, which do not divide into {num_micro_batches} "
-        "micro-batches: its step will be an error; dataloader_args={'drop_last': True} leaves it out"
-    ]
-
-
-def takes_over_values(plan: Plan) -> bool:
-    """Return whether applying the plan gives every rank rank 0's weights.
-
-    See the methods that shard, split or replicate.
-    """
-    sizes = dict(plan.step.axes)
-    if sizes.get("pipeline", 1) > 1:
-        return False
-    if sizes.get("tensor", 1) > 1 or sizes.get("expert", 1) > 1:
-        return True
-    sharding = [method for method in plan.strategy.methods if getattr(method, "shards", False)]
-    if sharding:
-        return bool(getattr(sharding[0], "sync_module_states", False))
-    return True  # DDP, and replicas of an outer method, begin with the first one's

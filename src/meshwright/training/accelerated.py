@@ -1,4 +1,9 @@
-"""Train a model that ``accelerate`` returned: steps, evaluation, global-batch mean, loss spikes."""
+"""Train a model that ``accelerate`` returned.
+
+:class:`Accelerated` has the step: micro-batches forward and backward, the mean loss over all ranks, clipping, the
+verdict on loss spikes, update, schedule. The means over a global batch, and what becomes of a step that must not reach
+the weights, follow below it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from meshwright.errors import ConfigError, DataError, LossSpikeError, UnsoundStepError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
-from meshwright.methods.base import ALL_AXES, STEP_AXES, mean_over
+from meshwright.methods.job import SAMPLED, STEP_AXES, guards_are_on, mean_over
 from meshwright.nn import reshard
 from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batches
 from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
@@ -35,22 +40,19 @@ if TYPE_CHECKING:
     from meshwright.optim import GuardedOptimizer, SpikeAction, SpikeWatch, Stages, WeightAverage
 
 
-_MEASURE_NEXT = -1
-
-
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step reports. Tensors are 0-dim and on the device: reading them is what waits for it."""
+    """The result of one optimizer step. Its tensors are 0-dim and on the device, which only reading them waits for."""
 
     loss: torch.Tensor  # mean over the global batch
     grad_norm: torch.Tensor  # over all parameters, before clipping
-    skipped: bool  # the weights stayed as they were: gradients or loss were not finite, or the loss was a spike
-    spike: SpikeAction | None = None  # what loss_spike says to do about this step's loss; None: it was no spike
+    skipped: bool  # whether the weights stayed as they were: gradients or loss not finite, or the loss a spike
+    spike: SpikeAction | None = None  # the action of loss_spike for this step; None: the loss was no spike
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """One forward and backward pass that changed nothing."""
+    """The cost of one forward and backward pass that changed nothing."""
 
     step_time_s: float
     peak_memory_bytes: int
@@ -85,8 +87,6 @@ class Accelerated:
         lr_scheduler: LRScheduler | None,
         has_loss_func: bool,
         model_input_format: str | None,
-        max_grad_norm: float | None,
-        num_micro_batches: int,
         loss_weight: LossWeight | None = None,
     ) -> None:
         self._job = job
@@ -100,22 +100,25 @@ class Accelerated:
         self.args = {"use_optim_backward": False, "requires_set_gradient_accumulation_boundary": False}
         self.strategy: Strategy = job.strategy
         self.plan = plan
-        self.device, self.mesh = job.device, job.mesh
-        self.replica, self.num_replicas = job.replica, job.num_replicas
-        self.num_micro_batches = num_micro_batches
-        self.max_grad_norm, self.grad_norm_type = max_grad_norm, job.grad_norm_type
+        self.device, self.mesh = job.device, job.mesh_axes.mesh
+        self.replica, self.num_replicas = job.mesh_axes.replica, job.mesh_axes.num_replicas
+        self.num_micro_batches = job.num_micro_batches
+        self.max_grad_norm, self.grad_norm_type = job.optimizer.max_grad_norm, job.optimizer.grad_norm_type
         self._model_input_format, self._loss_weight = model_input_format, loss_weight
         self._mean_loss = MeanLoss(job, dataloader)
-        self._hosted_bytes = 0  # of activations that a measured forward copied to the host
-        self._saved_bytes = 0  # what measured_step found; _MEASURE_NEXT asks the next forward to measure
+        self._may_skip = job.optimizer.skip_nonfinite or job.optimizer.spikes is not None
+        # Set by measured_step; the next forward, of one micro-batch, then measures the activations that it saves.
+        self._measures_next = False
+        self._saved_bytes = 0  # in device memory
+        self._offloaded_bytes = 0  # copied to the host
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optim, self.dataloader, self.loss_func, self.prepare_input, self.args))
 
     def step(self, batch: Any) -> StepResult:
-        """One optimizer step: forward, backward, clip, update, schedule.
+        """Run one optimizer step: forward, backward, clip, update, schedule.
 
-        After an error in forward or backward that every rank meets, a loop may catch it and go on with the next batch.
+        A loop may catch an error in forward or backward that every rank meets, and go on with the next batch.
 
         Args:
             batch: This rank's part of the global batch, as the dataloader yields it; cut into ``num_micro_batches``.
@@ -126,41 +129,49 @@ class Accelerated:
 
         Raises:
             ConfigError: When there is no optimizer or no loss.
-            DataError: When the batch does not divide into micro-batches, or ranks have walked their loaders apart.
+            DataError: When the batch does not divide into micro-batches, or ranks are at different places in the data.
         """
-        optim = required(self.optim)
+        optim = self.optim
+        if optim is None:
+            raise ConfigError(
+                "There is no optimizer to step",
+                got="optim_func=None",
+                fix="pass optim_func, such as torch.optim.AdamW",
+                expected="an optimizer built by optim_func",
+            )
         optim.zero_grad()
-        with restored_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
+        with restored_buffers(self.model, self._may_skip) as restore_buffers:
             loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
             grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
-            spike = judge_loss(loss, self._guard, self._job.spikes)
+            # The verdict comes before the update, which the guard then skips.
+            spike = judge_loss(loss, self._guard, self._job.optimizer.spikes)
             update()
             skipped = self._guard is not None and self._guard.step_was_skipped
             if skipped:
                 restore_buffers()
-        # Replicas skip steps of their own, and their learning rates must not drift apart for it.
+        # Under an outer optimizer, replicas skip steps on their own, but their learning rates must stay the same.
         if self.lr_scheduler is not None and not (skipped and not is_outer(optim)):
             self.lr_scheduler.step()
         return StepResult(loss, grad_norm, skipped, spike)
 
     def measured_step(self, batch: Any) -> tuple[StepResult, dict[str, int]]:
-        """A :meth:`step` that also measures: bytes this rank really holds, by the classes of ``plan.memory``.
+        """Run a :meth:`step` and measure the bytes on this rank, by the classes of ``plan.memory``.
 
         Activations are those that the first micro-batch saves; all else is counted after the update.
         """
-        self._saved_bytes, self._hosted_bytes = _MEASURE_NEXT, 0
+        self._measures_next, self._offloaded_bytes = True, 0
         result = self.step(batch)
-        activations = {"activations": self._saved_bytes, "host_activations": self._hosted_bytes}
+        activations = {"activations": self._saved_bytes, "host_activations": self._offloaded_bytes}
         return result, measured_state(self.model, self.optim) | activations
 
     def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
         """Run all micro-batches; return this rank's part of the mean loss over ranks."""
         with abandoned_if_it_fails(self._job, self.optim):
-            weighed = self._weighed(parts)
+            inputs_and_divisors = self._prepare(parts)
             if self._job.pipeline is not None:
-                return self._in_stages(self._job.pipeline, list(weighed))
+                return self._run_pipeline(self._job.pipeline, list(inputs_and_divisors))
             total: torch.Tensor | None = None
-            for index, (inputs, divisor) in enumerate(weighed):
+            for index, (inputs, divisor) in enumerate(inputs_and_divisors):
                 with self._job.micro_batch(index == len(parts) - 1):
                     loss = divided(self._forward(inputs), divisor)
                     loss.backward()
@@ -168,37 +179,37 @@ class Accelerated:
             assert total is not None
             return total
 
-    def _weighed(self, parts: list[Any]) -> Iterable[tuple[Any, float]]:
-        """Each micro-batch's model input, and what its loss is divided by."""
+    def _prepare(self, parts: list[Any]) -> Iterable[tuple[Any, float]]:
+        """Return each micro-batch's model input, and the divisor of its loss."""
         inputs = (self.prepare_input(part, self.device) for part in parts)
         if self._loss_weight is None:
-            return zip(inputs, itertools.repeat(float(len(parts))))  # prepared one by one, when they are wanted
+            return zip(inputs, itertools.repeat(float(len(parts))))  # lazily: one input at a time is on the device
         every = list(inputs)
         return zip(every, loss_divisors(self._job, self._loss_weight, every, STEP_AXES), strict=True)
 
-    def _in_stages(self, pipeline: PipelineEngine, weighed: list[tuple[Any, float]]) -> torch.Tensor:
+    def _run_pipeline(self, pipeline: PipelineEngine, inputs: list[tuple[Any, float]]) -> torch.Tensor:
         if self._guard is not None:
             self._guard.expect_scaled()
-        measure = functools.partial(record_saved, self.model) if self._saved_bytes == _MEASURE_NEXT else None
+        measure = functools.partial(record_saved, self.model) if self._measures_next else None
         loss = pipeline.step(
-            weighed,
+            inputs,
             call=lambda given: call_model(self.model, given[0], self._model_input_format),
             loss=lambda given, output: divided(first_loss(self._loss_func(given[0], output)), given[1]),
             measure=measure,
         )
         if measure is not None:
-            self._saved_bytes = pipeline.saved_bytes
+            self._measures_next, self._saved_bytes = False, pipeline.saved_bytes
         return loss
 
     def _forward(self, inputs: Any) -> torch.Tensor:
-        if self._saved_bytes != _MEASURE_NEXT:
+        if not self._measures_next:
             return self._loss_of(inputs)
         offloaded = self._job.activations
         before = offloaded.num_bytes if offloaded is not None else 0
         with record_saved(self.model) as saved:
             loss = self._loss_of(inputs)
-        self._saved_bytes = saved.bytes
-        self._hosted_bytes = offloaded.num_bytes - before if offloaded is not None else 0
+        self._measures_next, self._saved_bytes = False, saved.bytes
+        self._offloaded_bytes = offloaded.num_bytes - before if offloaded is not None else 0
         return loss
 
     def _loss_of(self, inputs: Any) -> torch.Tensor:
@@ -216,17 +227,17 @@ class Accelerated:
 
     @property
     def pipeline(self) -> PipelineEngine | None:
-        """Return what runs the stages of a pipeline; None where there is none."""
+        """The engine that runs the stages of a pipeline; None where there is none."""
         return self._job.pipeline
 
     @property
     def stages(self) -> Stages | None:
-        """For norms, where ranks hold parameters of their own; None where every rank holds the whole model."""
+        """The division of parameters among ranks, for norms; None where every rank holds the whole model."""
         return self._job.stages
 
     @property
     def ema(self) -> WeightAverage:
-        """Return the average of the weights that the method ``ema`` keeps.
+        """The moving average of the weights, of the method ``ema``.
 
         Raises:
             ConfigError: Where the strategy keeps none.
@@ -243,7 +254,7 @@ class Accelerated:
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps of this process that left the weights as they were, their gradients holding inf or nan."""
+        """Number of steps of this process that left the weights as they were, for an inf or nan in the gradients."""
         return self._guard.num_skipped_steps if self._guard is not None else 0
 
     @property
@@ -254,10 +265,12 @@ class Accelerated:
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Return the mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
         inputs, weigh = self.prepare_input(batch, self.device), self._loss_weight
-        (divisor,) = loss_divisors(self._job, weigh, [inputs], ALL_AXES) if weigh is not None else [1.0]
+        (divisor,) = loss_divisors(self._job, weigh, [inputs], SAMPLED) if weigh is not None else [1.0]
         output = call_model(self.model, inputs, self._model_input_format)
-        loss = mean_over(self._job, divided(first_loss(self._job.loss_func(inputs, output)), divisor), ALL_AXES)
-        reshard(self.model)  # else weights gathered here would outlive a change of the shards
+        loss = mean_over(
+            self._job.mesh_axes, divided(first_loss(self._job.loss_func(inputs, output)), divisor), SAMPLED
+        )
+        reshard(self.model)  # otherwise weights gathered here would outlive a change of the shards
         return loss
 
     def clip_grad_norm(self, max_norm: float | None = None, norm_type: float | None = None) -> torch.Tensor:
@@ -277,12 +290,15 @@ class Accelerated:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For hand-written loops: a forward and backward inside accumulate gradients, which the next one reduces."""
+        """Accumulate the gradients of a forward and backward inside, which the next one outside reduces.
+
+        For hand-written loops.
+        """
         with self._job.micro_batch(False):
             yield
 
     def abandon(self) -> None:
-        """For hand-written loops, on every rank: goes on after an error in forward or backward, without gradients."""
+        """Recover from an error in forward or backward, without gradients; for hand-written loops, on every rank."""
         abandon(self._job, self.optim)
 
     def dry_run(self, batch: Any) -> DryRun:
@@ -295,54 +311,55 @@ class Accelerated:
             restore_buffers()
         self.model.zero_grad(set_to_none=True)
         if self.optim is not None:
-            self.optim.zero_grad()  # some gradients may be on the host
+            self.optim.zero_grad()  # an offloaded optimizer has gradients on the host
         return DryRun(elapsed, peak_memory_bytes(self.device))
 
     def __repr__(self) -> str:
         return f"Accelerated({self.strategy}, {type(self.optim).__name__}, {self.device})"
 
 
-# --- The mean over the items of a whole batch, of which every rank and micro-batch has a part.
+# --- The mean over a global batch, of which every rank and micro-batch has a part
 
 LossWeight = Callable[[Any], float | torch.Tensor]
-"""How many items the loss of a model input is the mean over."""
+"""Called with a model input; returns the number of items that its loss is the mean over."""
 
 
 class MeanLoss:
-    """Averages the loss of every step, and sees by the same collective that ranks walk loader and model alike.
+    """The mean of every step's loss, whose collective also checks that ranks are in one epoch and gather alike.
 
     Args:
-        job: Its ranks.
-        dataloader: Whose ``epoch`` is compared, if it has one.
+        job: Gives the ranks, and the gather-order check.
+        dataloader: Its ``epoch`` is compared, if it has one.
     """
 
     def __init__(self, job: Job, dataloader: Any) -> None:
-        self._job, self._dataloader = job, dataloader
-        self._agreed: int | None = None  # the epoch in which all were: read by the host once in each
+        self._job, self._dataloader = job, dataloader if guards_are_on() else None
+        self._checked_epoch: int | None = None  # the host reads the mean once per epoch
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the mean over the ranks that take samples of one step; collective.
 
         Raises:
-            DataError: When others are in another epoch; on a GPU at the first step in one.
-            ModelError: When they have run other layers that are sharded; on a GPU one step late.
+            DataError: When other ranks are in another epoch; on a GPU at the first step of an epoch.
+            ModelError: When other ranks have run other sharded layers; on a GPU one step late.
         """
-        epoch, layers = getattr(self._dataloader, "epoch", None), self._job.gather_order_check
-        ran = layers.numbers() if layers is not None else []
-        beside = [*([epoch] if isinstance(epoch, int) else []), *ran]
-        if not beside:
-            return mean_over(self._job, loss, STEP_AXES)
+        epoch, check = getattr(self._dataloader, "epoch", None), self._job.gather_order_check
+        order = check.numbers() if check is not None else []
+        further = [*([epoch] if isinstance(epoch, int) else []), *order]
+        if not further:
+            return mean_over(self._job.mesh_axes, loss, STEP_AXES)
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-        numbers = torch.stack([own, *(torch.full_like(own, each) for each in beside)])
-        means = mean_over(self._job, numbers, STEP_AXES)
+        numbers = torch.stack([own, *(torch.full_like(own, each) for each in further)])
+        means = mean_over(self._job.mesh_axes, numbers, STEP_AXES)
         if isinstance(epoch, int):
             self._check_epoch(epoch, means[1])
-        if layers is not None:
-            layers.check(means[-len(ran) :])
+        if check is not None:
+            check.check(means[-len(order) :])
         return means[0].to(loss.dtype)
 
     def _check_epoch(self, epoch: int, mean: torch.Tensor) -> None:
-        is_read = epoch != self._agreed or mean.device.type == "cpu"  # elsewhere the host would wait in every step
+        # On a GPU the host would wait for the device in every step.
+        is_read = epoch != self._checked_epoch or mean.device.type == "cpu"
         if is_read and float(mean) != epoch:
             raise DataError(
                 "Ranks are in different epochs: they would take some samples twice, and others never",
@@ -351,23 +368,23 @@ class MeanLoss:
                 fix="walk it on all ranks or on none (who looks at the data alone takes dataloader.dataset); or call "
                 "its set_epoch with one number on every rank",
             )
-        self._agreed = epoch
+        self._checked_epoch = epoch
 
 
 @torch.no_grad()
 def loss_divisors(job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: tuple[str, ...]) -> list[float]:
-    """By what each micro-batch's loss is divided, so that their sum, averaged over ranks, is the mean over all items.
+    """Return divisors of the micro-batches' losses: their sum, averaged over ranks, is then the mean over all items.
 
-    Equal weights give the number of micro-batches. Collective, and read by the host once.
+    Equal weights give the number of micro-batches. Collective; the host reads the result once.
 
     Args:
-        job: Its ranks.
+        job: Gives the ranks.
         weight_of: Called with the model input of each micro-batch.
-        inputs: These, of this rank.
-        axes: Along which ranks have other samples of the batch.
+        inputs: This rank's model inputs.
+        axes: Mesh axes along which ranks have different samples of the batch.
 
     Returns:
-        One number each; infinite for a micro-batch without items.
+        One number per micro-batch; infinite for one without items.
 
     Raises:
         ConfigError: On every rank along ``axes``, when a weight is no number of at least 0 on any of them.
@@ -375,7 +392,7 @@ def loss_divisors(job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: 
     given = [weight_of(each) for each in inputs]
     weights = torch.stack([_as_number(each, job.device) for each in given])
     wrong = ~(weights.isfinite() & (weights >= 0))
-    means = mean_over(job, torch.stack([weights.sum(), wrong.sum()]), axes)
+    means = mean_over(job.mesh_axes, torch.stack([weights.sum(), wrong.sum()]), axes)
     *own, total, any_wrong = torch.cat([weights, means]).tolist()
     if any_wrong:
         raise _weight_error([value for value, is_wrong in zip(given, wrong.tolist(), strict=True) if is_wrong])
@@ -383,12 +400,12 @@ def loss_divisors(job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: 
 
 
 def divided(loss: torch.Tensor, divisor: float) -> torch.Tensor:
-    """A micro-batch's part of the mean; 0, without gradients, where it has no items: its own mean is nan then."""
+    """Divide a micro-batch's loss; one without items, whose mean is nan, gives 0 without gradients."""
     return (loss.nan_to_num() if math.isinf(divisor) else loss) / divisor
 
 
 def _as_number(value: Any, device: torch.device) -> torch.Tensor:
-    """0-dim, on the device; nan for what is no number."""
+    """Return a value as a 0-dim tensor on the device; nan for anything but a number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.reshape(()).to(device, torch.float32)
     return torch.tensor(float(value) if isinstance(value, numbers.Real) else math.nan, device=device)
@@ -409,41 +426,25 @@ def _weight_error(wrong: list[Any]) -> ConfigError:
     )
 
 
-# --- Between backward and update: what becomes of a step that is not to reach the weights.
-
-
-def required(optim: Optimizer | None) -> Optimizer:
-    """Return the optimizer that a step needs.
-
-    Raises:
-        ConfigError: When there is none.
-    """
-    if optim is None:
-        raise ConfigError(
-            "There is no optimizer to step",
-            got="optim_func=None",
-            fix="pass optim_func, such as torch.optim.AdamW",
-            expected="an optimizer built by optim_func",
-        )
-    return optim
+# --- Between backward and update: steps that must not reach the weights
 
 
 @contextlib.contextmanager
 def restored_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable[[], None]]:
-    """Copies buffers, and yields what puts them back: running statistics that have seen a nan never lose it again.
+    """Copy buffers, and yield a function that restores them: running statistics never lose a nan again.
 
-    An :class:`UnsoundStepError` puts them back, too.
+    An :class:`UnsoundStepError` restores them, too.
 
     Args:
-        model: Its buffers are copied as they are on entry.
+        model: Its buffers are copied on entry.
         needed: False copies nothing.
     """
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()} if needed else {}
+    copies = {name: buffer.clone() for name, buffer in model.named_buffers()} if needed else {}
 
     @torch.no_grad()
     def restore() -> None:
         now = dict(model.named_buffers())
-        for name, before in kept.items():
+        for name, before in copies.items():
             now[name].copy_(before)
 
     try:
@@ -454,15 +455,15 @@ def restored_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable
 
 
 def judge_loss(loss: torch.Tensor, guard: GuardedOptimizer | None, spikes: SpikeWatch | None) -> SpikeAction | None:
-    """Look at the loss of a step, and tell the guard to leave the weights alone where that is the policy.
+    """Judge the loss of a step, and make the guard skip its update where that is the policy.
 
     Args:
         loss: The mean over all ranks that decide together; 0-dim, equal on all of them.
-        guard: Of the optimizer; there is one where there are ``spikes``.
-        spikes: The losses before.
+        guard: The optimizer's guard; given where ``spikes`` are.
+        spikes: The earlier losses.
 
     Returns:
-        What is done about a spike; None where there is none.
+        The action for a spike; None where the loss is none.
 
     Raises:
         LossSpikeError: On every rank that decides; nothing was changed.
@@ -474,7 +475,7 @@ def judge_loss(loss: torch.Tensor, guard: GuardedOptimizer | None, spikes: Spike
     assert guard is not None, "the job builds one"
     value, limit, policy = float(loss), spikes.limit, spikes.policy
     if guard.scaler is not None and not math.isfinite(value):
-        return None  # so are the gradients: the loss scale skips the step
+        return None  # the gradients are not finite either, and the loss scale skips the step
     if not spikes.is_spike(value):
         return None
     if policy.action == "stop" or (policy.action == "skip" and spikes.out_of_patience):

@@ -1,4 +1,4 @@
-"""An optimizer built over a plain model, which goes on with the parameters that methods have put into it."""
+"""Move an optimizer that was built over a plain model to the parameters that methods have put into the model."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from meshwright.optim import ShardedOptimizer
 from meshwright.runtime import preserved_rng
 from meshwright.store.entries import stored_name, unwrapped
 
-_OWN = ("param_groups", "state")
-
 
 class BuiltOptimizer:
-    """Methods such as fsdp put new parameters into the model; the names stay, and lead the optimizer to them.
+    """An optimizer over a plain model, with the names of its parameters.
 
-    The optimizer stays the same object with the same group objects, so learning-rate schedulers go on with it.
+    Methods such as fsdp put new parameters into the model under the same names, by which the optimizer finds them. It
+    stays the same object with the same group objects, so that learning-rate schedulers go on with it.
 
     Args:
         optimizer: Any torch optimizer that has not stepped.
-        model: The plain model, before anything is changed.
+        model: The plain model, before any method is applied.
 
     Raises:
-        ConfigError: When it updates parameters of another model, has stepped, or keeps references of its own.
+        ConfigError: When it updates parameters of another model, has stepped, or has other references to parameters.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
@@ -41,30 +40,27 @@ class BuiltOptimizer:
         self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Return the model's parameters as they are now, in the optimizer's groups with their hyperparameters.
+        """Return the model's present parameters in the optimizer's groups, with their hyperparameters.
 
-        Those that another pipeline rank holds are left out.
+        Parameters that only other pipeline ranks hold are dropped from the optimizer.
         """
-        named = _named(model)
-        self._drop([{name for name in names if name not in named} for names in self._names])
-        own = zip(self.optimizer.param_groups, self._names, strict=True)
-        return [{**_values(group), "params": [named[name] for name in names]} for group, names in own]
-
-    def _drop(self, gone: list[set[str]]) -> None:
-        for group, names, dropped in zip(self.optimizer.param_groups, self._names, gone, strict=True):
-            kept = [index for index, name in enumerate(names) if name not in dropped]
-            for index in set(range(len(names))).difference(kept):
+        named, result = _named(model), []
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+            here = [index for index, name in enumerate(names) if name in named]
+            for index in set(range(len(names))).difference(here):
                 self.optimizer.state.pop(group["params"][index], None)
-            group["params"] = [group["params"][index] for index in kept]
-            names[:] = [names[index] for index in kept]
+            group["params"] = [group["params"][index] for index in here]
+            names[:] = [names[index] for index in here]
+            result.append({**_values(group), "params": [named[name] for name in names]})
+        return result
 
     def take(self, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-        """Hand the optimizer new parameters, group by group; return it. Hyperparameters stay, states are laid out."""
+        """Give the optimizer new parameters, group by group; return it. Hyperparameters stay, states are laid out."""
         for group, new in zip(self.optimizer.param_groups, groups, strict=True):
             parameters = list(new["params"])
             for old, parameter in zip(group["params"], parameters, strict=True):
                 state = self.optimizer.state.pop(old, None)
-                if state:  # made by the constructor, as Adagrad does
+                if state:  # made by the constructor, as Adagrad's are
                     on_device = bool(group.get("fused") or group.get("capturable"))
                     laid_out = {key: _laid_out(value, parameter, on_device) for key, value in state.items()}
                     self.optimizer.state[parameter] = laid_out
@@ -73,9 +69,9 @@ class BuiltOptimizer:
 
     @property
     def probe(self) -> Callable[[Any], Optimizer] | None:
-        """Build a throw-away optimizer of the same kind, to see what it keeps; None where only its class can.
+        """A function that builds a throw-away optimizer of the same kind, for its states; None where none can be built.
 
-        One of ours is asked itself: it knows without a step what it will keep.
+        It returns one of our own optimizers itself, which knows its states without a step.
         """
         if isinstance(self.optimizer, ShardedOptimizer):
             return lambda _: self.optimizer
@@ -89,9 +85,9 @@ class BuiltOptimizer:
         return self._twin
 
     def _twin(self, params: Iterable[Any]) -> Optimizer:
-        """By torch's own copy protocol, over other parameters or groups of them, and without states."""
+        """Clone the optimizer onto ``params``, parameters or groups of them, without states."""
         kind, values = type(self.optimizer), _values(self.optimizer.param_groups[0])
-        twin: Optimizer = kind.__new__(kind)
+        twin: Optimizer = kind.__new__(kind)  # by torch's protocol for copies: constructors have other arguments
         given = list(params)
         groups = given if isinstance(given[0], Mapping) else [{"params": given}]
         groups = [{**values, **group, "params": list(group["params"])} for group in groups]
@@ -100,19 +96,18 @@ class BuiltOptimizer:
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by the names of the plain model; tied ones under each of theirs."""
+    """Return the parameters by the names of the plain model; tied ones under each of their names."""
     return {stored_name(name): p for name, p in unwrapped(model).named_parameters(remove_duplicate=False)}
 
 
 def _laid_out(value: Any, parameter: torch.Tensor, on_device: bool) -> Any:
-    """A constructor's state, equal on every rank, where and as the new parameter lies.
+    """Lay a state that the constructor has made, equal on every rank, out like its new parameter.
 
-    Step counters stay on the host, unless ``on_device`` says that the kernel reads them on the device.
+    Step counters stay on the host, unless the kernel reads them on the device.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -136,7 +131,9 @@ def _check_known(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
 
 def _check_fresh(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    stepped = [names.get(id(p), "?") for p, state in optimizer.state.items() if _has_stepped(state)]
+    # Constructors may make states, with a step of 0.
+    steps = [(p, state.get("step")) for p, state in optimizer.state.items() if state]
+    stepped = [names.get(id(p), "?") for p, step in steps if step is None or float(step) > 0]
     if stepped:
         raise ConfigError(
             "The optimizer has stepped: its states belong to the plain parameters",
@@ -146,16 +143,11 @@ def _check_fresh(optimizer: Optimizer, names: Mapping[int, str]) -> None:
         )
 
 
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    step = state.get("step")
-    return bool(state) and (step is None or float(step) > 0)
-
-
 def _check_no_references(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """An optimizer with lists of its own (LBFGS) would go on with parameters that the model no longer has."""
+    """Refuse an optimizer with lists of its own (LBFGS): it would update parameters that the model no longer has."""
     for attribute, value in vars(optimizer).items():
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        if attribute not in _OWN and any(id(item) in names for item in held):
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if attribute not in ("param_groups", "state") and any(id(item) in names for item in items):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps references of its own to the parameters",
                 expected="an optimizer that finds its parameters in param_groups",

@@ -1,4 +1,4 @@
-"""Check what a caller of ``accelerate`` asks for, and turn it into a workload to plan and a job to change."""
+"""Check the arguments of ``accelerate``, and turn them into a workload to plan and a job that methods change."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, ModelError, did_you_mean
 from meshwright.methods import Job, SampleRun
+from meshwright.methods.job import MeshAxes, OptimizerRequests
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import (
     batch_size_of,
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
     from meshwright.training.built_optimizer import BuiltOptimizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """The arguments of ``accelerate``; see there."""
+    """The arguments of :func:`meshwright.accelerate`, which documents them."""
 
     model: nn.Module
     optim_func: Callable[..., Optimizer] | Optimizer | None
@@ -64,16 +65,16 @@ class Request:
     included: Sequence[Any]
     max_grad_norm: float | None
     num_micro_batches: int | None
+    loss_weight: LossWeight | None
     find_unused_parameters: bool
     ddp_options: Mapping[str, Any] | None
     sample_batch: Any
     batch_size: int | None
     sampler_seed: int
+    time_limit: float | None
+    cluster: str | os.PathLike[str] | Cluster | None
+    finetune_strategy: bool
     dry_run: bool
-    time_limit: float | None = None
-    finetune: bool = False
-    loss_weight: LossWeight | None = None
-    cluster: str | os.PathLike[str] | Cluster | None = None
 
     def check(self, device: torch.device) -> None:
         """Refuse arguments that cannot work together.
@@ -84,14 +85,13 @@ class Request:
         check_input_format(self.model_input_format)
         check_kinds(vars(self))
         check_kinds({"batch_size": (self.dataloader_args or {}).get("batch_size")})
-        self.strategy_digest()
+        self.strategy_digest()  # reads the strategy
         check_model(self.model, device)
-        check_amounts(self.num_micro_batches, self.max_grad_norm)
         if self.dry_run and self.dataset is None and self.sample_batch is None:
             raise ConfigError(
                 "A dry run needs data", expected="dataset or sample_batch", got="neither", fix="pass one of them"
             )
-        self._check_dry_runs()
+        self._check_time_limit()
         if self.lr_scheduler_cls is not None and self.optim_func is None:
             raise ConfigError(
                 "A learning-rate scheduler needs an optimizer",
@@ -109,12 +109,12 @@ class Request:
     @property
     def chooses(self) -> bool:
         """Return whether the planner chooses the strategy, or the configs of its methods."""
-        return self.strategy is None or self.finetune
+        return self.strategy is None or self.finetune_strategy
 
-    def _check_dry_runs(self) -> None:
+    def _check_time_limit(self) -> None:
         if self.time_limit is None:
             return
-        from meshwright.planner.measure import check_time_limit  # the rest of that room is for dry runs
+        from meshwright.planner.measure import check_time_limit  # imported here: only dry runs need that package
 
         check_time_limit(self.time_limit)
         if not self.chooses:
@@ -136,12 +136,12 @@ class Request:
                     got=f"optim_func={type(self.optim_func).__name__}(…) and {option}",
                     fix=f"leave {option} out, or pass the optimizer's class",
                 )
-        assert self._built is not None  # made here, with its own checks
+        assert self._built is not None, "making it checks the optimizer"
         check_steps_alone(self._built.optimizer)
 
     @functools.cached_property
     def _built(self) -> BuiltOptimizer | None:
-        """Return the optimizer given, with the names of its parameters; made before methods replace them."""
+        """The optimizer given, with the names of its parameters; made before methods replace them."""
         if not isinstance(self.optim_func, Optimizer):
             return None
         from meshwright.training.built_optimizer import BuiltOptimizer
@@ -150,64 +150,67 @@ class Request:
 
     @property
     def loss(self) -> Callable[[Any, Any], Any]:
-        """Return the caller's loss, or the one that the model's output carries."""
+        """The caller's loss, or the one that the model's output carries."""
         return self.loss_func or loss_of_output
 
     @property
     def prepare(self) -> Callable[[Any, torch.device], Any]:
-        """Return the caller's ``prepare_input``, or moving tensors to the device."""
+        """The caller's ``prepare_input``, or a function that moves tensors to the device."""
         return self.prepare_input or to_device
 
     @property
     def build_optimizer(self) -> Callable[[Any], Optimizer] | None:
-        """Build the optimizer from parameters alone."""
+        """A function that builds the optimizer from parameters; None without one."""
         build, args = self.optim_func, dict(self.optim_args or {})
         if self._built is not None:
             return self._built.take
         assert not isinstance(build, Optimizer)
         return None if build is None else lambda params: check_steps_alone(build(params, **args))
 
+    @property
+    def _choose_parameters(self) -> Callable[[nn.Module], Any] | None:
+        return self.optim_param_func if self._built is None else self._built.groups
+
     def plan(self, settings: Settings, limit_bytes: int) -> tuple[Plan, str | None]:
-        """Predict the strategy asked for, or choose one; the second item then say why."""
-        workload = self._workload(settings, limit_bytes)
+        """Predict the given strategy, or choose one; the second item then says why."""
+        cluster, notices = self._cluster(settings)
+        workload = self._workload(settings, limit_bytes, cluster)
         if self.chooses:
             plan, reason = choose(workload, **self._constraints(workload))
         else:
             plan, reason = workload.plan(Strategy(self.strategy)), None
-        plan = replace(plan, notices=(*plan.notices, *self._cluster(settings)[1]))
+        gaps = plan.gaps
         if self._built is not None and workload.optim_func is None:
-            gap = (
-                f"optimizer state is not predicted: only {type(self._built.optimizer).__name__}'s constructor makes it"
-            )
-            plan = replace(plan, gaps=(*plan.gaps, gap))
-        return plan, reason
+            kind = type(self._built.optimizer).__name__
+            gaps = (*gaps, f"optimizer state is not predicted: only {kind}'s constructor makes it")
+        return replace(plan, notices=(*plan.notices, *notices), gaps=gaps), reason
 
     def ranked(self, settings: Settings, limit_bytes: int) -> list[Plan]:
         """Return the plans to choose from by dry runs, best first by prediction."""
-        workload = self._workload(settings, limit_bytes)
-        told = self._cluster(settings)[1]
+        cluster, notices = self._cluster(settings)
+        workload = self._workload(settings, limit_bytes, cluster)
         plans = fitting(workload, **self._constraints(workload))
-        return [replace(plan, notices=(*plan.notices, *told)) for plan in plans]
+        return [replace(plan, notices=(*plan.notices, *notices)) for plan in plans]
 
     def _cluster(self, settings: Settings) -> tuple[Cluster | None, tuple[str, ...]]:
-        """Return what it runs on where that is known, and what may not hold of it here."""
+        """Return the cluster to predict for, where it is known, and notices of what may differ here."""
         device, local_world = settings.device, settings.local_world_size
         if self.cluster is None:
             return cluster_at_hand(device, world_size(), local_world), ()
         return described_cluster(self.cluster, device, world_size(), local_world)
 
     def _constraints(self, workload: Workload) -> dict[str, Sequence[Any]]:
-        """Of the choice; ``finetune`` keeps the methods of the strategy, and only their configs are chosen."""
-        if self.strategy is None or not self.finetune:
+        """Return the search constraints; ``finetune_strategy`` fixes the methods and searches their configs."""
+        if self.strategy is None or not self.finetune_strategy:
             return {"excluded": self.excluded, "included": self.included}
         return only_configs(workload, Strategy(self.strategy))
 
-    def _workload(self, settings: Settings, limit_bytes: int) -> Workload:
+    def _workload(self, settings: Settings, limit_bytes: int, cluster: Cluster | None) -> Workload:
         return Workload(
             model=self.model,
             device=settings.device,
             optim_func=self.build_optimizer if self._built is None else self._built.probe,
-            optim_param_func=self.optim_param_func if self._built is None else self._built.groups,
+            optim_param_func=self._choose_parameters,
             inputs_of=lambda samples: self._sample_inputs(settings.device, samples),
             forward=self._forward,
             batch_size=self._global_batch_size(),
@@ -215,7 +218,7 @@ class Request:
             world=world_size(),
             zero_level=settings.zero_level,
             limit_bytes=limit_bytes,
-            cluster=self._cluster(settings)[0],
+            cluster=cluster,
             one_host=settings.local_world_size >= world_size(),
         )
 
@@ -230,13 +233,13 @@ class Request:
         return batch_size_of(self.sample_batch) * world_size() if self.sample_batch is not None else None
 
     def _sample_inputs(self, device: torch.device, samples: int) -> Any:
-        """Return the model input of ``samples`` samples; None where no sample can be had without consuming data."""
+        """Return the model input of so many samples; None where reading a sample would consume data."""
         with preserved_rng():
             batch = self.sample_of(samples)
             return None if batch is None else self.prepare(batch, device)
 
     def sample_of(self, samples: int) -> Any:
-        """A batch of so many samples, as the dataloader would yield it; None as above."""
+        """Return a batch of so many samples, as the dataloader yields it; None where reading would consume data."""
         if self.sample_batch is not None:
             return resized(self.sample_batch, samples)
         if self.dataset is None or isinstance(self.dataset, IterableDataset):
@@ -246,7 +249,7 @@ class Request:
         return collate([self.dataset[index % length] for index in range(samples)])
 
     def job(self, plan: Plan, device: torch.device) -> Job:
-        """Return the job that the plan's methods will change."""
+        """Make the job that the plan's methods will change."""
         mode = plan.strategy.get("parallel_mode")
         return Job(
             model=self.model,
@@ -254,21 +257,23 @@ class Request:
             device=device,
             loss_func=self.loss,
             prepare_input=self.prepare,
-            axes=plan.step.axes,
-            coordinate=coordinate_of(rank(), plan.step.axes, mode.rank_order),  # type: ignore[union-attr]
-            shard_axis=plan.step.shard_axis,
+            mesh_axes=MeshAxes(
+                plan.step.axes,
+                coordinate_of(rank(), plan.step.axes, mode.rank_order),  # type: ignore[union-attr]
+                plan.step.shard_axis,
+            ),
             num_micro_batches=plan.step.num_micro_batches,
             cut=plan.cut,
             find_unused_parameters=self.find_unused_parameters,
             ddp_options=self.ddp_options or {},
             optim_func=self.build_optimizer,
-            optim_param_func=self.optim_param_func if self._built is None else self._built.groups,
-            max_grad_norm=self.max_grad_norm,
+            optim_param_func=self._choose_parameters,
+            optimizer=OptimizerRequests(max_grad_norm=self.max_grad_norm),
             sample=SampleRun(lambda samples: self._sample_inputs(device, samples), self._forward),
         )
 
     def dataloader(self, job: Job) -> GlobalBatchLoader | None:
-        """This rank's part of the dataset's global batches."""
+        """Make the loader of this rank's part of every global batch; None without a dataset."""
         if self.dataset is None:
             return None
         from meshwright.data import global_batch_loader
@@ -276,42 +281,42 @@ class Request:
         return global_batch_loader(
             self.dataset,
             loader_args=self.dataloader_args,
-            replica=job.replica,
-            num_replicas=job.num_replicas,
+            replica=job.mesh_axes.replica,
+            num_replicas=job.mesh_axes.num_replicas,
             sampler_cls=self.distributed_sampler_cls,
             sampler_seed=self.sampler_seed,
         )
 
     def strategy_digest(self) -> str:
-        """Return the strategy asked for, as text."""
+        """Return the strategy asked for as text, equal for equal requests."""
         if self.strategy is None:
             return f"chosen automatically (excluded={list(self.excluded)}, included={list(self.included)})"
-        if self.finetune:
+        if self.finetune_strategy:
             return f"the methods of {Strategy(self.strategy)} with configs chosen automatically"
         return str(Strategy(self.strategy))
 
     def parameter_lines(self) -> list[str]:
-        """Name, shape and type of every parameter."""
+        """Return a line for every parameter: name, shape and type."""
         return [
             f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
             for name, p in self.model.named_parameters()
         ]
 
     def model_digest(self) -> str:
-        """A short text that two models of equal parameter names, shapes and dtypes share."""
+        """Return a short text that models of equal parameter names, shapes and dtypes share."""
         lines = self.parameter_lines()
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         return f"{type(self.model).__name__} with {len(lines)} parameters, digest {digest}"
 
 
-# --- Checks of a request's model and keyword arguments, before anything is changed.
+# --- Checks of single arguments
 
 
 def check_model(model: nn.Module, device: torch.device) -> None:
-    """Refuse what is not a plain model with values, on the job's device or the CPU.
+    """Refuse anything but a plain model with values, on the job's device or the CPU.
 
     Raises:
-        ModelError: Saying what it is instead.
+        ModelError: Saying what was given instead.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -352,7 +357,7 @@ def check_keywords(option: str, function: Callable[..., Any], given: Mapping[str
     """Refuse keyword arguments that the function cannot take beside its first, before the model is changed."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin without a signature: its own error will do
+    except (TypeError, ValueError):  # a builtin without a signature, which raises its own error
         return
     names = [name for name, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -399,22 +404,22 @@ def _type_error(optim_func: Callable[..., Any], given: Mapping[str, Any]) -> Typ
         optim_func([nn.Parameter(torch.zeros(1))], **given)
     except TypeError as error:
         return error
-    except Exception:  # says what it objects to itself
+    except Exception:  # its text is clear without ours
         return None
     return None
 
 
 def check_lr_scheduler(scheduler: Any, given: Mapping[str, Any] | None = None) -> None:
-    """Refuse a scheduler, or what builds one from ``given``, that an optimizer step alone cannot move.
+    """Refuse a scheduler, or what builds one from ``given``, whose ``step`` needs an argument.
 
     Raises:
-        ConfigError: When its ``step`` needs an argument, as ReduceLROnPlateau's does, or it cannot take what is given.
+        ConfigError: When it does, as ReduceLROnPlateau's, or when the scheduler cannot take what is given.
     """
     if callable(scheduler):
         check_keywords("lr_scheduler_args", scheduler, given)
     kind = scheduler if isinstance(scheduler, type) else type(scheduler)
     step = getattr(kind, "step", None)
-    if not callable(step):  # a function that builds one: looked at when it has
+    if not callable(step):  # a function that builds one: its result is checked later
         return
     try:
         inspect.signature(step).bind(None)
@@ -443,33 +448,11 @@ def check_rates(optimizer: Any) -> None:
         )
 
 
-def check_amounts(num_micro_batches: int | None, max_grad_norm: float | None) -> None:
-    """Refuse numbers that are none of micro-batches, or no norm.
-
-    Raises:
-        ConfigError: Naming the argument.
-    """
-    if num_micro_batches is not None and num_micro_batches < 1:
-        raise ConfigError(
-            "num_micro_batches is not a count",
-            expected="1 or more",
-            got=repr(num_micro_batches),
-            fix="use 1 to train on whole batches",
-        )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ConfigError(
-            "max_grad_norm is not a norm",
-            expected="a number above 0, or None",
-            got=repr(max_grad_norm),
-            fix="use None to measure the norm without clipping",
-        )
-
-
 def check_kinds(given: Mapping[str, Any]) -> None:
-    """Refuse values of a wrong kind before anything is predicted or changed.
+    """Refuse values that cannot be used before anything is predicted or changed.
 
     Args:
-        given: Arguments of ``accelerate`` by name; those that are not listed here are checked elsewhere.
+        given: Arguments of ``accelerate`` by name; those that ``_KINDS`` lacks are checked elsewhere.
 
     Raises:
         ConfigError: Naming the argument.
@@ -482,16 +465,24 @@ def check_kinds(given: Mapping[str, Any]) -> None:
             )
 
 
-def _is_count(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and value >= 1
 
 
-_Kind = tuple[Callable[[Any], bool], str, str]
-_KINDS: dict[str, _Kind] = {
+def _is_norm(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_list(value: Any) -> bool:
+    return not isinstance(value, str)
+
+
+# By argument: whether a value can be used, what is expected, and what to do.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "optim_func": (
         lambda value: callable(value) or isinstance(value, Optimizer),
         "an optimizer's class, a function that builds one, or an optimizer",
@@ -515,14 +506,14 @@ _KINDS: dict[str, _Kind] = {
         "a dataset: every rank gets a loader of its own part",
         "pass loader.dataset, and the loader's arguments as dataloader_args",
     ),
-    "max_grad_norm": (_is_number, "a number above 0, or None", "use None to measure the norm without clipping"),
+    "max_grad_norm": (_is_norm, "a number above 0, or None", "use None to measure the norm without clipping"),
     "num_micro_batches": (_is_count, "a whole number, 1 or more", "use 1 to train on whole batches"),
-    "excluded": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
-    "included": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
+    "excluded": (_is_list, "a list of names of methods", "put the name into a list"),
+    "included": (_is_list, "a list of names of methods", "put the name into a list"),
     "cluster": (
         lambda value: isinstance(value, str | os.PathLike | Cluster),
         "a cluster file, the name of a preset, or a Cluster",
         "name the file that meshwright calibrate has written, or leave it out",
     ),
-    "batch_size": (_is_count, "a whole number of samples over all ranks", "correct it"),
+    "batch_size": (_is_integer, "a whole number of samples over all ranks", "correct it"),
 }

@@ -1,4 +1,4 @@
-"""Run candidate strategies for a few steps on copies of the model, and restore every module they touched."""
+"""Run candidate strategies for a few steps on copies of the model, and restore every module that they touch."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from meshwright.runtime import gather_objects, gather_over_store, preserved_rng,
 from meshwright.training.accelerated import Accelerated
 from meshwright.training.request import Request
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 30.0  # to wait for other ranks after a failure on this one, beside twice the time of the candidate
 
 
 def run_live(request: Request, build: Callable[[Request, Plan], Accelerated], device: torch.device) -> RunCandidate:
-    """Run candidates on all ranks of this world; collective.
+    """Return a function that runs a candidate on all ranks of this world; collective.
 
-    The request's model, optimizer, data and the random generators stay as they are, and so do modules that its
-    functions use, such as a loss with statistics. Beside them a copy of model and optimizer is trained, so that a
-    device must hold both. A candidate that fails on every rank has failed; one whose time is up ends with its step.
+    A copy of the request's model and optimizer is trained, so a device must hold both. The originals stay as they are,
+    and so do data, random generators, and modules that the request's functions use, such as a loss with statistics. A
+    candidate fails when it fails on every rank; when its time is up, it ends after the step under way.
 
     Args:
-        request: What is asked for.
+        request: The arguments of ``accelerate``.
         build: Applies a plan to the model of a request.
-        device: Of this rank.
+        device: This rank's device.
     """
     functions = (request.loss_func, request.prepare_input, request.optim_param_func)
     others = modules_used_by(function for function in functions if function is not None)
@@ -52,10 +52,12 @@ def run_live(request: Request, build: Callable[[Request, Plan], Accelerated], de
         with preserved_rng(), restored_modules(others, request.model):
             try:
                 times_s = _train(trial.pop(), build, plan, num_steps, device, start_s + time_limit)
-            except Exception as failed:  # of a candidate anything may fail, in the user's code too
+            except Exception as failed:  # anything in a candidate may fail, in the user's code too
                 error = _describe_error(failed)
-        _forget(device)
-        error = _common(plan, error, time.perf_counter() - start_s)
+        gc.collect()  # sharded modules are reference cycles
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        error = _common_error(plan, error, time.perf_counter() - start_s)
         seconds = gather_objects(time.perf_counter() - start_s)[0]
         if error:
             return Outcome((), seconds, error)
@@ -69,12 +71,12 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
-def _common(plan: Plan, error: str, seconds: float) -> str:
-    """Return what the first rank's error says; empty when there is none.
+def _common_error(plan: Plan, error: str, seconds: float) -> str:
+    """Return the first error of any rank; empty when there is none.
 
     Raises:
-        StrategyError: On a rank that fails when others, which wait for it in a collective, do not: they cannot be
-            called back, and would wait for ever if this rank stayed.
+        StrategyError: On a rank that fails while others wait for it in a collective: they cannot be called back, and
+            would wait for ever if this rank stayed.
     """
     errors = gather_over_store("candidate", error, _PATIENCE_S + 2 * seconds if error else None)
     if None in errors:
@@ -98,13 +100,13 @@ def _train(
     trial = _copied(request)
     batch: Any = trial.sample_of(plan.micro_batch * plan.step.num_micro_batches)
     accelerated = build(trial, plan)
-    if batch is None:  # an iterable dataset: a fresh iterator of it
+    if batch is None:  # of an iterable dataset: by a fresh iterator
         batch = next(iter(accelerated.dataloader))  # type: ignore[arg-type]
     return step_times(lambda: accelerated.step(batch), num_steps, device, end_s - time.perf_counter())
 
 
 def _copied(request: Request) -> Request:
-    """With a model and an optimizer of its own; an optimizer's parameters stay those of the model."""
+    """Copy a request's model and optimizer together, so that the optimizer updates the copied parameters."""
     try:
         model, optim = copy.deepcopy((request.model, request.optim_func))
     except Exception as error:
@@ -117,37 +119,31 @@ def _copied(request: Request) -> Request:
     return dataclasses.replace(request, model=model, optim_func=optim)
 
 
-def _forget(device: torch.device) -> None:
-    gc.collect()  # sharded modules are cycles
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-# --- Modules that functions use beside the model, such as a loss with statistics, put back as they were.
+# --- Modules that the user's functions use beside the model, such as a loss with statistics
 
 
 @contextlib.contextmanager
 def restored_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator[None]:
-    """Put attributes, tensors and gradients of modules back as they were; the values wait in host memory.
+    """Restore attributes, tensors and gradients of modules on exit; copies of the values wait in host memory.
 
     Args:
-        modules: With those inside of them. One that is sharded stays as it is: where its tensors are changes by itself.
-        model: Gets gradients and attributes back alone: nobody trains it meanwhile, though a loss may read it.
+        modules: Modules to restore, with their submodules. Sharded ones are left out: FSDP2 moves their tensors itself.
+        model: Only its gradients and attributes are restored: it is not trained meanwhile, though a loss may read it.
     """
     modules = [each for each in modules if not any(isinstance(inside, FSDPModule) for inside in each.modules())]
     attributes, own = SavedAttributes(), set(model.parameters())
     every = {each: None for module in (*modules, model) for each in module.modules()}
     for module in every:
-        attributes.note(module)
+        attributes.save(module)
     parameters = {each: each.grad for module in every for each in module.parameters(recurse=False)}
     tensors = [each for each in (*parameters, *(b for m in modules for b in m.buffers())) if each not in own]
-    values = [(tensor, _host_copy(tensor)) for tensor in tensors]
+    values = [(tensor, local_tensor(tensor.detach()).to("cpu", copy=True)) for tensor in tensors]
     for parameter in parameters:
         parameter.grad = None
     try:
         yield
     finally:
-        attributes.put_back()
+        attributes.restore()
         with torch.no_grad():
             for tensor, value in values:
                 local_tensor(tensor).copy_(value)
@@ -155,27 +151,23 @@ def restored_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator
             parameter.grad = gradient
 
 
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor.detach()).to("cpu", copy=True)
-
-
 def modules_used_by(functions: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules that functions are, belong to, are given beforehand, close over, or name.
+    """Return the modules that functions use: as a method's owner, a bound argument, or a closed-over or global name.
 
-    So of functions they use.
+    Functions of the same file that they call are followed.
 
     Args:
-        functions: Called with a batch or an output: functions, methods, modules, partial functions.
+        functions: Functions, methods, modules and partial functions that are called with a batch or an output.
     """
     found: dict[nn.Module, None] = {}
-    met: set[int] = set()
+    seen: set[int] = set()
     waiting = list(functions)
     while waiting:
         each = waiting.pop()
         if isinstance(each, nn.Module):
             found[each] = None
-        elif id(each) not in met:
-            met.add(id(each))
+        elif id(each) not in seen:
+            seen.add(id(each))
             waiting.extend(_used_by(each))
     return list(found)
 
@@ -191,8 +183,8 @@ def _used_by(function: Any) -> list[Any]:
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     closed = []
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not filled yet
+        with contextlib.suppress(ValueError):  # an empty cell
             closed.append(cell.cell_contents)
-    # Functions of other files are libraries', which keep nothing that trains.
+    # Functions of other files are taken for libraries', which have no modules of the user.
     same = [each for each in named if getattr(each, "__globals__", None) is function.__globals__]
     return [*closed, *same, *(each for each in named if isinstance(each, nn.Module))]

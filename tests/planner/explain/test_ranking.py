@@ -70,7 +70,7 @@ def test_reasons_are_cut_with_a_word():
     asked = what_if(subject_of, found())
     text = printed(reasons(why(found()), asked, most=2), 120)
     assert "and 2 more (--json has all)" in text
-    headings = ("Why this plan", "Why not the others", "What does not fit", "What cannot be", "What if")
+    headings = ("Why this plan", "Why not the others", "What does not fit", "What is refused", "What if")
     assert [line for line in text.splitlines() if line.strip() in headings] == list(headings)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.cost import make_cluster, simulate
 from meshwright.planner import Workload
-from meshwright.planner.family_ops import FamilyRun
+from meshwright.planner.family_ops import FamilyRun, Implementation
 from meshwright.planner.family_steps import family_step
 from meshwright.planner.model_shapes import Shape
 from meshwright.planner.trace.fake_pass import Pass
@@ -78,7 +78,7 @@ def test_a_module_is_simulated_as_its_family_is():
         cluster=cluster,
     ).plan(Strategy([("half", "bf16")]))
     # The example's loss keeps the log-softmax in half precision beside the logits' memory of it alone.
-    run = FamilyRun(micro_batch=4, seq=seq, logit_bytes=(2, 2))
+    run = FamilyRun(micro_batch=4, seq=seq, impl=Implementation(logit_bytes=(2, 2)))
     (family,) = family_step(Shape("gpt", layers, hidden, heads, vocab, seq), run)
     own = plan.step
     counts = [sum(count * p.numel for count, p in step.every_parameter()) for step in (own, family)]

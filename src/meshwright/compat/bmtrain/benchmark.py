@@ -1,4 +1,4 @@
-"""BMTrain's ``benchmark``: measures a collective and prints the table, as ``meshwright bench-comm`` does."""
+"""BMTrain's ``benchmark``: measure one collective and print the table of ``meshwright bench-comm``."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from meshwright.runtime.terminal import PlainConsole
 
 def all_gather(**options: Any) -> list[Measurement]:
     """Measure all-gather and print the table on rank 0; options are those of ``benchmark_collectives``."""
-    return _shown("all_gather", options)
+    return _measure("all_gather", options)
 
 
 def reduce_scatter(**options: Any) -> list[Measurement]:
     """Measure reduce-scatter and print the table on rank 0; options are those of ``benchmark_collectives``."""
-    return _shown("reduce_scatter", options)
+    return _measure("reduce_scatter", options)
 
 
 def send_recv(**options: Any) -> list[Measurement]:
-    """Measure sends from even ranks to odd ones and print the table on rank 0; options as above."""
-    return _shown("send_recv", options)
+    """Measure sends from even to odd ranks and print the table; options are those of ``benchmark_collectives``."""
+    return _measure("send_recv", options)
 
 
 def all_reduce(**options: Any) -> list[Measurement]:
     """Measure all-reduce and print the table on rank 0; options are those of ``benchmark_collectives``."""
-    return _shown("all_reduce", options)
+    return _measure("all_reduce", options)
 
 
-def _shown(op: str, options: dict[str, Any]) -> list[Measurement]:
+def _measure(op: str, options: dict[str, Any]) -> list[Measurement]:
     measurements = benchmark_collectives([op], **options)
     if rank() == 0:
         PlainConsole().print(benchmark_table(measurements))

@@ -1,4 +1,9 @@
-"""BMTrain's ``Block``: a module gathered when it runs, recomputed in backward, and released on demand."""
+"""BMTrain's ``Block``: a module that is gathered when it runs, and recomputed in backward.
+
+FSDP2 does the work: a Block is an FSDP2 unit. Beside the class there are two mechanisms: Blocks count what they gather,
+so that ``OptimManager`` can compare the ranks; and a Block that has not run can be released, so that the ranks of a
+pipeline stage may shard its module.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.compat.bmtrain.distributed_module import has_run, prepare_root, shard_as_unit
@@ -23,7 +26,8 @@ from meshwright.inspect import Record, captured, hand_over, recording_active
 from meshwright.nn.fsdp_units import parameter_groups
 from meshwright.nn.module_structure import subclass_like
 from meshwright.nn.recompute_buffers import recompute_contexts
-from meshwright.runtime import ShardAxes, note_gather, require_distributed, settings
+from meshwright.runtime import ShardAxes, require_distributed, settings
+from meshwright.runtime.torch_internals.fsdp import undo_fully_shard
 
 BlockMode = Literal["BLOCK", "PIPE"]
 _STATE = "_meshwright_block"
@@ -31,14 +35,14 @@ _STATE = "_meshwright_block"
 
 @dataclass(frozen=True)
 class BlockState:
-    """What a block was asked for. Kept in the module, so all Blocks of one module share it."""
+    """Options of a Block. They lie in the module, so all Blocks of one module share them."""
 
     use_checkpoint: bool
     zero_level: int
     unit: Any
-    """The first Block of the module: the one that FSDP2 knows."""
+    """The first Block of the module, which is the FSDP2 unit."""
     place: int | None
-    """Its number on all ranks, if all of them gather in every call: not in a pipeline's stage, nor below level 3."""
+    """Its number, equal on all ranks that gather in every call; None in a pipeline stage or below level 3."""
 
 
 _PLACES = itertools.count()
@@ -47,27 +51,28 @@ _PLACES = itertools.count()
 class Block(nn.Module):
     """``Block(module)`` shards a module over all ranks, gathers it when it runs, and recomputes it in backward.
 
-    The result *is* the module in all but identity: an instance of its class with the same attributes, submodules,
-    parameter names and hooks. Any arguments and keywords pass through, and any result; tensors nested in them keep
-    their gradients. Several Blocks of one module share its weights.
+    The result is the module in all but identity: an instance of its class with the same attributes, submodules,
+    parameter names and hooks. Any arguments, keywords and results pass through; tensors nested in them keep their
+    gradients. Several Blocks of one module share its weights.
 
     Args:
-        module: Plain parameters in it are split as they are, so they must be equal on all ranks.
+        module: The module to wrap. Its plain parameters must be equal on all ranks: each keeps its part of them.
         use_checkpoint: Keep only the block's inputs and run its forward again in backward (Chen et al. 2016).
         zero_level: 3 frees the gathered parameters after forward and gathers them again in backward; 2 keeps them in
             between; 1 also accumulates whole gradients under :func:`no_sync`. None takes ``init_distributed``'s.
-        initialized: For BMTrain's callers; parameters are sharded as they are either way.
-        mode: For BMTrain's callers, ``"BLOCK"`` or ``"PIPE"``: a PipelineTransformerBlockList takes Blocks of both.
-        axes: The ranks of a pipeline stage, on which distributed parameters are already; None for all ranks.
+        initialized: Accepted for BMTrain's callers; parameters are sharded as they are either way.
+        mode: Accepted for BMTrain's callers, ``"BLOCK"`` or ``"PIPE"``: a PipelineTransformerBlockList takes both.
+        axes: The axes of a pipeline stage, over which distributed parameters are sharded already; None for all ranks.
 
     Raises:
         LaunchError: Before ``init_distributed``.
-        ModelError: For what cannot be sharded, and for another Block of the same module with other options.
+        ModelError: When the module cannot be sharded, or another Block of it has other options.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an instance of a subclass of the module's class, around the module's own ``__dict__``."""
-        if cls is not Block:  # code of the wrapped class makes another of its kind, as slices of nn.Sequential do
+        # Code of the wrapped class makes another instance of it, as slices of nn.Sequential do.
+        if cls is not Block:
             return _wrapped_class(cls)(*args, **kwargs)
         return _around(*args, **kwargs)
 
@@ -81,7 +86,7 @@ class Block(nn.Module):
         *,
         axes: ShardAxes | None = None,
     ) -> None:
-        # No nn.Module.__init__: the module's own state is there already.
+        # No nn.Module.__init__: ``__dict__`` is the module's, which is initialised.
         _check_mode(mode)
         level = settings().zero_level if zero_level is None else zero_level
         known: BlockState | None = self.__dict__.get(_STATE)
@@ -108,11 +113,11 @@ class Block(nn.Module):
             hand_over(result.records, result.tensors)
             result = result.output
         if not torch.is_grad_enabled():
-            self.free()  # no backward will do it, and the next step changes the shards
+            self.free()  # no backward frees them, and the next step changes the shards
         return result
 
     def after_failure(self) -> None:
-        """Gather and free as a forward does that does not fail: other ranks may not have failed, and wait for it."""
+        """Gather and free as a successful forward does: ranks that have not failed wait for this gather."""
         self.unit.unshard()
         if self._state.zero_level == 3 or not torch.is_grad_enabled():
             self.free()
@@ -124,16 +129,16 @@ class Block(nn.Module):
             return super()._apply(fn, recurse)
 
     def free(self) -> None:
-        """Free the gathered parameters, if they are: the shards remain."""
+        """Free the gathered parameters; the shards remain."""
         self.unit.reshard()
 
     @property
     def unit(self) -> Any:
-        """Return the first Block of this module: the FSDP2 module, with FSDP2's own methods."""
+        """Return the first Block of this module: the FSDP2 unit, with FSDP2's own methods."""
         return self._state.unit
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's forward, under recomputation if asked for."""
+        """Run the module's forward, to be recomputed in backward with ``use_checkpoint``."""
         run = super().forward
         if recording_active():
             run = functools.partial(_recorded, run)
@@ -155,7 +160,7 @@ class Block(nn.Module):
 
 
 class _Recorded(NamedTuple):
-    """What a block's forward returns while an inspector records: FSDP2's hooks must see the recorded tensors, too."""
+    """Result of a block's forward while an inspector records: FSDP2's hooks must see the recorded tensors, too."""
 
     output: Any
     records: list[Record]
@@ -169,20 +174,9 @@ def _recorded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> _Recorded:
 
 
 def block_of(module: nn.Module) -> Block | None:
-    """Return the first Block of a module or of its Blocks, which share their attributes; None for one without."""
+    """Return the first Block of a module or of one of its Blocks; None if there is none."""
     state: BlockState | None = module.__dict__.get(_STATE)
     return state.unit if state is not None else None
-
-
-def unwrapped(block: Block) -> nn.Module:
-    """Return the module of a Block, no longer sharded by FSDP2: a Block of it can be made anew.
-
-    Others of it stay Blocks.
-    """
-    del block.__dict__[_STATE]
-    module: nn.Module = object.__new__(_wrapped_class(type(block)))
-    object.__setattr__(module, "__dict__", block.__dict__)
-    return module
 
 
 def _around(module: nn.Module, *_: Any, **__: Any) -> Block:
@@ -205,7 +199,7 @@ def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _refuse_other_dtypes(block: Block, fn: Callable[..., Any]) -> None:
-    """FSDP2 keeps the buffers it gathers into, in the dtype of the first forward."""
+    # FSDP2 keeps the buffers it gathers into, in the dtype of the first forward.
     for name, parameter in block.named_parameters():
         dtype = fn(torch.empty(0, dtype=parameter.dtype)).dtype
         if dtype != parameter.dtype:
@@ -239,8 +233,8 @@ def _check_mode(mode: str) -> None:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate whole gradients in Blocks of ``zero_level`` 1; the next backward outside reduces them all at once.
 
-    For all micro-batches but the last. Blocks of level 2 and 3 never hold whole gradients: they reduce in every
-    backward, and accumulate what they reduced.
+    Use it for all micro-batches but the last. Blocks of level 2 and 3 never hold whole gradients: they reduce in every
+    backward, and accumulate the reduced ones.
     """
     units = {module.unit for module in model.modules() if isinstance(module, Block)}
     units = {unit for unit in units if unit._state.zero_level == 1}
@@ -253,14 +247,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             unit.set_requires_gradient_sync(True)
 
 
-# --- Taking a Block apart again, so that the ranks of a pipeline stage may shard its module. FSDP2 knows no way back.
+# --- Releasing a Block. FSDP2 cannot undo ``fully_shard``, so this edits its hooks, registries and classes.
 
 
 def check_can_be_released(block: Block) -> None:
-    """Refuse a Block that has run: FSDP2 has set up buffers for it.
+    """Check that a Block has not run, for FSDP2 would have set up buffers for it.
 
     Raises:
-        ModelError: Saying so.
+        ModelError: When it has.
     """
     if has_run(block.unit):
         raise ModelError(
@@ -272,27 +266,39 @@ def check_can_be_released(block: Block) -> None:
 
 
 def released(block: Block) -> tuple[nn.Module, BlockState]:
-    """Return the module of a Block without what sharding added, but for its parameters.
+    """Return the module of a Block, no longer an FSDP2 unit, and the options of the Block.
 
-    And what the Block was asked for.
-
-    The module shares its attributes with all Blocks of it: these cannot run until it is in a Block again.
+    Parameters stay the DTensors that they are. All Blocks of a module share its ``__dict__``: none of them can run
+    until the module is in a Block again.
     """
     state = block._state
     for unit in [module for module in state.unit.modules() if isinstance(module, FSDPModule)]:
-        _unshard_unit(unit)
-    return unwrapped(block), state
+        undo_fully_shard(unit, parameter_groups(unit))
+    del block.__dict__[_STATE]
+    module: nn.Module = object.__new__(_wrapped_class(type(block)))
+    object.__setattr__(module, "__dict__", block.__dict__)
+    return module, state
 
 
-def _unshard_unit(unit: Any) -> None:
-    """Undo ``fully_shard`` of one module, whose parameters stay the DTensors that they are."""
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    for group in parameter_groups(unit):
-        for parameter in group.fsdp_params:
-            parameter._post_load_hook_handle.remove()
-    del _module_state_mapping[unit]
-    unit.__dict__[STATE_KEY] = {key: kept for key, kept in unit.__dict__[STATE_KEY].items() if kept is not state}
-    unit.__dict__[REGISTRY_KEY].pop("fully_shard", None)
-    unit.__class__ = type(unit).__bases__[1]  # behind FSDPModule
+# --- [Note: gather-order check of Blocks] Ranks pair gathers by order alone.
+#
+# Where ranks run other Blocks, or in another order, each gets a mixture of weights and no error. So every gather is
+# hashed into a number, which OptimManager sends along with the overflow flag and compares.
+
+_MODULUS = 2**20  # exact in fp32, in which the number travels
+
+_order = 0
+
+
+def note_gather(place: int) -> None:
+    """Add a gather to the hash, by a number that it has on all ranks."""
+    global _order
+    if not torch.compiler.is_compiling():
+        _order = (_order * 31 + place + 1) % _MODULUS
+
+
+def take_gather_order() -> int:
+    """Return the hash of all gathers since the last call, equal on ranks that gathered the same in one order."""
+    global _order
+    taken, _order = _order, 0
+    return taken

@@ -1,4 +1,4 @@
-"""`TransformerBlockList`: a stack of Blocks called as a whole, and how such stacks are spread over pipeline stages."""
+"""Run a stack of Blocks as one module, `TransformerBlockList`, and place such stacks on pipeline stages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from meshwright.errors import ModelError
 from meshwright.nn.model_layout import Elsewhere, local_piece, sharded, sharded_piece, tensor_dim
 from meshwright.nn.recompute_buffers import recompute_contexts
 from meshwright.runtime import pipe_size, stage_axes, stage_index
+from meshwright.runtime.torch_internals.autograd import current_graph_task_id
+from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 
 
 class TransformerBlockList(nn.ModuleList):
-    """Runs its Blocks one after another, each gathered while the one before it computes.
+    """Runs its Blocks one after another, gathering each while the one before it computes.
 
     ``layers(x, *constants)`` is ``for layer in layers: x = layer(x, *constants)``. Iterating works as well.
 
@@ -32,8 +34,8 @@ class TransformerBlockList(nn.ModuleList):
         modules: Blocks, or modules that are then wrapped; the same module in several places shares its weights.
         num_hidden: How many leading arguments are hidden states: they flow from block to block, and a block returns as
             many. The other arguments are the same for every block.
-        sqrt: Recompute in two levels, segments of about √L blocks and blocks in them: √L + √L saved inputs in place of
-            L, for one more forward (Chen et al. 2016, §4).
+        sqrt: Recompute on two levels, segments of about √L blocks and single blocks in them: √L + √L saved inputs
+            instead of L, for one more forward (Chen et al. 2016, §4).
 
     Raises:
         ModelError: For a Block that stands in two places, and an impossible ``num_hidden``.
@@ -55,9 +57,9 @@ class TransformerBlockList(nn.ModuleList):
         """Run all blocks.
 
         Args:
-            args: ``num_hidden`` hidden states, then what every block gets.
+            args: ``num_hidden`` hidden states, then arguments of every block.
             return_hidden_states: Return the inputs of all blocks, too.
-            kwargs: What every block gets.
+            kwargs: Keyword arguments of every block.
 
         Returns:
             The last block's hidden states: one tensor, or a tuple of ``num_hidden``. With ``return_hidden_states`` a
@@ -78,10 +80,10 @@ class TransformerBlockList(nn.ModuleList):
         return (*hidden, *(torch.stack(states) for states in zip(*inputs, strict=True)))
 
     def _divided(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the hidden states, and what every block gets."""
+        """Return the hidden states and the other positional arguments."""
         if len(args) < self.num_hidden:
             raise ModelError(
-                "A TransformerBlockList got too few hidden states",
+                "A TransformerBlockList was called with too few hidden states",
                 expected=f"{self.num_hidden} leading arguments",
                 got=str(len(args)),
                 fix="pass hidden states by position, or change num_hidden",
@@ -107,15 +109,15 @@ class TransformerBlockList(nn.ModuleList):
                     "A block returned another number of hidden states than it was given",
                     expected=f"{self.num_hidden} (num_hidden)",
                     got=str(len(hidden)),
-                    fix="let the block return what flows on, and nothing else",
+                    fix="let the block return its hidden states, and nothing else",
                 )
-            if len(blocks) > 1 and torch._C._current_graph_task_id() != -1:
-                # Recomputing a segment: its backward gathers the block again, and so holds one block at a time.
+            # When a segment is recomputed, its backward gathers each block again: hold one block at a time.
+            if len(blocks) > 1 and current_graph_task_id() != -1:
                 block.free()
         return hidden, inputs
 
     def link_prefetch(self) -> None:
-        """Let every block gather the next one ahead, in forward and in backward; called when the root is known."""
+        """Let every block prefetch the next one, in forward and in backward; called once FSDP2's root is known."""
         units = [block.unit for block in self if isinstance(block, Block)]
         for first, second in itertools.pairwise(units):
             if first is not second:
@@ -124,7 +126,7 @@ class TransformerBlockList(nn.ModuleList):
 
 
 def check_listed(modules: Sequence[nn.Module], num_hidden: int) -> None:
-    """Refuse what no list of Blocks can be made of.
+    """Refuse modules that cannot form a list of Blocks.
 
     Raises:
         ModelError: For a Block that stands in two places, and an impossible ``num_hidden``.
@@ -144,11 +146,11 @@ def check_listed(modules: Sequence[nn.Module], num_hidden: int) -> None:
         )
 
 
-# --- Which blocks a pipeline stage holds, and what stands in the place of those that others hold.
+# --- Placing blocks on pipeline stages
 
 
 def stage_bounds(num_blocks: int, num_stages: int) -> list[int]:
-    """Return where stages begin and the last one ends: ``num_stages + 1`` numbers; the first stages get one block more.
+    """Return ``num_stages + 1`` bounds of stages; the first stages get the blocks that are left over.
 
     Raises:
         ModelError: When a stage would have no block.
@@ -165,35 +167,34 @@ def stage_bounds(num_blocks: int, num_stages: int) -> list[int]:
 
 
 def staged(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """This stage's modules as Blocks sharded over its ranks, and stand-ins for the others.
+    """Return this stage's modules as Blocks sharded over its ranks, and placeholders for those of other stages.
 
-    Collective over the world where modules hold distributed parameters, as in Blocks: these are gathered one block at a
+    Collective over the world if modules hold distributed parameters, as Blocks do: these are gathered one block at a
     time.
 
     Raises:
-        ModelError: For a Block that has run; for too few modules; and for one that two stages would share.
+        ModelError: For a Block that has run, too few modules, and a module that two stages would share.
     """
     bounds = stage_bounds(len(modules), pipe_size())
     owners = [stage for stage, (start, end) in enumerate(pairwise(bounds)) for _ in range(start, end)]
     _check(modules, owners)
-    axes = stage_axes()  # collective where it is the first call: not on one stage alone
+    axes = stage_axes()  # the first call is collective, so every stage makes it here
     result: list[nn.Module] = []
     known: dict[int, tuple[nn.Module, BlockState | None]] = {}
     for listed, owner in zip(modules, owners, strict=True):
         here = owner == stage_index()
         if _identity(listed) not in known:
             block = block_of(listed)
-            module, asked = released(block) if block is not None else (listed, None)
-            known[_identity(listed)] = module, asked
-            _replace_tensors(module, here)
-        module, asked = known[_identity(listed)]
-        options = (asked.use_checkpoint, asked.zero_level) if asked is not None else ()
+            known[_identity(listed)] = released(block) if block is not None else (listed, None)
+            _replace_tensors(known[_identity(listed)][0], here)
+        module, state = known[_identity(listed)]
+        options = (state.use_checkpoint, state.zero_level) if state is not None else ()
         result.append(Block(module, *options, axes=axes) if here else Elsewhere(module, owner))
     return result
 
 
 def _identity(module: nn.Module) -> int:
-    """Return the same for all Blocks of one module, which share their attributes."""
+    """Return a key that is equal for all Blocks of one module, which share their attributes."""
     return id(module.__dict__)
 
 
@@ -214,25 +215,31 @@ def _check(modules: Sequence[nn.Module], owners: Sequence[int]) -> None:
 
 @torch.no_grad()
 def _replace_tensors(module: nn.Module, here: bool) -> None:
-    """Make parameters whole where they are needed, and take away the memory of all tensors elsewhere."""
+    """Gather parameters for the stage that holds them, and move all tensors to ``meta`` on the others."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
+        for name, parameter in parameters_of(owner).items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = _replacement(parameter, here)
-            setattr(owner, name, made[id(parameter)])  # not into _parameters: recurrent modules keep a second list
+            # By setattr, since recurrent modules keep a second list of their parameters.
+            setattr(owner, name, made[id(parameter)])
         if not here:
-            owner._buffers.update({name: each.to("meta") for name, each in owner._buffers.items() if each is not None})
+            buffers_of(owner).update(
+                {name: each.to("meta") for name, each in buffers_of(owner).items() if each is not None}
+            )
 
 
 def _replacement(parameter: nn.Parameter, here: bool) -> nn.Parameter:
-    """On the ranks of its stage, or without memory; what is not distributed is equal on all ranks, and stays."""
+    """Return a parameter sharded over its stage's ranks, or on ``meta`` elsewhere.
+
+    One that is not distributed is equal on all ranks and stays.
+    """
     record = record_of(parameter)
     if here and not isinstance(parameter, DTensor):
         return parameter
-    # All ranks gather, whoever needs it.
+    # Gathering is collective: ranks that do not need the parameter take part.
     whole = parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
     mark_moved(parameter)
     dim = tensor_dim(parameter)
@@ -247,7 +254,7 @@ def _replacement(parameter: nn.Parameter, here: bool) -> nn.Parameter:
 
 
 def all_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """Every parameter of the whole model once, in its order, and whether this rank holds it; alike on all ranks."""
+    """Yield every parameter of the whole model once, and whether this rank holds it; in one order on all ranks."""
     seen: set[int] = set()
     for module in model.modules():
         parameters = module.outline.parameters() if isinstance(module, Elsewhere) else module.parameters(recurse=False)

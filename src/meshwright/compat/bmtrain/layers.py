@@ -1,4 +1,4 @@
-"""Linear layers and the embedding in BMTrain's form: whole, or split over a tensor group."""
+"""BMTrain's linear layers and embedding: whole, or split over a tensor group."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from meshwright.comm import all_reduce, reduce_scatter
 from meshwright.comm.transport import gathered, members_of
 from meshwright.compat.bmtrain.distributed_module import DistributedModule
+from meshwright.compat.bmtrain.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.compat.bmtrain.parameter import DistributedParameter, InitMethod, ParameterInitializer
 from meshwright.errors import ModelError
-from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.runtime import tensor_mesh, tensor_rank, tensor_size
+from meshwright.runtime.torch_internals.tensors import assert_async
 
 
 class _LinearLayer(DistributedModule):
-    """What the layers have in common: the sizes of the whole layer, its weight and perhaps a bias."""
+    """Base of the linear layers: the sizes of the whole layer, its weight, and a bias or None."""
 
     bias: Tensor | None
 
@@ -49,7 +50,7 @@ class Linear(_LinearLayer):
         super().__init__(in_features, out_features, weight, _bias(out_features, dtype) if bias else None)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, I) to (…, O)."""
+        """Map (…, I) to (…, O)."""
         return F.linear(input, self.weight, self.bias)
 
 
@@ -57,13 +58,13 @@ class ColumnParallelLinear(_LinearLayer):
     """A linear layer of which every tensor rank computes a part of the output features.
 
     Args:
-        in_features: I, of the whole layer as are the others.
-        out_features: O, a multiple of ``tp_size``.
+        in_features: I of the whole layer.
+        out_features: O of the whole layer, a multiple of ``tp_size``.
         bias: Whether to add one.
         dtype: Of the parameters; None for torch's default.
         gather_output: Give every rank all output features instead of its part.
-        gather_input: Ranks hold parts of dim 0, and compute with all of it; else all hold the same input.
-        async_gather_chunks: Parts in which the input is gathered, each behind the product of the one before.
+        gather_input: Whether ranks hold parts of dim 0, to be gathered; else all hold the same input.
+        async_gather_chunks: Parts in which the input is gathered, each during the product of the one before.
 
     Raises:
         ModelError: When ``tp_size`` does not divide ``out_features``.
@@ -86,7 +87,10 @@ class ColumnParallelLinear(_LinearLayer):
         self.async_gather_chunks = async_gather_chunks
 
     def forward(self, input: Tensor) -> Tensor:
-        """(rows…, I) to (rows…, O / tp_size), or (rows…, O) with ``gather_output``; gathered rows are rows of all."""
+        """Map (rows…, I) to (rows…, O / tp_size), or to (rows…, O) with ``gather_output``.
+
+        With ``gather_input`` the output's dim 0 is that of all ranks.
+        """
         return OpParallelLinear.apply(
             input,
             self.weight,
@@ -98,16 +102,16 @@ class ColumnParallelLinear(_LinearLayer):
 
 
 class RowParallelLinear(_LinearLayer):
-    """A linear layer of which every tensor rank computes with a part of the input features; the products are summed.
+    """A linear layer of which every tensor rank multiplies a part of the input features; the products are summed.
 
     Args:
-        in_features: I, of the whole layer as are the others; a multiple of ``tp_size``.
+        in_features: I of the whole layer, a multiple of ``tp_size``.
         out_features: O.
         bias: Whether to add one, to the sum.
         dtype: Of the parameters; None for torch's default.
-        split_input: The input is not split by features yet: ranks hold parts of dim 0 with all features.
+        split_input: Whether the input is not split by features yet: ranks hold parts of dim 0 with all features.
         all_reduce_output: Give every rank all rows instead of its part of dim 0.
-        async_chunks: Parts in which the output is reduced, each behind the product of the next.
+        async_chunks: Parts in which the output is reduced, each during the product of the next.
 
     Raises:
         ModelError: When ``tp_size`` does not divide ``in_features``.
@@ -129,8 +133,9 @@ class RowParallelLinear(_LinearLayer):
         self.async_chunks = async_chunks
 
     def forward(self, input: Tensor) -> Tensor:
-        """(rows…, I / tp_size), or (rows…, I) with ``split_input``, to (rows…, O); dim 0 is divided by ``tp_size``
-        where the output is scattered and the input was not a part of it.
+        """Map (rows…, I / tp_size), or (rows…, I) with ``split_input``, to (rows…, O).
+
+        Dim 0 is divided by ``tp_size`` if the output is scattered and the input had all rows.
         """
         return OpParallelLinear.apply(
             input,
@@ -144,10 +149,10 @@ class RowParallelLinear(_LinearLayer):
 
 
 def tensor_part(name: str, size: int) -> int:
-    """Return what each tensor rank has of ``size``.
+    """Return ``size / tp_size``, each tensor rank's part.
 
     Raises:
-        ModelError: When it is not the same number for all.
+        ModelError: When ``tp_size`` does not divide ``size``.
     """
     if size % tensor_size():
         raise ModelError(
@@ -171,22 +176,19 @@ def _parameter(data: Tensor, init_method: InitMethod, split_dim: int) -> nn.Para
     return DistributedParameter(data, init_method=init_method, tp_mode=split_dim >= 0, tp_split_dim=split_dim)
 
 
-# --- An embedding whose vocabulary is split over a tensor group, and the head that is tied to it. Seed: BMTrain.
-
-
 class VPEmbedding(DistributedModule):
-    """An embedding of which every tensor rank holds a part of the words; also the head that predicts them.
+    """An embedding whose vocabulary is split over a tensor group, and the head that is tied to it.
 
-    Ids and hidden states travel, never the weight (BMTrain gathers it in every forward). Values are undefined until
-    :func:`meshwright.init_parameters` or ``load``.
+    Ids and hidden states are communicated, never the weight (BMTrain gathers it in every forward). Values are undefined
+    until :func:`meshwright.init_parameters` or ``load``.
 
     Args:
         vocab_size: V, a multiple of ``tp_size``.
         embedding_size: D.
-        dtype: Of the weight; half, as in BMTrain, if it is left out.
+        dtype: Of the weight; half by default, as in BMTrain.
         init_mean: Mean of the initial values.
         init_std: Their standard deviation.
-        gather_input: Ranks hold parts of dim 0 of ids and hidden states; else all hold the same.
+        gather_input: Whether ranks hold parts of dim 0 of ids and hidden states; else all hold the same.
 
     Raises:
         ModelError: When ``tp_size`` does not divide ``vocab_size``.
@@ -214,15 +216,15 @@ class VPEmbedding(DistributedModule):
         )
 
     def forward(self, x: Tensor, projection: bool = False) -> Tensor:
-        """Look words up, or predict them.
+        """Look up embeddings of ids, or compute logits of hidden states.
 
         Args:
             x: Ids (rows…), of equal shape on all tensor ranks; with ``projection`` hidden states (rows…, D).
-            projection: Return logits instead of embeddings.
+            projection: Whether to return logits instead of embeddings.
 
         Returns:
             Embeddings (rows…, D). With ``projection`` the logits (rows…, V / tp_size) of this rank's words, for all
-            rows of the tensor group one rank after the other: what ``FusedCrossEntropy(parallel=True)`` takes.
+            rows of the tensor group in rank order: the input of ``FusedCrossEntropy(parallel=True)``.
 
         Raises:
             ModelError: On all tensor ranks, when ids are no integers; torch's RuntimeError (an assertion on the device)
@@ -247,8 +249,8 @@ class VPEmbedding(DistributedModule):
         return reduce_scatter(found, group=members.group).view(*x.shape, -1)
 
     def _found(self, ids: Tensor) -> Tensor:
-        """Embeddings of this rank's words, zero for those of others."""
-        torch._assert_async(((ids >= 0) & (ids < self.vocab_size)).all(), f"ids are not in 0..{self.vocab_size - 1}")  # type: ignore[call-arg]
+        """Return embeddings of this rank's words, zeros for those of others."""
+        assert_async(((ids >= 0) & (ids < self.vocab_size)).all(), f"ids are not in 0..{self.vocab_size - 1}")  # type: ignore[call-arg]
         elsewhere = (ids < self.start_index) | (ids >= self.end_index)
         local = (ids - self.start_index).masked_fill(elsewhere, 0)
         return F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)

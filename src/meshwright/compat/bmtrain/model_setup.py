@@ -7,28 +7,29 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshwright.compat.bmtrain.block import Block
 from meshwright.compat.bmtrain.block_list import all_parameters
-from meshwright.compat.bmtrain.distributed_module import distributed_class
+from meshwright.compat.bmtrain.distributed_module import check_no_scalars, distributed_class
 from meshwright.compat.bmtrain.parameter import DistributedParameter, record_of
 from meshwright.errors import ModelError, join_names
+from meshwright.nn.fsdp_units import reshard
 from meshwright.nn.model_layout import local_part
 from meshwright.nn.module_structure import check_no_renorm, find_blocks, without_caches
 from meshwright.runtime import gather_objects, print_rank, require_distributed, settings, world_size
+from meshwright.runtime.torch_internals.modules import buffers_of, children_of, parameters_of
 
 
 def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None) -> nn.Module:
     """Shard a model in place over all ranks: its repeated blocks become Blocks, its modules DistributedModules.
 
     Blocks are the members of the outermost ``nn.ModuleList``s that have submodules of their own, as transformer layers
-    do. Values, names, tied weights, buffers and classes stay; values must be equal on all ranks. Works with models of
-    the transformers library. A frozen part stays frozen.
+    do. Values, names, tied weights, buffers and classes stay, and frozen parameters stay frozen. Models of the
+    transformers library work.
 
     Args:
-        model: Any module with ordinary parameters.
+        model: Any module with ordinary parameters, equal on all ranks.
         use_checkpoint: As for :class:`Block`.
         zero_level: As for :class:`Block`.
 
@@ -43,16 +44,16 @@ def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_leve
     check_no_renorm(model, world_size())
     blocks = [(path, module) for path, module in find_blocks(model) if next(module.children(), None) is not None]
     inside = {id(inner) for _, module in blocks for inner in module.modules()}
-    # A recurrent module keeps a list of its weights, which FSDP2 knows to keep up to date.
+    # A recurrent module has a second list of its weights, which only FSDP2 keeps up to date: it becomes a Block.
     recurrent = [entry for entry in model.named_modules() if isinstance(entry[1], nn.RNNBase)]
     recurrent = [(path, module) for path, module in recurrent if id(module) not in inside]
     _check(model, blocks + recurrent)
     made = {id(module): Block(module, use_checkpoint, zero_level) for _, module in blocks}
     made |= {id(module): Block(module, False, zero_level) for _, module in recurrent}
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():
+        for name, child in children_of(parent).items():
             if id(child) in made:
-                parent._modules[name] = made[id(child)]
+                children_of(parent)[name] = made[id(child)]
     _distribute_rest(model)
     if use_checkpoint and blocks and without_caches(model):
         print_rank("meshwright: config.use_cache was set to False; a cache cannot be recomputed")
@@ -60,21 +61,21 @@ def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_leve
 
 
 def _distribute_rest(model: nn.Module) -> None:
-    """Shard what is outside the blocks; tied parameters stay one parameter."""
+    """Shard all parameters outside the blocks; tied parameters stay one parameter."""
     device = settings().device
     made: dict[int, nn.Parameter] = {}
     inside = {id(inner) for block in model.modules() if isinstance(block, Block) for inner in block.modules()}
     for module in model.modules():
         if id(module) in inside:
             continue
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = DistributedParameter(parameter, parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer.to(device) if buffer is not None else None
+            parameters_of(module)[name] = made[id(parameter)]
+        for name, buffer in buffers_of(module).items():
+            buffers_of(module)[name] = buffer.to(device) if buffer is not None else None
         if type(module) is not nn.ModuleList:
             module.__class__ = distributed_class(type(module))
 
@@ -88,21 +89,15 @@ def _check(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
             got=join_names(done),
             fix="wrap it once, before anything else distributes it",
         )
-    if isinstance(model, nn.RNNBase):  # it would go on computing with the weights it had before
+    # Its second list of weights would stay the old ones.
+    if isinstance(model, nn.RNNBase):
         raise ModelError(
             "A recurrent module cannot be wrapped by itself",
             expected="a model with such modules in it",
             got=type(model).__name__,
             fix="use meshwright.Block(module, use_checkpoint=False)",
         )
-    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise ModelError(
-            "Scalar parameters cannot be split over ranks",
-            expected="parameters with at least one dimension",
-            got=join_names(scalars),
-            fix="make them tensors of shape (1,)",
-        )
+    check_no_scalars("Scalar parameters", model.named_parameters())
     unit_of = {id(inner): path for path, module in blocks for inner in module.modules()}
     home: dict[int, str | None] = {}
     for path, module in model.named_modules():
@@ -118,15 +113,15 @@ def _check(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
             )
 
 
-# --- Initial values and groups of distributed parameters. Seed: BMTrain.
+# --- Initial values and groups of distributed parameters.
 
 
 @torch.no_grad()
 def init_parameters(model: nn.Module) -> None:
     """Call the ``init_method`` of every :class:`DistributedParameter` of a model; others keep their values.
 
-    Every rank fills the full tensor, one at a time in the model's order and with rank 0's random generators, and keeps
-    its part: the values are those of a single process, and memory is bounded by one parameter. Collective.
+    Every rank fills the full tensors one after the other, in the model's order and with rank 0's random generators, and
+    keeps its parts: values are those of a single process, and memory is bounded by one parameter. Collective.
 
     Args:
         model: Any module.
@@ -135,9 +130,7 @@ def init_parameters(model: nn.Module) -> None:
         LaunchError: Before ``init_distributed``.
     """
     require_distributed("init_parameters")
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+    reshard(model)
     with _generators_of_rank_0():
         for parameter, is_here in all_parameters(model):
             record = record_of(parameter)
@@ -145,7 +138,8 @@ def init_parameters(model: nn.Module) -> None:
                 continue
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device=settings().device)
             record.init_method(full)
-            if not is_here:  # drawn all the same: what other ranks draw next must not depend on the stage
+            # Other stages' parameters are drawn all the same: the generators must agree for the next one.
+            if not is_here:
                 continue
             assert isinstance(parameter, DTensor)
             parameter.to_local().copy_(local_part(full, parameter))
@@ -153,7 +147,7 @@ def init_parameters(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _generators_of_rank_0() -> Iterator[None]:
-    """Let all ranks draw what rank 0 draws, also after the first forward, which gave them seeds of their own."""
+    """Give all ranks the state of rank 0's generators; from the first forward on they have seeds of their own."""
     device = settings().device
     own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     shared = gather_objects(own)[0]
@@ -170,11 +164,11 @@ def _set_generators(states: tuple[torch.Tensor, torch.Tensor | None], device: to
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
-    """The model's parameters by the ``group`` they were given, for optimizers with groups of their own.
+    """Yield a model's parameters by the ``group`` they were given, for optimizers with options per group.
 
     Yields:
-        ``(group, parameters)`` in order of first appearance; plain parameters are in the group None. The same groups on
-        every stage of a pipeline, with the parameters that are there, which may be none.
+        ``(group, parameters)`` in order of first appearance; plain parameters are in the group None. Every pipeline
+        stage has the same groups, each with the parameters of this stage, which may be none.
     """
     groups: dict[str | None, list[nn.Parameter]] = {}
     for parameter, is_here in all_parameters(model):

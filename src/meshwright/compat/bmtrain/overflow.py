@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from meshwright.compat.bmtrain.block import take_gather_order
 from meshwright.errors import ConfigError, ModelError
 from meshwright.optim.dtensors import (
     Peers,
@@ -28,7 +29,8 @@ from meshwright.optim.dtensors import (
 )
 from meshwright.optim.mixed_precision import unscale_
 from meshwright.optim.outer import OuterOptimizer
-from meshwright.runtime import take_gather_order
+from meshwright.runtime.torch_internals.optim import foreach_norm
+from meshwright.runtime.torch_internals.tensors import version_of
 
 
 class LossScale:
@@ -168,7 +170,7 @@ def norm_and_count(
 
 def any_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return 1 if a plain tensor of this rank holds inf or nan, else 0 (0-dim fp32)."""
-    found = [~torch.isfinite(torch.stack(torch._foreach_norm(kind, float("inf")))).all() for kind in by_kind(tensors)]
+    found = [~torch.isfinite(torch.stack(foreach_norm(kind, float("inf")))).all() for kind in by_kind(tensors)]
     if not found:
         return torch.zeros(())
     return torch.stack([flag.float().to(found[0].device) for flag in found]).max()
@@ -213,12 +215,12 @@ class GradientWatch:
 
     def remember(self, norm: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
         """Remember the norm over all ranks of local gradients as they are now."""
-        self._measured.update({id(gradient): (gradient, gradient._version, norm) for gradient in gradients})
+        self._measured.update({id(gradient): (gradient, version_of(gradient), norm) for gradient in gradients})
 
     def is_measured(self, gradient: torch.Tensor) -> bool:
         """Return whether a norm of this local gradient is known and nobody has written to it since."""
         measured, version, _ = self._measured.get(id(gradient), (None, 0, None))
-        return measured is gradient and version == gradient._version
+        return measured is gradient and version == version_of(gradient)
 
     def any_nonfinite(
         self, plain: list[torch.Tensor], to_unscale: list[torch.Tensor], inverse_scale: float

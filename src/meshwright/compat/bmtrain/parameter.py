@@ -1,4 +1,4 @@
-"""Parameters sharded when they are made, so that a model larger than one device can be built. Seed: BMTrain."""
+"""Parameters that are sharded when they are made, so that models larger than a device can be built. Seed: BMTrain."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MOVED = "_meshwright_moved"
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """What a distributed parameter remembers beside its values."""
+    """Attributes of a distributed parameter beside its values."""
 
     init_method: InitMethod | None
     group: str | None
     gather_on_use: bool
-    """True outside blocks. Inside one, the block gathers all its parameters together."""
+    """Whether reading it gathers it: True outside Blocks, which gather all their parameters together."""
 
 
 class _DistributedParameterType(type(nn.Parameter)):  # type: ignore[misc]
@@ -38,10 +38,10 @@ class _DistributedParameterType(type(nn.Parameter)):  # type: ignore[misc]
 
 
 class DistributedParameter(nn.Parameter, metaclass=_DistributedParameterType):
-    """A parameter of which every rank holds a part: an ``nn.Parameter`` around a DTensor, split along dim 0.
+    """A sharded parameter: an ``nn.Parameter`` around a DTensor, of which every rank holds a part of dim 0.
 
-    All ranks must pass the same values, or an ``init_method`` and call :func:`init_parameters`. Only the rank's own
-    part of ``data`` is kept, on the rank's device.
+    All ranks pass the same values, or an ``init_method`` and call :func:`init_parameters`. Only the rank's own part of
+    ``data`` is kept, on the rank's device.
 
     Args:
         data: The full tensor, of at least one dimension, on any device. On ``meta`` the part is left uninitialised.
@@ -49,15 +49,15 @@ class DistributedParameter(nn.Parameter, metaclass=_DistributedParameterType):
         init_method: Called by :func:`init_parameters` with a full-shape tensor: the result does not depend on the
             number of ranks.
         group: A name by which :func:`grouped_parameters` collects parameters.
-        tp_mode: Whether tensor ranks may hold pieces of it; see ``tp_split_dim``.
-        tp_split_dim: With ``tp_mode``, the dim along which the pieces of a tensor group (``init_distributed``'s
-            ``tp_size`` ranks) make the whole: ``data`` is this rank's piece then, and the parameter has the shape of
-            the whole, which ``init_method`` fills. -1 for a parameter that every tensor rank has whole. In a
-            :class:`DistributedModule` the attribute is the rank's piece.
+        tp_mode: Whether tensor ranks hold pieces of it; see ``tp_split_dim``.
+        tp_split_dim: With ``tp_mode``, the dim along which a tensor group (``init_distributed``'s ``tp_size`` ranks)
+            splits the parameter. ``data`` is then this rank's piece, and the parameter has the shape of the whole,
+            which ``init_method`` fills. In a :class:`DistributedModule` the attribute is the rank's piece. -1 for a
+            parameter that every tensor rank has whole.
 
     Raises:
         LaunchError: Before ``init_distributed``.
-        ModelError: For scalars, for tensors that are distributed already, and for a ``tp_split_dim`` that is no dim.
+        ModelError: For scalars, for tensors that are distributed already, and when ``tp_split_dim`` is no dim.
     """
 
     def __new__(  # type: ignore[misc]
@@ -69,7 +69,7 @@ class DistributedParameter(nn.Parameter, metaclass=_DistributedParameterType):
         tp_mode: bool = False,
         tp_split_dim: int = -1,
     ) -> nn.Parameter:
-        """Make the DTensor parameter; its class is torch's, and ``isinstance`` knows it as a DistributedParameter."""
+        """Make the DTensor parameter. Its class is torch's; ``isinstance`` recognises it by its record."""
         require_distributed("A DistributedParameter")
         _check_data(data)
         _check_split(data, tp_mode, tp_split_dim)
@@ -107,44 +107,41 @@ def _check_split(data: torch.Tensor, tp_mode: bool, tp_split_dim: int) -> None:
 
 
 def record_of(tensor: torch.Tensor) -> ParameterRecord | None:
-    """Return what a parameter remembers; None for any other tensor."""
+    """Return a distributed parameter's record; None for any other tensor."""
     record: ParameterRecord | None = getattr(tensor, _RECORD, None)
     return record
 
 
 def recorded_parameter(tensor: DTensor, requires_grad: bool, record: ParameterRecord) -> nn.Parameter:
-    """Return a parameter of ``tensor`` that remembers ``record``."""
+    """Make a parameter of ``tensor`` with a record."""
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     set_record(parameter, record)
     return parameter
 
 
 def set_record(parameter: nn.Parameter, record: ParameterRecord) -> None:
-    """Let a parameter remember ``record``."""
+    """Attach a record to a parameter."""
     setattr(parameter, _RECORD, record)
 
 
 @contextlib.contextmanager
 def keeping_records(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let parameters remember through a conversion (``half``, ``to``): torch swaps their contents and attributes."""
-    kept = [(parameter, record) for parameter in parameters if (record := record_of(parameter)) is not None]
+    """Keep records through a conversion (``half``, ``to``), in which torch swaps parameters with all attributes."""
+    records = [(parameter, record) for parameter in parameters if (record := record_of(parameter)) is not None]
     try:
         yield
     finally:
-        for parameter, record in kept:
-            setattr(parameter, _RECORD, record)
+        for parameter, record in records:
+            set_record(parameter, record)
 
 
 def mark_moved(parameter: nn.Parameter) -> None:
-    """Remember that a Block holds another parameter in this one's place."""
+    """Mark a parameter in whose place a Block has another one now."""
     setattr(parameter, _MOVED, True)
 
 
 def was_moved(parameter: nn.Parameter) -> bool:
-    """Return whether a Block holds another parameter in this one's place.
-
-    Who still has this one would train it apart.
-    """
+    """Return whether a Block has another parameter in this one's place; a second owner would train it apart."""
     return hasattr(parameter, _MOVED)
 
 

@@ -1,4 +1,7 @@
-"""``PipelineTransformerBlockList``: Blocks over pipeline stages, and the check that all ranks call it alike."""
+"""Spread Blocks over pipeline stages: `PipelineTransformerBlockList`, and the check of how ranks call it.
+
+The pass itself is in ``pipeline_pass.py``; which blocks a stage holds, in ``block_list.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.comm import all_gather
-from meshwright.comm.point_to_point import new_chain, scale_gradients
 from meshwright.comm.transport import Members, members_of
 from meshwright.compat.bmtrain.block import Block
 from meshwright.compat.bmtrain.block_list import TransformerBlockList, check_listed, stage_bounds, staged
-from meshwright.compat.bmtrain.pipeline_pass import PipelineRun
+from meshwright.compat.bmtrain.pipeline_pass import PipelineRun, new_chain, scale_gradients
 from meshwright.errors import LaunchError, ModelError
 from meshwright.inspect import recording_active
 from meshwright.runtime import agreed, gather_from, pipe_size, pipeline_mesh, settings
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
@@ -27,24 +29,24 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
     ``init_distributed(pipe_size=)`` sets the number of stages; with one stage it is a :class:`TransformerBlockList`.
     Training loops stay as they are: every rank has all layers outside the list, feeds its own batch and gets its own
-    result. The batches of a pipeline's ranks together are cut into ``num_micro_batches``, which run through the stages
-    in GPipe's order (Huang et al. 2019): all forward, then, in backward, all of them in reverse.
+    result. The batches of a pipeline's ranks together are divided into ``num_micro_batches``, which run through the
+    stages in GPipe's order (Huang et al. 2019): all forward, then, in backward, all of them in reverse.
 
     A stage holds only its own blocks' parameters, sharded over the ``world / pipe_size`` ranks that run it. Names and
-    checkpoints are those of the whole model. Gradients are the mean over all ranks, as everywhere. What blocks record
-    for :func:`meshwright.inspect.inspect_tensor` comes back to the rank whose samples they are, like hidden states.
+    checkpoints are those of the whole model. Gradients are the mean over all ranks, as everywhere. Tensors that blocks
+    record for :func:`meshwright.inspect.inspect_tensor` come back to the rank whose samples they are of.
 
-    Every rank calls it, and goes backward through something that was made of its result.
+    Every rank must call it, and run backward through something computed from its result.
 
     Args:
         modules: Blocks, which move from all ranks onto those of their stage and keep their options, or modules that
-            are then wrapped. A module in several places shares its weights, within one stage.
+            are then wrapped. A module may stand in several places of one stage; they share its weights.
         num_hidden: As for :class:`TransformerBlockList`. Hidden states have samples along dim 0 here, and keep shape
             and dtype from block to block.
 
     Raises:
-        ModelError: For what TransformerBlockList refuses, a Block that has run, fewer modules than stages, and a module
-            on two.
+        ModelError: Where TransformerBlockList raises it; for a Block that has run, fewer modules than stages, and a
+            module on two stages.
     """
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
@@ -62,14 +64,13 @@ class PipelineTransformerBlockList(TransformerBlockList):
         """Run all blocks.
 
         Args:
-            args: ``num_hidden`` hidden states (B, …), alike in shape on the ranks of a pipeline, then what every block
-                gets.
+            args: ``num_hidden`` hidden states (B, …), of equal shapes on the ranks of a pipeline, then arguments of
+                every block.
             batch_related: Which of the other arguments have a row per sample, as a mask does: their numbers, counted
                 from 0 after the hidden states, and keywords. None: all tensors of B rows and as many dims as the first
-                hidden state; those of B rows and other dims are refused. What is not batch-related must be equal on
-                all ranks.
+                hidden state; those of B rows and other dims are refused. Other arguments must be equal on all ranks.
             return_hidden_states: Return the inputs of all blocks, too.
-            kwargs: What every block gets.
+            kwargs: Keyword arguments of every block.
 
         Returns:
             As :class:`TransformerBlockList`: this rank's last hidden states, then the inputs of all L blocks (L, B, …).
@@ -88,7 +89,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
         members = members_of(pipeline_mesh())
         call = checked_call(lambda: self._divided(args), kwargs, batch_related, members.size)
         hidden, others = call.hidden, call.arguments
-        # A stage's gradients are those of the sum of its pipeline's losses; FSDP2 averages over the other ranks alone.
+        # A stage's gradients are of the sum of its pipeline's losses, and FSDP2 averages over the other ranks only.
         chain, tensors = scale_gradients(new_chain(hidden[0].device), members.size, [*hidden, *others.tensors])
         chain, others = others.gathered(chain, tensors[len(hidden) :], members)
         bounds = stage_bounds(len(self), members.size)
@@ -109,22 +110,23 @@ class PipelineTransformerBlockList(TransformerBlockList):
             try:
                 hidden, entered = self._run([block], hidden, constants, kwargs)
             except Exception:
-                for missed in blocks[index:]:  # without it, the stage's other ranks would wait, or mix parameters up
+                # The stage's other ranks gather these blocks: without this they would wait, or mix parameters up.
+                for missed in blocks[index:]:
                     missed.after_failure()
                 raise
             inputs += entered
         return hidden, inputs
 
 
-# --- What a pipelined list is called with, and that its ranks call it alike.
+# --- The arguments of a call, and whether all ranks call alike
 
 Key = int | str
 Divided = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Hidden states, and what every block gets by position."""
+"""Hidden states, and further positional arguments of every block."""
 
 
 class PipelineCall(NamedTuple):
-    """One rank's call."""
+    """One rank's call of a pipelined list."""
 
     hidden: tuple[torch.Tensor, ...]
     arguments: Arguments
@@ -136,14 +138,14 @@ class PipelineCall(NamedTuple):
 def checked_call(
     divide: Callable[[], Divided], kwargs: dict[str, Any], related: Collection[Key] | None, num_stages: int
 ) -> PipelineCall:
-    """Check a call. On CPU all ranks do so together, and what is wrong on one of them is raised on all.
+    """Check a call; on CPU together with all ranks, so that an error on one of them is raised on all.
 
-    On CUDA, where the host would have to wait for that, a rank raises what is wrong with its own call.
+    On CUDA, where that would make the host wait, a rank raises the errors of its own call only.
 
     Args:
-        divide: Gives the call's positional arguments.
-        kwargs: Its keywords.
-        related: Its ``batch_related``.
+        divide: Returns the call's hidden states and other positional arguments.
+        kwargs: The call's keyword arguments.
+        related: The call's ``batch_related``.
         num_stages: Ranks of a pipeline.
 
     Raises:
@@ -172,7 +174,7 @@ def checked_call(
 
 
 class _Outline(NamedTuple):
-    """What must be alike on all ranks of a pipeline."""
+    """The properties of a call that all ranks of a pipeline must share."""
 
     hidden: list[str]
     per_sample: list[str]
@@ -190,7 +192,7 @@ class _Outline(NamedTuple):
         )
 
     def of_world(self) -> _Outline:
-        """Return what must be alike on all pipelines, too."""
+        """Return the properties that must be equal on all pipelines, too."""
         return self._replace(hidden=[], per_sample=[])
 
 
@@ -206,7 +208,7 @@ def _check_alike(found: _Outline, expected: _Outline, place: int, first: int) ->
                     "Ranks do not call the same pipeline alike",
                     expected=f"{name}: {theirs}, as on rank {first}",
                     got=f"{ours} on rank {place}",
-                    fix="give all ranks of a pipeline tensors of one shape and dtype, and the same surroundings "
+                    fix="give all ranks of a pipeline tensors of one shape and dtype, and call it in the same contexts "
                     "(no_grad, inspect_tensor) on all ranks",
                 )
             )
@@ -214,18 +216,18 @@ def _check_alike(found: _Outline, expected: _Outline, place: int, first: int) ->
 
 @dataclass(frozen=True)
 class Arguments:
-    """What every block gets beside hidden states: the leaves of ``(constants, kwargs)``."""
+    """Arguments of every block beside hidden states, as the leaves of ``(constants, kwargs)``."""
 
     leaves: list[Any]
     structure: Any
     per_sample: frozenset[int]
-    """Which leaves are batch-related."""
+    """The leaves that are batch-related."""
 
     @classmethod
     def of(
         cls, constants: Sequence[Any], kwargs: dict[str, Any], hidden: torch.Tensor, related: Collection[Key] | None
     ) -> Arguments:
-        """Find out which are batch-related.
+        """Flatten arguments and find out which are batch-related.
 
         Raises:
             ModelError: When that is unclear, or ``related`` is wrong about it.
@@ -249,24 +251,24 @@ class Arguments:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors among the leaves, in their order."""
+        """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
     def gathered(
         self, chain: torch.Tensor, tensors: Sequence[torch.Tensor], members: Members
     ) -> tuple[torch.Tensor, Arguments]:
-        """Return the same with other tensors in place of its own, the batch-related ones of all ranks one after the other."""
+        """Replace the tensors, and gather the batch-related ones from all ranks along dim 0."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         rows = [all_gather(leaves[index], members.group).flatten(0, 1) for index in sorted(self.per_sample)]
-        # Their backward communicates, too: behind all of the pipeline's, on every stage.
+        # Their backward communicates, too: the chain orders it behind the pipeline's on every stage.
         chain, rows = scale_gradients(chain, 1.0, rows)
         for index, each in zip(sorted(self.per_sample), rows, strict=True):
             leaves[index] = each
         return chain, Arguments(leaves, self.structure, self.per_sample)
 
     def part(self, micro: int, micros: int) -> Any:
-        """``(constants, kwargs)`` of one micro-batch."""
+        """Return ``(constants, kwargs)`` of one micro-batch."""
         leaves = [
             leaf.chunk(micros)[micro] if index in self.per_sample else leaf for index, leaf in enumerate(self.leaves)
         ]
@@ -277,7 +279,7 @@ def _is_per_sample(key: Key, tensor: torch.Tensor, hidden: torch.Tensor, related
     rows_fit = tensor.dim() > 0 and len(tensor) == len(hidden)
     if related is not None and key in related and not rows_fit:
         raise ModelError(
-            "An argument that is said to be batch-related has no row per sample",
+            "An argument named in batch_related has no row per sample",
             expected=f"dim 0 of size {len(hidden)}, as the hidden states",
             got=f"shape {tuple(tensor.shape)} for argument {key!r}",
             fix="leave it out of batch_related",
@@ -289,7 +291,7 @@ def _is_per_sample(key: Key, tensor: torch.Tensor, hidden: torch.Tensor, related
             "It is unclear whether an argument has a row per sample",
             expected="batch_related=[…] with the numbers and names of such arguments",
             got=f"shape {tuple(tensor.shape)} for argument {key!r}, hidden states of shape {tuple(hidden.shape)}",
-            fix=f"pass batch_related=[{key!r}] if it goes with the samples, batch_related=[] if it is one for all",
+            fix=f"pass batch_related=[{key!r}] if it has a row per sample, batch_related=[] if it is the same for all",
         )
     return rows_fit
 
@@ -303,7 +305,7 @@ def _check_hidden(hidden: Sequence[Any]) -> None:
             "Hidden states of a pipeline are not tensors with samples along dim 0",
             expected="floating-point tensors (B, …) with the same B of 1 or more",
             got=str(shapes),
-            fix="pass what is not a hidden state after them, or change num_hidden",
+            fix="pass other arguments after the hidden states, or change num_hidden",
         )
 
 
@@ -311,7 +313,7 @@ def _num_micro_batches(samples: int, num_stages: int) -> int:
     micros = settings().num_micro_batches or num_stages
     if samples % micros:
         raise ModelError(
-            "The samples of a pipeline cannot be cut into its micro-batches",
+            "The samples of a pipeline cannot be divided into its micro-batches",
             expected=f"a multiple of num_micro_batches={micros} (init_distributed)",
             got=f"{samples} samples on {num_stages} ranks",
             fix="change the batch size, or num_micro_batches",

@@ -1,4 +1,4 @@
-"""BMTrain's small tools: framed prints, memory reports, running averages."""
+"""BMTrain's small tools: framed prints, memory reports, running averages, results gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, TextIO
 
 import torch
 
+from meshwright.comm.message_header import Header, check_alike, exchange
+from meshwright.comm.transport import Group, gathered, members_of
 from meshwright.errors import ConfigError
 from meshwright.runtime import peak_memory_bytes, print_rank
 
@@ -18,9 +20,9 @@ def print_block(title: str, text: str | None = None, file: TextIO | None = None)
     """Print text between two rules of 60 columns, the upper with the title in its middle; on rank 0 only.
 
     Args:
-        title: A few words; a title that is longer than the rule stands as it is.
-        text: What to say; None prints the title alone.
-        file: Where; None means standard output.
+        title: A few words; longer ones are not cut.
+        text: The text; None prints the title alone.
+        file: Where to print; None means standard output.
     """
     lines = [f" {title} ".center(_COLUMNS, "=")]
     lines += [text, "=" * _COLUMNS] if text is not None else []
@@ -32,26 +34,26 @@ def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = Non
 
     Args:
         title: See :func:`print_block`.
-        content: What to print.
-        file: Where; None means standard output.
+        content: The entries.
+        file: Where to print; None means standard output.
     """
     width = max((len(str(name)) for name in content), default=0) + 1
     print_block(title, "\n".join(f"{f'{name}:':<{width}} {value}" for name, value in content.items()), file)
 
 
-# --- What memory a rank holds, told aloud.
+# --- Memory reports.
 
 _GIB = 2**30
 _STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem", "VmSwap")
 
 
 def see_memory(message: str, detail: bool = False) -> dict[str, int]:
-    """Print rank 0's memory, and forget CUDA's peak so that the next call tells of what came between (BMTrain).
+    """Print rank 0's memory, and reset CUDA's peak, so that the next call reports the peak since this one (BMTrain).
 
     Args:
-        message: What has just been done.
-        detail: Print the CUDA allocator's own summary, or the kinds of the process's memory on the CPU, instead of
-            two numbers.
+        message: A heading, such as what has just been done.
+        detail: Print the CUDA allocator's own summary, or on the CPU the kinds of the process's memory, instead of two
+            numbers.
 
     Returns:
         On every rank, its own numbers: ``allocated_bytes`` and ``max_allocated_bytes`` since the last call where the
@@ -79,16 +81,13 @@ def _lines(numbers: dict[str, int]) -> str:
 
 
 def _process_status() -> dict[str, int]:
-    """Return the kinds of memory of this process in bytes, as Linux lists them; empty elsewhere."""
+    """Return this process's memory in bytes by Linux's names of its kinds; empty on other systems."""
     try:
         with open("/proc/self/status") as status:
             fields = dict(line.split(":", 1) for line in status)
     except OSError:
         return {}
     return {name: int(fields[name].split()[0]) * 1024 for name in _STATUS_FIELDS if name in fields}
-
-
-# --- A running average for logs.
 
 
 class AverageRecorder:
@@ -99,8 +98,8 @@ class AverageRecorder:
 
     Args:
         alpha: How much of the past each record keeps, in [0, 1).
-        start_value: What ``value`` is before the first record. It leaves no trace afterwards. (BMTrain starts ``v``
-            with it and corrects as though it had not: with 1 and alpha 0.9, a first record of 2 would read 11.)
+        start_value: ``value`` before the first record; it has no influence afterwards. (BMTrain starts ``v`` with it
+            but corrects as if ``v`` had started with 0: with 1 and alpha 0.9, a first record of 2 would read 11.)
 
     Raises:
         ConfigError: When ``alpha`` is outside [0, 1).
@@ -110,11 +109,11 @@ class AverageRecorder:
         _check_alpha(alpha)
         self.alpha, self.start_value = alpha, start_value
         self._decayed_sum = 0.0
-        # 1 - alpha^n, kept by the same recursion as the sum: a constant series reads exactly as itself.
+        # 1 - alpha^n by the same recursion as the sum, so that a constant series reads exactly as itself.
         self._weight = 0.0
 
     def record(self, value: float) -> None:
-        """Take one value in; a tensor of one element is read from its device."""
+        """Record one value; a tensor of one element is read from its device."""
         self._decayed_sum = self.alpha * self._decayed_sum + (1 - self.alpha) * float(value)
         self._weight = self.alpha * self._weight + (1 - self.alpha)
 
@@ -124,7 +123,7 @@ class AverageRecorder:
         return self._decayed_sum / self._weight if self._weight else self.start_value
 
     def state_dict(self) -> dict[str, float]:
-        """Everything that the next value depends on."""
+        """Return all state that ``value`` depends on."""
         return {
             "alpha": self.alpha,
             "start_value": self.start_value,
@@ -133,10 +132,10 @@ class AverageRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where another recorder was.
+        """Restore the state of another recorder.
 
         Raises:
-            ConfigError: When the state is not one of a recorder; nothing has changed then.
+            ConfigError: When the state is not one of a recorder; nothing is changed then.
         """
         missing = [name for name in self.state_dict() if name not in state]
         if missing:
@@ -156,3 +155,32 @@ def _check_alpha(alpha: float) -> None:
         raise ConfigError(
             "alpha is not a share of the past", expected="0 <= alpha < 1", got=repr(alpha), fix="use 0.9 if in doubt"
         )
+
+
+def gather_result(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Concatenate the results of all ranks along dim 0, on every rank (BMTrain).
+
+    It has no gradient: it is for predictions and measurements. In training use ``all_gather``.
+
+    Args:
+        x: Tensor on any device, contiguous or not, of one dtype and shape on all ranks but for dim 0. A scalar counts
+            as ``(1,)``.
+        group: Process group or DeviceMesh of one axis; None means the world.
+
+    Returns:
+        A new tensor ``(sum of all ranks' x.shape[0], *x.shape[1:])`` on the device of ``x``, in the order of the group.
+
+    Raises:
+        LaunchError: On every rank, when dtypes or other dims differ; before ``init_distributed``.
+    """
+    members = members_of(group)
+    headers = exchange(Header.of("gather_result", x), members)
+    check_alike(headers, ("call", "dtype", "row_shape"), members)
+    rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
+    lengths = [header.shape[0] if header.shape else 1 for header in headers]
+    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    # A group without a CPU backend communicates CUDA tensors only.
+    sent = padded if members.backend(x.device) else padded.to(members.host_device)
+    every = gathered(sent, members).to(x.device)
+    return torch.cat([part[:length] for part, length in zip(every, lengths, strict=True)])

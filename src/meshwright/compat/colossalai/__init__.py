@@ -21,7 +21,21 @@ if TYPE_CHECKING:
         HybridParallelPlugin as HybridParallelPlugin,
         MoeHybridParallelPlugin as MoeHybridParallelPlugin,
     )
-    from meshwright.compat.colossalai.optimizers import cast_to_distributed as cast_to_distributed
+    from meshwright.compat.colossalai.optimizers import (
+        CAME as CAME,
+        Adafactor as Adafactor,
+        DistGaloreAdamW as DistGaloreAdamW,
+        DistGaloreAwamW as DistGaloreAwamW,
+        DistributedAdaFactor as DistributedAdaFactor,
+        DistributedCAME as DistributedCAME,
+        DistributedLamb as DistributedLamb,
+        GaLoreAdafactor as GaLoreAdafactor,
+        GaLoreAdamW as GaLoreAdamW,
+        GaLoreAdamW8bit as GaLoreAdamW8bit,
+        Lamb as Lamb,
+        cast_to_distributed as cast_to_distributed,
+        get_galore_param_groups as get_galore_param_groups,
+    )
     from meshwright.compat.colossalai.plugin import Plugin as Plugin
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,4 +1,4 @@
-"""What a Booster refuses, before anything is changed."""
+"""Checks of a Booster's arguments, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MIXED = ("fp16", "bf16")
 
 
 def check_plugin(plugin: Any) -> None:
-    """Refuse what is not a plugin of Meshwright."""
+    """Check that ``plugin`` is a plugin of Meshwright, or None."""
     if plugin is not None and not isinstance(plugin, Plugin):
         raise ConfigError(
             "This is not a plugin",
@@ -30,7 +30,7 @@ def check_plugin(plugin: Any) -> None:
 
 
 def check_precision(mixed_precision: Any, plugin: Plugin | None) -> None:
-    """Refuse an unknown precision, and one that contradicts the plugin's."""
+    """Check that the precision is known and does not contradict the plugin's."""
     if mixed_precision is None:
         return
     if mixed_precision not in _MIXED:
@@ -53,7 +53,7 @@ def check_precision(mixed_precision: Any, plugin: Plugin | None) -> None:
 
 
 def check_world(plugin: Plugin | None, wanted: torch.device | None, device: torch.device) -> None:
-    """Refuse several ranks without a plugin, and another device than the one launched on."""
+    """Check that several ranks have a plugin, and that the device is the one launched on."""
     if plugin is None and world_size() > 1:
         raise LaunchError(
             "A Booster without a plugin trains each rank for itself",
@@ -71,29 +71,28 @@ def check_world(plugin: Plugin | None, wanted: torch.device | None, device: torc
 
 
 def check_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None, strategy: Strategy) -> None:
-    """Refuse a scheduler that steers another optimizer, or one whose groups will be divided."""
-    steered = getattr(scheduler, "optimizer", optimizer)
-    if scheduler is not None and steered is not optimizer:
+    """Check that a scheduler belongs to the optimizer, whose parameter groups must stay as the scheduler knows them."""
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
-            "The lr_scheduler steers another optimizer than the one to boost",
+            "The lr_scheduler belongs to another optimizer than the one to boost",
             expected="a scheduler over the optimizer given",
             got="one over another" if optimizer is not None else "no optimizer",
             fix="build the scheduler over that optimizer, and pass both",
         )
     groups = optimizer.param_groups if optimizer is not None else []
-    together = [key for key in ("fused", "foreach") if any(group.get(key) for group in groups)]
-    if scheduler is not None and "tensor_parallel" in strategy and together:
-        # Such a kernel takes tensors of one mesh only, so groups are divided, and the scheduler counted them before.
+    kernels = [key for key in ("fused", "foreach") if any(group.get(key) for group in groups)]
+    if scheduler is not None and "tensor_parallel" in strategy and kernels:
+        # Such a kernel takes tensors of one mesh only, so groups are divided; the scheduler has an lr for each old one.
         raise ConfigError(
-            f"The lr_scheduler was built over parameter groups that tensor parallelism divides for {together[0]}=True",
+            f"The lr_scheduler was built over parameter groups that tensor parallelism divides for {kernels[0]}=True",
             expected="a scheduler over the groups as they will be",
-            got=f"{together[0]}=True and an lr_scheduler",
-            fix=f"leave {together[0]} out, or build the scheduler over the optimizer that boost returns",
+            got=f"{kernels[0]}=True and an lr_scheduler",
+            fix=f"leave {kernels[0]} out, or build the scheduler over the optimizer that boost returns",
         )
 
 
 def check_own_loop(strategy: Strategy) -> None:
-    """Refuse what is done inside ``Accelerated.step``, where the user's own loop calls backward."""
+    """Check for methods that work inside ``Accelerated.step``, which a Booster's own loop does not call."""
     if "loss_spike" in strategy:
         raise ConfigError(
             "loss_spike judges the losses of Accelerated.step, and a Booster's loop calls backward itself",
@@ -111,7 +110,7 @@ def check_own_loop(strategy: Strategy) -> None:
 
 
 def check_lora(is_boosted: bool, is_quantized: bool) -> None:
-    """Refuse adapters around a boosted model, and quantised weights."""
+    """Check that adapters are asked for around a plain model without quantised weights."""
     if is_boosted:
         raise ModelError(
             "The model is boosted: adapters cannot be put around it any more",
@@ -129,7 +128,7 @@ def check_lora(is_boosted: bool, is_quantized: bool) -> None:
 
 
 def check_save(checkpoint: Path, shard: bool, gather_dtensor: bool, size_per_shard: int, use_safetensors: bool) -> None:
-    """Refuse arguments of ``save_…`` that contradict each other or cannot be honoured."""
+    """Check that the arguments of ``save_…`` are supported and fit together."""
     if not gather_dtensor:
         raise ConfigError(
             "gather_dtensor=False asks for files of parts of tensors",
@@ -138,8 +137,12 @@ def check_save(checkpoint: Path, shard: bool, gather_dtensor: bool, size_per_sha
             fix="leave it out; meshwright.store.CheckpointStore writes in parallel without gathering",
         )
     if shard and size_per_shard < 1:
-        raise ConfigError("size_per_shard is not a size", expected="1 MiB or more", got=repr(size_per_shard),
-                          fix="leave it out for 1024")  # fmt: skip
+        raise ConfigError(
+            "size_per_shard is not a size",
+            expected="1 MiB or more",
+            got=repr(size_per_shard),
+            fix="leave it out for 1024",
+        )
     if use_safetensors and not shard and checkpoint.suffix != ".safetensors":
         raise ConfigError(
             "use_safetensors=True and the file's name says otherwise",
@@ -150,7 +153,7 @@ def check_save(checkpoint: Path, shard: bool, gather_dtensor: bool, size_per_sha
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse an optimizer that ``boost`` did not return."""
+    """Check that ``boost`` returned the optimizer."""
     if not isinstance(optimizer, BoostedOptimizer):
         raise ConfigError(
             "This optimizer is not boosted",
@@ -161,7 +164,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def refuse_unboosted(model: Any) -> NoReturn:
-    """Refuse a model that this Booster did not return."""
+    """Raise the error for a model that this Booster did not return."""
     raise ConfigError(
         "This model is not one that this Booster has boosted",
         expected="the model that boost returned, or its optimizer",

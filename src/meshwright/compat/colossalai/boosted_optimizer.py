@@ -1,4 +1,4 @@
-"""`BoostedOptimizer`, and `execute_pipeline`, which runs the micro-batches of one of its steps."""
+"""`BoostedOptimizer`, and what `execute_pipeline` runs: the micro-batches of one step."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from meshwright.errors import ConfigError
 from meshwright.methods import PipelineEngine, PipelineParallel
 from meshwright.optim import GuardedOptimizer, Stages, inner_optimizer
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.pytree import tree_map
 from meshwright.strategy import Strategy
 from meshwright.training.accelerated import Accelerated
 
 
 class BoostedOptimizer(GuardedOptimizer):
-    """A GuardedOptimizer that also calls backward, and clips in every step when it is told to.
+    """A GuardedOptimizer that also calls backward, and clips in every step with ``max_norm``.
 
     Args:
-        optimizer: What ``accelerate`` returned: the user's optimizer, guarded or not.
-        model: What it updates.
+        optimizer: The optimizer that ``accelerate`` returned, guarded or not.
+        model: The model that it updates.
         max_norm: Largest gradient norm, applied in every step; 0 for no clipping.
         norm_type: p of the p-norm.
-        stages: Where the model is one rank's part, of a pipeline or of experts: norms are those of all of them.
+        stages: Ranks whose parts of a model, by pipeline stages or experts, count in norms.
     """
 
     def __init__(
@@ -56,17 +55,17 @@ class BoostedOptimizer(GuardedOptimizer):
         self._last_norm: torch.Tensor | None = None
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        """Backward of the loss, scaled where the precision needs it."""
+        """Run backward of the loss, scaled where the precision needs it."""
         self.scaled(loss).backward(inputs=inputs, retain_graph=retain_graph)
 
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Backward from a tensor whose gradient (of the loss, not scaled) is known."""
+        """Run backward from a tensor, given the gradient of the unscaled loss with respect to it."""
         torch.autograd.backward(self.scaled(tensor), grad, inputs=inputs, retain_graph=retain_graph)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the same loss, whose backward multiplies by the loss scale."""
+        """Return the loss with a backward that multiplies by the loss scale."""
         return self.scaled(loss)
 
     def unscale_grad(self) -> None:
@@ -76,10 +75,10 @@ class BoostedOptimizer(GuardedOptimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the gradients of all ranks' shards by their common norm; return it as before clipping (0-dim).
+        """Clip gradients by their norm over all ranks' shards; return the norm before clipping (0-dim).
 
         Raises:
-            RuntimeError: When the norm is not finite and ``error_if_nonfinite`` asks for it.
+            RuntimeError: With ``error_if_nonfinite``, when the norm is not finite.
         """
         self._last_norm = self.clip_grad_norm(max_norm, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(self._last_norm)):
@@ -94,10 +93,10 @@ class BoostedOptimizer(GuardedOptimizer):
         self.clip_grad_value(clip_value)
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
-        """Return the norm of the last step before clipping; None when nothing has asked for it (``max_norm`` is 0).
+        """Return the norm of the last step before clipping; None without clipping (``max_norm`` is 0).
 
         Raises:
-            ConfigError: For another norm than the one that clips.
+            ConfigError: When ``norm_type`` is not that of the clipping.
         """
         if norm_type != self.norm_type:
             raise ConfigError(
@@ -110,7 +109,7 @@ class BoostedOptimizer(GuardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Clip if ``max_norm`` asks for it, and updates the weights unless gradients overflowed."""
+        """Clip if ``max_norm`` is above 0, and update the weights unless gradients overflowed."""
         if self.max_norm > 0 and closure is None:
             self.clip_grad_by_norm(self.max_norm, self.norm_type)
         super().step(closure)
@@ -120,7 +119,7 @@ class BoostedOptimizer(GuardedOptimizer):
         return inner_optimizer(self)
 
 
-# --- ``execute_pipeline``: the micro-batches of one step, by the schedule of a pipeline, or one after the other.
+# --- The micro-batches of one step, one after the other or by the schedule of a pipeline.
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 
@@ -133,15 +132,15 @@ def execute_one_stage(
     accelerated: Accelerated,
     keep_outputs: bool,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Forward, and backward where there is an optimizer, of micro-batches where every rank holds the whole model.
+    """Run forward, and with an optimizer backward, of micro-batches on ranks that have all stages.
 
     Args:
         parts: Micro-batches: each a tensor, a list or tuple of arguments of the model, or keyword arguments.
         model: The boosted model.
         criterion: ``criterion(outputs, micro_batch)`` returns the mean loss.
         optimizer: None runs forward alone, without gradients.
-        accelerated: Reduces gradients in the last micro-batch only.
-        keep_outputs: Whether outputs are asked for.
+        accelerated: The accelerated model; it reduces gradients in the last micro-batch only.
+        keep_outputs: Whether to return outputs.
 
     Returns:
         The mean loss of this rank, and the outputs, detached.
@@ -171,10 +170,10 @@ def execute_stages(
     pipeline: PipelineEngine,
     keep_outputs: bool,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Return the same over the stages of a pipeline.
+    """Run micro-batches by the schedule of a pipeline; arguments are those of :func:`execute_one_stage`.
 
     Returns:
-        The mean loss, equal on every rank of the pipeline, and the outputs where the last stage is.
+        The mean loss, equal on every rank of the pipeline, and on the last stage the outputs.
     """
     outputs: dict[int, Any] = {}
 
@@ -198,29 +197,22 @@ def execute_stages(
 
 
 def check_parts(accelerated: Accelerated, count: int) -> None:
-    """Refuse numbers of micro-batches that the pipeline's schedule cannot run with.
+    """Check that the pipeline's schedule can run with ``count`` micro-batches.
 
     Raises:
-        StrategyError: Saying which it can.
+        StrategyError: Naming the numbers that it can run with.
     """
     method = accelerated.strategy.get("pipeline_parallel")
     assert isinstance(method, PipelineParallel)
     assert accelerated.pipeline is not None
-    ranks = accelerated.pipeline.line.group.size()
+    ranks = accelerated.pipeline.rank.group.size()
     method.check_numbers(ranks * method.stages_per_rank, ranks, count)
 
 
-def reshard(model: nn.Module) -> None:
-    """Free weights that a forward without backward has gathered: they would outlive a change of the shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def needs_sample(strategy: Strategy, model: Any) -> bool:
-    """Return whether methods look at how the model runs on its own data.
+    """Return whether methods trace the model on a sample of its data.
 
-    Where layers are divided and tokens are not, the dummy that transformers' models bring is an example, too.
+    To divide layers without dividing tokens, the dummy inputs of transformers' models do as well.
     """
     tensor = strategy.get("tensor_parallel")
     divides_tokens = getattr(tensor, "sequence", False)
@@ -230,18 +222,18 @@ def needs_sample(strategy: Strategy, model: Any) -> bool:
 
 
 def sample_of(dataloader: Any, model: nn.Module, strategy: Strategy, *, has_criterion: bool) -> Any:
-    """Return what the model takes of a batch of one sample, without taking any from the loader.
+    """Return the model's input for a batch of the dataset's first sample; None if it has none.
 
-    None if there is none.
+    The loader itself is not iterated.
     """
     batch = _first_of(dataloader)
-    # execute_pipeline hands the model whole batches; loops hand it what they like.
+    # execute_pipeline passes whole batches to the model; loops pass any part of them.
     is_whole = "pipeline_parallel" in strategy or not isinstance(model, nn.Module)
     return batch if is_whole else _taken_by(model, batch, has_criterion)
 
 
 def _taken_by(model: nn.Module, batch: Any, has_criterion: bool) -> Any:
-    """Return the part of a batch that a loop hands to the model: with a criterion, the labels go there."""
+    """Return the part of a batch that fits the model's forward; with a criterion, labels are left out."""
     known = inspect.signature(model.forward).parameters.values()
     kinds = {parameter.kind for parameter in known}
     if isinstance(batch, Mapping):
@@ -262,15 +254,8 @@ def _first_of(dataloader: Any) -> Any:
         return collate([dataset[0]])
 
 
-def input_format(batch: Any) -> str | None:
-    """Return how the model is called on a batch, in the terms of ``accelerate``."""
-    if isinstance(batch, Mapping):
-        return "unpack_dict"
-    return "unpack_sequence" if isinstance(batch, list | tuple) else None
-
-
 def joined(outputs: list[Any]) -> Any:
-    """Outputs of micro-batches joined along dim 0, 0-dim ones averaged; None of none."""
+    """Concatenate outputs of micro-batches along dim 0, averaging 0-dim ones; None if there are none."""
 
     def join(*leaves: Any) -> Any:
         if not isinstance(leaves[0], torch.Tensor):

@@ -1,4 +1,4 @@
-"""`Booster`: distribute a plain model, its optimizer and its criterion as a plugin says; and `launch`."""
+"""`Booster`: distribute a plain model, its optimizer and its criterion by a plugin's strategy; and `launch`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.compat.colossalai import boost_checks as checks
 from meshwright.compat.colossalai.boosted_optimizer import (
@@ -22,17 +21,17 @@ from meshwright.compat.colossalai.boosted_optimizer import (
     check_parts,
     execute_one_stage,
     execute_stages,
-    input_format,
     joined,
     needs_sample,
-    reshard,
     sample_of,
 )
 from meshwright.compat.colossalai.checkpoint_io import CheckpointVerbs, with_lora
 from meshwright.compat.colossalai.plugin import Plugin
 from meshwright.methods import StageOutput
-from meshwright.nn.batches import batch_size_of, micro_batches, to_device
+from meshwright.nn.batches import batch_size_of, micro_batches, to_device, usual_input_format
+from meshwright.nn.fsdp_units import reshard
 from meshwright.runtime import init_distributed, print_rank, same_on_every_rank, settings, world_size
+from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
 from meshwright.store.entries import unwrapped
 from meshwright.strategy import Strategy
 from meshwright.training.accelerate import accelerate
@@ -52,9 +51,9 @@ class Booster(CheckpointVerbs):
             optimizer.zero_grad()
 
     Args:
-        device: The kind of device to train on; None takes the one that was launched on, which it must be.
-        mixed_precision: ``"fp16"`` or ``"bf16"``: autocast, where the plugin does not control the precision.
-        plugin: Decides the strategy; None trains in a world of one.
+        device: The kind of device to train on, which must be the one launched on; None takes that one.
+        mixed_precision: ``"fp16"`` or ``"bf16"``: autocast, unless the plugin controls the precision.
+        plugin: Decides the strategy; None trains on one rank.
 
     Raises:
         ConfigError: When these do not fit together.
@@ -73,7 +72,7 @@ class Booster(CheckpointVerbs):
         self.device = torch.device(device) if device is not None else None
         self.mixed_precision = mixed_precision if plugin is None or not plugin.controls_precision else None
         self._boosted: weakref.WeakKeyDictionary[nn.Module, Accelerated] = weakref.WeakKeyDictionary()
-        self._notices_told = False
+        self._notices_printed = False
 
     def strategy(self) -> Strategy:
         """Return the strategy that ``boost`` applies in this world."""
@@ -88,24 +87,24 @@ class Booster(CheckpointVerbs):
         dataloader: Any = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, BoostedOptimizer | None, Callable[..., Any] | None, Any, LRScheduler | None]:
-        """Distribute a model and hands its optimizer the new parameters.
+        """Distribute a model, and give its optimizer the new parameters.
 
         Args:
             model: Plain, initialised, equal on every rank.
-            optimizer: Built over ``model.parameters()`` and not stepped; goes on with its groups and hyperparameters.
-            criterion: Computes the loss from what it is called with.
-            dataloader: Returned as it is; ``plugin.prepare_dataloader`` makes one with this rank's share. Where layers,
-                tokens or blocks are divided, the first sample of its dataset shows how the model runs.
-            lr_scheduler: Over ``optimizer``; returned as it is, and goes on steering it.
+            optimizer: Built over ``model.parameters()`` and not stepped; its groups and hyperparameters stay.
+            criterion: Computes the loss from any arguments.
+            dataloader: Returned unchanged; ``plugin.prepare_dataloader`` makes one with this rank's share. If layers,
+                tokens or blocks are divided, the model is traced on the first sample of its dataset.
+            lr_scheduler: Built over ``optimizer``; returned unchanged, and goes on with it.
 
         Returns:
-            model: What ``accelerate`` makes of it, called as before; ``model.unwrap()`` is the model given.
+            model: The result of ``accelerate``, called as before; ``model.unwrap()`` is the model given.
             optimizer: See :class:`BoostedOptimizer`.
-            criterion: Wrapped where the precision needs it: the loss is computed in fp32, or in autocast.
-            dataloader, lr_scheduler: As given.
+            criterion: Wrapped if the precision needs it, to compute the loss in fp32 or in autocast.
+            dataloader, lr_scheduler: Unchanged.
 
         Raises:
-            MeshwrightError: On every rank, when anything does not fit together; nothing is changed then.
+            MeshwrightError: On every rank, when the arguments do not fit together; nothing is changed then.
         """
         device = settings().device
         with same_on_every_rank():
@@ -126,9 +125,9 @@ class Booster(CheckpointVerbs):
             ddp_options=ddp_options,
             max_grad_norm=self._clipping[0] or None,
             sample_batch=sample,
-            model_input_format=input_format(sample),
+            model_input_format=usual_input_format(sample),
         )
-        self._tell(notices)
+        self._print(notices)
         self._finish_model(accelerated, strategy)
         self._boosted[accelerated.model] = accelerated
         boosted = self._finish_optimizer(accelerated)
@@ -137,13 +136,13 @@ class Booster(CheckpointVerbs):
     def _prepare(self, model: nn.Module, device: torch.device) -> list[str]:
         if self.plugin is None:
             return []
-        notices = [] if self._notices_told else self.plugin.notices()
+        notices = [] if self._notices_printed else self.plugin.notices()
         return notices + (self.plugin.prepare_model(model, device) if isinstance(model, nn.Module) else [])
 
-    def _tell(self, notices: list[str]) -> None:
+    def _print(self, notices: list[str]) -> None:
         for notice in notices:
             print_rank(f"meshwright: {notice}", file=sys.stderr, flush=True)
-        self._notices_told = True
+        self._notices_printed = True
 
     def _finish_model(self, accelerated: Accelerated, strategy: Strategy) -> None:
         """Cast inputs to the model's precision, as ``Accelerated.step`` does for its own, and add ``unwrap``."""
@@ -175,15 +174,15 @@ class Booster(CheckpointVerbs):
         return self.plugin.clipping if self.plugin is not None else (0.0, 2.0)
 
     def backward(self, loss: torch.Tensor, optimizer: BoostedOptimizer) -> None:
-        """``optimizer.backward(loss)``."""
+        """Run backward of the loss, scaled where the precision needs it."""
         optimizer.backward(loss)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: BoostedOptimizer | None = None) -> Iterator[None]:
-        """A forward and backward inside accumulate gradients, which the next one outside reduces; for any strategy.
+        """Accumulate gradients inside the context, for the next backward outside to reduce; works with any strategy.
 
         Raises:
-            ConfigError: When neither is of this booster.
+            ConfigError: When neither model nor optimizer is of this booster.
         """
         with self._accelerated(model if model is not None else getattr(optimizer, "model", None)).no_sync():
             yield
@@ -197,24 +196,24 @@ class Booster(CheckpointVerbs):
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Forward and backward of one batch, in micro-batches (``num_microbatches`` of the plugin) and by its schedule.
+        """Run forward and backward of one batch, in the plugin's number of micro-batches and by its schedule.
 
         Args:
-            data_iter: Its next batch is used: a tensor, a list or tuple of arguments, or keyword arguments; the same on
-                all ranks of a pipeline.
+            data_iter: Yields the batch: a tensor, a list or tuple of arguments, or keyword arguments; the same on all
+                ranks of a pipeline.
             model: The boosted model.
-            criterion: ``criterion(outputs, micro_batch)`` returns the mean loss; called where the last stage is.
+            criterion: ``criterion(outputs, micro_batch)`` returns the mean loss; called on the last stage.
             optimizer: None runs forward only.
-            return_loss: Return the mean loss of this rank's samples, detached. Every rank of a pipeline knows it;
-                ColossalAI's has it on the last stage only.
-            return_outputs: Return the outputs, detached and joined along dim 0, where the last stage is.
+            return_loss: Return the mean loss of this rank's samples, detached. Every rank of a pipeline gets it; with
+                ColossalAI only the last stage does.
+            return_outputs: Return the outputs, detached and concatenated along dim 0, on the last stage.
 
         Returns:
-            ``{"loss": …, "outputs": …}``, None where not asked for, and for the outputs on other stages.
+            ``{"loss": …, "outputs": …}``. None if not requested, and for outputs on other stages.
 
         Raises:
             ConfigError, DataError: When the model is not of this booster, or the batch does not divide.
-            StrategyError: When the schedule cannot run with so many micro-batches.
+            StrategyError: When the schedule cannot run with this number of micro-batches.
         """
         accelerated = self._accelerated(model)
         batch = to_device(next(data_iter), accelerated.device)
@@ -240,16 +239,16 @@ class Booster(CheckpointVerbs):
 
         Args:
             model: Plain.
-            pretrained_dir: Folder with adapters of :meth:`save_lora_as_pretrained`; None makes new ones.
+            pretrained_dir: Folder of :meth:`save_lora_as_pretrained` with adapters; None makes new ones.
             lora_config: ``peft.LoraConfig``, for new adapters.
             bnb_quantization_config: Must be None: quantised weights cannot be sharded here.
             quantize: Must be False.
 
         Returns:
-            A ``peft.PeftModel``. Build the optimizer over it, or over its parameters that train.
+            A ``peft.PeftModel``. Build the optimizer over all its parameters, or over those that train.
 
         Raises:
-            ConfigError, ModelError: When the model is boosted already, or the arguments are not complete.
+            ConfigError, ModelError: When the model is boosted already, or arguments are missing.
         """
         checks.check_lora(model in self._boosted, quantize or bnb_quantization_config is not None)
         return with_lora(model, pretrained_dir, lora_config)
@@ -266,22 +265,26 @@ def _outputs_in_fp32(_: nn.Module, __: Any, output: Any) -> Any:
     return tree_map(cast, output)
 
 
-# --- A criterion that users call with whatever they like, as the loss function that methods wrap.
+# --- Criteria.
+#
+# Methods wrap losses of the form ``loss_func(model_input, model_output)``, but users call a criterion with any
+# arguments. So the arguments are passed to the wrapped loss in place of the model's output.
 
 Criterion = Callable[..., Any]
 
 
 class CalledWith(NamedTuple):
-    """The arguments of a criterion, in the place of a model's output."""
+    """Arguments of a criterion, in place of a model's output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def loss_of(criterion: Criterion | None) -> Callable[[Any, Any], Any] | None:
-    """Return the criterion as methods wrap losses.
+    """Return the criterion as a loss function that methods can wrap.
 
-    A model's own output comes in a pass without data alone, which asks what depends on what: any sum tells that.
+    It receives a model's own output only from a trace over fake tensors, which needs the data flow and no values: there
+    the loss is the sum of the output.
     """
     if criterion is None:
         return None
@@ -296,7 +299,7 @@ def loss_of(criterion: Criterion | None) -> Callable[[Any, Any], Any] | None:
 
 
 def wrapped_criterion(criterion: Criterion | None, accelerated: Accelerated, strategy: Strategy) -> Criterion | None:
-    """Return the criterion with what precision and stages need around it; itself where they need nothing."""
+    """Return the criterion, wrapped as precision and pipeline stages need it; unchanged if they do not."""
     wrapped = accelerated.unscaled_loss_func
     if wrapped is None or not {"half", "amp_native", "pipeline_parallel"} & set(strategy.names):
         return criterion
@@ -308,18 +311,15 @@ def wrapped_criterion(criterion: Criterion | None, accelerated: Accelerated, str
     return call
 
 
-# --- ColossalAI's verbs for joining the world.
-
-
 def launch_from_torch(
     backend: str | None = None, seed: int = 1024, verbose: bool = True, timeout_s: float = 1800.0
 ) -> None:
-    """Make this process a rank of the world that torchrun started, or a world of one. Seed: ColossalAI.
+    """Join the world that torchrun started, or make a world of one. Seed: ColossalAI.
 
     Args:
         backend: torch.distributed backend; None means NCCL with CUDA and gloo without.
         seed: Seed of the run, for all generators.
-        verbose: Say on rank 0 what was launched.
+        verbose: Print on rank 0 what was launched.
         timeout_s: Seconds a collective may take before its rank gives up.
 
     Raises:
@@ -341,9 +341,9 @@ def launch(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """:func:`launch_from_torch` for processes that were started by other means than torchrun. Seed: ColossalAI.
+    """Join a world whose processes were not started by torchrun. Seed: ColossalAI.
 
-    Sets torchrun's environment variables for this process and those it starts.
+    It sets torchrun's environment variables for this process and its children.
 
     Args:
         rank: This process's rank.
@@ -351,7 +351,7 @@ def launch(
         host: Address of rank 0.
         port: A free port there.
         backend: See :func:`launch_from_torch`.
-        local_rank: Which device of its machine the rank uses; None takes LOCAL_RANK, or ``rank``.
+        local_rank: Index of the device on this machine; None takes LOCAL_RANK, or ``rank``.
         seed: See :func:`launch_from_torch`.
         verbose: See :func:`launch_from_torch`.
 

@@ -31,7 +31,7 @@ _MIB = 2**20
 
 
 class CheckpointVerbs:
-    """The part of a Booster that saves and loads."""
+    """Methods of a Booster that save and load."""
 
     def save_model(
         self,
@@ -52,13 +52,13 @@ class CheckpointVerbs:
             shard: Write a folder of safetensors files with an index, as transformers reads it; a transformers model's
                 ``config.json`` and ``generation_config.json`` lie beside them.
             gather_dtensor: Must be True.
-            prefix: Of the names of the files in the folder.
+            prefix: Prefix of the names of files in the folder.
             size_per_shard: Largest size of a file in the folder, in MiB.
-            use_safetensors: The file must be safetensors; a folder always is.
+            use_safetensors: Require a safetensors file; a folder always has them.
             use_async: Write in the background; see :func:`meshwright.store.wait_for_saves`.
 
         Raises:
-            CheckpointError, ConfigError: On every rank, when the arguments or the place cannot be used.
+            CheckpointError, ConfigError: On every rank, when the arguments are invalid or the path cannot be written.
         """
         checks.check_save(Path(checkpoint), shard, gather_dtensor, size_per_shard, use_safetensors)
         if shard:
@@ -76,17 +76,17 @@ class CheckpointVerbs:
     ) -> None:
         """Load weights from a file or folder of :meth:`save_model`, of plain torch or of transformers; collective.
 
-        fp32 master weights take them over. A pickle is read as weights only: it cannot run code.
+        fp32 master weights follow. A pickle is read with ``weights_only``: it cannot run code.
 
         Args:
             model: Boosted or plain; its values are replaced in place.
             checkpoint: A file, a folder, or the index in one.
-            strict: Every name of the model must be there and the other way round.
-            low_cpu_mem_mode: Changes nothing: tensors are always mapped from the file and sent one by one.
-            num_threads: Changes nothing.
+            strict: Require the same names in the model and the checkpoint.
+            low_cpu_mem_mode: No effect: tensors are always mapped from the file and sent one by one.
+            num_threads: No effect.
 
         Raises:
-            CheckpointError: On every rank, when it does not fit the model, which is then as it was.
+            CheckpointError: On every rank, when it does not fit the model, which is then unchanged.
         """
         load(model, checkpoint, strict)
 
@@ -100,7 +100,7 @@ class CheckpointVerbs:
         size_per_shard: int = 1024,
         use_async: bool = False,
     ) -> None:
-        """Write states, groups, fp32 master weights and loss scale by parameter names, whole; collective.
+        """Write whole states, groups, fp32 master weights and loss scale by parameter names; collective.
 
         Args and errors are those of :meth:`save_model`; a folder holds safetensors, a file what ``torch.save`` writes.
         """
@@ -122,12 +122,12 @@ class CheckpointVerbs:
         Args:
             optimizer: Boosted; replaced in place.
             checkpoint: The file or folder.
-            prefix: Of the names of the files in the folder, if several checkpoints lie there.
-            low_cpu_mem_mode: Changes nothing; see :meth:`load_model`.
-            num_threads: Changes nothing.
+            prefix: Prefix of the names of files in the folder, if it has several checkpoints.
+            low_cpu_mem_mode: No effect; see :meth:`load_model`.
+            num_threads: No effect.
 
         Raises:
-            CheckpointError: On every rank, when it does not fit; the optimizer is then as it was.
+            CheckpointError: On every rank, when it does not fit; the optimizer is then unchanged.
         """
         checks.check_optimizer(optimizer)
         path = Path(checkpoint)
@@ -145,19 +145,17 @@ class CheckpointVerbs:
     def save_lora_as_pretrained(
         self, model: nn.Module, checkpoint: str | os.PathLike[str], use_safetensors: bool = True
     ) -> None:
-        """Write the adapters alone into a folder that ``peft`` and :meth:`enable_lora` read; collective.
+        """Write the adapters alone, whole, into a folder that ``peft`` and :meth:`enable_lora` read; collective.
 
         Raises:
             ModelError: When the model has no adapters.
+            CheckpointError: When the folder cannot be written.
         """
         save_lora(model, checkpoint, use_safetensors)
 
 
-# --- LoRA through the peft library: adapters around a plain model, and out of a boosted one into a folder.
-
-
 def with_lora(model: nn.Module, pretrained_dir: str | os.PathLike[str] | None, lora_config: Any) -> nn.Module:
-    """Return the model with adapters, new ones or those of a folder.
+    """Put LoRA adapters of the peft library around a plain model, new ones or those of a folder.
 
     Raises:
         ConfigError: When peft is not installed, neither a folder nor a config is given, or there is no such folder.

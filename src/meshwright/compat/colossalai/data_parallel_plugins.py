@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.compat.colossalai.plugin import (
     LossScaleArguments,
@@ -25,6 +24,7 @@ from meshwright.compat.colossalai.plugin import (
 )
 from meshwright.errors import ConfigError, join_names
 from meshwright.runtime import world_size
+from meshwright.runtime.torch_internals.modules import AnyBatchNorm
 from meshwright.strategy import Strategy
 
 _OWN_BUCKETS = "FSDP2 gathers and reduces one block of the model at a time"
@@ -32,10 +32,10 @@ _OWN_BUCKETS = "FSDP2 gathers and reduces one block of the model at a time"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LowLevelZeroPlugin(LossScaleArguments):
-    """Sharded optimizer states (stage 1), and gradients (stage 2), with fp32 master weights. Seed: ColossalAI.
+    """Optimizer states (stage 1) and gradients (stage 2) sharded, with fp32 master weights. Seed: ColossalAI.
 
-    Stage 1 is the method zero1, stage 2 is zero2; ``extra_dp_size`` replicates over that many groups of ranks.
-    ``cpu_offload`` keeps states and fp32 master weights in host memory and updates there: the method offload.
+    Stage 1 is the method zero1, stage 2 is zero2; ``extra_dp_size`` is the number of replicas, each sharded.
+    ``cpu_offload`` is the method offload: it keeps states and fp32 master weights in host memory, and updates there.
     """
 
     stage: int = 1
@@ -67,7 +67,7 @@ class LowLevelZeroPlugin(LossScaleArguments):
         self.check_precision(self.precision)
 
     def strategy(self, world: int) -> Strategy:
-        """zero1 or zero2 over all ranks, or over the ranks of each replica."""
+        """Return zero1 or zero2 over the ranks of each replica."""
         mesh = mesh_of(self, world, {"data": self.extra_dp_size}, rest="zero")
         zero = (f"zero{self.stage}", zero_keys(self.communication_dtype))
         precision = self.precision_methods(self.precision, master_weights=self.master_weights)
@@ -76,16 +76,16 @@ class LowLevelZeroPlugin(LossScaleArguments):
 
     @property
     def clipping(self) -> tuple[float, float]:
-        """As given."""
+        """``max_norm`` and ``norm_type``."""
         return self.max_norm, self.norm_type
 
 
 def zero_keys(communication_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the keys of a ZeRO method that reduces gradients in a precision of its own; none for None."""
+    """Return the config of a ZeRO method for gradients that are reduced in ``communication_dtype``."""
     return {} if communication_dtype is None else {"mixed_precision": {"reduce_dtype": communication_dtype}}
 
 
-# --- ``GeminiPlugin``: ZeRO stage 3.
+# --- ZeRO stage 3.
 
 _NO_CHUNKS = "there are no chunks: FSDP2 gathers one block of the model at a time"
 _OFFLOAD = "use 'static', and say with offload_optim_frac and offload_param_frac what lives on the host"
@@ -97,8 +97,9 @@ class GeminiPlugin(LossScaleArguments):
     """Weights, gradients and optimizer states sharded over the ranks: the method fsdp. Seed: ColossalAI.
 
     ``shard_param_frac=0`` keeps gathered weights through a step (zero2); ``strict_ddp_mode`` shards nothing.
-    ``offload_optim_frac`` of the elements have their states and master weights in host memory and are updated there,
-    ``offload_param_frac`` live there themselves: the method offload. Nothing moves between the two on its own.
+    ``offload_optim_frac`` is the share of elements with states and master weights in host memory, where they are
+    updated, ``offload_param_frac`` that of elements with weights there: the method offload. Nothing moves between
+    device and host on its own.
     """
 
     chunk_config_dict: dict[Any, Any] | None = inert(None, _NO_CHUNKS)
@@ -147,10 +148,10 @@ class GeminiPlugin(LossScaleArguments):
         super().__post_init__()
         check_choice(self, "shard_param_frac", self.shard_param_frac, tuple(_METHOD_OF_FRACTION))
         self.check_precision(self.precision)
-        Strategy(self._offloaded())  # refuses fractions that are none
+        Strategy(self._offloaded())  # checks the fractions
 
     def strategy(self, world: int) -> Strategy:
-        """Fsdp over the ranks of each replica; tensor parallelism inside."""
+        """Return fsdp over the ranks of each replica, with tensor parallelism inside."""
         rest = "data" if self.strict_ddp_mode else "zero"
         sizes = {"tensor": self.tp_size, **({} if self.strict_ddp_mode else {"data": self.extra_dp_size})}
         methods: list[Any] = [("parallel_mode", mesh_of(self, world, sizes, rest))]
@@ -163,18 +164,21 @@ class GeminiPlugin(LossScaleArguments):
     def _offloaded(self) -> list[Any]:
         if not (self.offload_optim_frac or self.offload_param_frac):
             return []
-        states = max(self.offload_optim_frac, self.offload_param_frac)  # of weights on the host they are there
+        # States of weights in host memory are always there, too.
+        states = max(self.offload_optim_frac, self.offload_param_frac)
         keys = {"optimizer": states, "parameters": self.offload_param_frac, "pin_memory": self.pin_memory}
         return [("offload", keys)]
 
     def notices(self) -> list[str]:
-        """Also of memory that nothing is pinned in."""
-        alone = self.pin_memory and not self._offloaded()
-        return super().notices() + (["GeminiPlugin: pin_memory changes nothing; nothing is offloaded"] if alone else [])
+        """Return the notices, also of ``pin_memory`` without offloading."""
+        unused = self.pin_memory and not self._offloaded()
+        return super().notices() + (
+            ["GeminiPlugin: pin_memory changes nothing; nothing is offloaded"] if unused else []
+        )
 
     @property
     def clipping(self) -> tuple[float, float]:
-        """As given."""
+        """``max_norm`` and ``norm_type``."""
         return self.max_norm, self.norm_type
 
     @property
@@ -183,13 +187,13 @@ class GeminiPlugin(LossScaleArguments):
         return self.force_outputs_fp32
 
 
-# --- ``TorchDDPPlugin``: parameters replicated, gradients averaged by DistributedDataParallel.
+# --- DistributedDataParallel.
 
 
 def ddp_options(
     broadcast_buffers: bool, bucket_cap_mb: float, find_unused_parameters: bool, static_graph: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of DistributedDataParallel, of which a newer torch warns when its default is passed."""
+    """Return keyword arguments of DistributedDataParallel, without a default of which newer torch warns."""
     options = {
         "bucket_cap_mb": bucket_cap_mb,
         "find_unused_parameters": find_unused_parameters,
@@ -214,34 +218,34 @@ class TorchDDPPlugin(Plugin):
     fp8_communication: bool = compressed()
 
     def strategy(self, world: int) -> Strategy:
-        """Data parallelism over all ranks."""
+        """Return data parallelism over all ranks."""
         fp8 = in_fp8(False, self.fp8_communication, gathers=False)
         return self.with_methods([("parallel_mode", {"data": world}), *fp8])
 
     @property
     def controls_precision(self) -> bool:
-        """Return the precision is the Booster's."""
+        """Return False: the Booster decides the precision."""
         return False
 
     @property
     def ddp_options(self) -> Mapping[str, Any]:
-        """As given."""
+        """Keyword arguments of DistributedDataParallel."""
         return ddp_options(self.broadcast_buffers, self.bucket_cap_mb, self.find_unused_parameters, self.static_graph)
 
     def prepare_model(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Convert BatchNorm, whose statistics would be those of each rank's own samples."""
+        """Convert BatchNorm to SyncBatchNorm on CUDA, so that its statistics are those of all ranks' samples."""
         has_batch_norm = any(
-            isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm) for part in model.modules()
+            isinstance(part, AnyBatchNorm) and not isinstance(part, nn.SyncBatchNorm) for part in model.modules()
         )
         if not has_batch_norm or world_size() == 1:
             return []
-        if device.type == "cuda" and not isinstance(model, _BatchNorm):
+        if device.type == "cuda" and not isinstance(model, AnyBatchNorm):
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place, with the same parameters
             return []
         return ["TorchDDPPlugin: BatchNorm keeps each rank's own statistics; SyncBatchNorm needs CUDA"]
 
 
-# --- ``TorchFSDPPlugin``: PyTorch's FSDP, in its second version.
+# --- PyTorch's FSDP, version 2.
 
 _FSDP1 = ("process_group", "auto_wrap_policy", "backward_prefetch", "ignored_modules", "param_init_fn")
 _METHODS = {None: "fsdp", "FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "zero2", "NO_SHARD": None}
@@ -255,9 +259,9 @@ class TorchFSDPPlugin(Plugin):
         sharding_strategy: A ``ShardingStrategy`` or its name: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD.
         mixed_precision: With ``param_dtype`` and ``reduce_dtype``; there is no loss scaling, so use bf16.
         cpu_offload: With ``offload_params=True``: parameters, gradients and states live in host memory (offload).
-        sync_module_states: Take parameters over from rank 0 before sharding.
+        sync_module_states: Broadcast parameters from rank 0 before sharding.
 
-    The others are the ones that FSDP2 does not have: the error of each says what to do instead.
+    FSDP2 does not have the other arguments; the error of each says what to do instead.
     """
 
     process_group: Any = None
@@ -289,13 +293,13 @@ class TorchFSDPPlugin(Plugin):
                 got=join_names(keys),
                 fix="use TorchDDPPlugin, with Booster(mixed_precision=…) for a precision",
             )
-        self.strategy(1)  # the method refuses what FSDP2 does not have
+        self.strategy(1)  # the method checks for arguments that FSDP2 does not have
 
     def _sharding(self) -> str | None:
         return getattr(self.sharding_strategy, "name", self.sharding_strategy)
 
     def _keys(self) -> dict[str, Any]:
-        """Return the config of the sharding method, of what was given."""
+        """Return the config of the sharding method, from the arguments that were given."""
         keys = {name: value for name in _FSDP1 if (value := getattr(self, name)) is not None}
         if self.mixed_precision is not None:
             dtypes = ("param_dtype", "reduce_dtype")
@@ -303,12 +307,12 @@ class TorchFSDPPlugin(Plugin):
         return keys
 
     def strategy(self, world: int) -> Strategy:
-        """fsdp, zero2 or data parallelism over all ranks."""
+        """Return fsdp, zero2 or data parallelism over all ranks."""
         method = _METHODS[self._sharding()]
         methods = [] if method is None else [(method, {"sync_module_states": self.sync_module_states, **self._keys()})]
         fp8 = in_fp8(False, self.fp8_communication, gathers=method is not None)
         return self.with_methods([("parallel_mode", {"data": world}), *methods, *fp8, *self._offloaded()])
 
     def _offloaded(self) -> list[Any]:
-        asked = getattr(self.cpu_offload, "offload_params", bool(self.cpu_offload))
-        return [("offload", {"parameters": 1.0})] if asked else []
+        offloads = getattr(self.cpu_offload, "offload_params", bool(self.cpu_offload))
+        return [("offload", {"parameters": 1.0})] if offloads else []

@@ -27,13 +27,13 @@ from meshwright.strategy import Strategy
 
 STYLES = ("1f1b", "interleaved", "zbv")
 _IN_TENSOR_GROUPS = ("split_gather", "ring")
-_APART = {"all_to_all": "sequence", "ring_attn": "context"}
-"""Modes whose ranks are those of an axis of its own."""
-_MODES = (*_IN_TENSOR_GROUPS, *_APART)
+# Modes over ranks of an axis of their own.
+_OWN_AXES = {"all_to_all": "sequence", "ring_attn": "context"}
+_MODES = (*_IN_TENSOR_GROUPS, *_OWN_AXES)
 
 
 class AxisArguments(Plugin):
-    """The arguments of a plugin that name axes; their defaults are the plugin's."""
+    """Arguments of a plugin that decide mesh axes; the plugin declares them with defaults."""
 
     tp_size: int
     pp_size: int
@@ -48,15 +48,15 @@ class AxisArguments(Plugin):
 
 
 def sequence_mode(plugin: AxisArguments) -> str | None:
-    """Return how tokens are divided; None: not at all. ColossalAI's default is ``all_to_all``."""
+    """Return the mode that divides tokens, by default ColossalAI's ``all_to_all``; None divides none."""
     return (plugin.sequence_parallelism_mode or "all_to_all") if plugin.enable_sequence_parallelism else None
 
 
 def check_axes(plugin: AxisArguments) -> None:
-    """Refuse pipeline and sequence arguments that do not fit together.
+    """Check that pipeline and sequence arguments fit together.
 
     Raises:
-        ConfigError: Saying which.
+        ConfigError: When they do not.
     """
     check_choice(plugin, "pp_style", plugin.pp_style, STYLES)
     check_choice(plugin, "sequence_parallelism_mode", plugin.sequence_parallelism_mode, (None, *_MODES))
@@ -112,7 +112,7 @@ def _check_sequence(plugin: AxisArguments) -> None:
             got=f"tp_size={plugin.tp_size}, sp_size={size}",
             fix="leave sp_size out, and raise tp_size; or use 'all_to_all', which has ranks of its own",
         )
-    if mode in _APART and (size is None or size < 2):
+    if mode in _OWN_AXES and (size is None or size < 2):
         _refuse(
             plugin,
             f"sequence_parallelism_mode={mode!r} divides tokens over ranks of its own",
@@ -127,12 +127,12 @@ def _refuse(plugin: AxisArguments, what: str, **parts: str) -> NoReturn:
 
 
 def axis_methods(plugin: AxisArguments) -> list[Any]:
-    """Return the methods that work on the axes tensor, sequence, context and pipeline."""
+    """Return the methods of the axes tensor, sequence, context and pipeline."""
     mode, methods = sequence_mode(plugin), list[Any]()
     if plugin.tp_size > 1:
         methods.append(("tensor_parallel", {"sequence": True} if mode in _IN_TENSOR_GROUPS else {}))
-    if mode in _APART:
-        methods.append(f"{_APART[mode]}_parallel")
+    if mode in _OWN_AXES:
+        methods.append(f"{_OWN_AXES[mode]}_parallel")
     if plugin.pp_size > 1:
         methods.append(("pipeline_parallel", _pipeline_keys(plugin)))
     return methods
@@ -141,7 +141,7 @@ def axis_methods(plugin: AxisArguments) -> list[Any]:
 def _pipeline_keys(plugin: AxisArguments) -> dict[str, Any]:
     stages = {"1f1b": 1, "interleaved": plugin.num_model_chunks, "zbv": 2}[plugin.pp_style]
     keys: dict[str, Any] = {"schedule": plugin.pp_style, "num_stages_per_rank": stages}
-    # With microbatch_size the number follows from the batch; as many as stages are what every schedule runs with.
+    # With microbatch_size the number follows from the batch; until then as many as stages, which suit every schedule.
     keys["num_micro_batches"] = plugin.num_microbatches or plugin.pp_size * stages
     if plugin.num_layers_per_stage is not None:
         keys["split"] = list(plugin.num_layers_per_stage)
@@ -149,15 +149,15 @@ def _pipeline_keys(plugin: AxisArguments) -> dict[str, Any]:
 
 
 def axis_sizes(plugin: AxisArguments) -> dict[str, int]:
-    """Return the sizes of the axes inside ``data``, innermost first."""
+    """Return the sizes of all axes but ``data``, innermost first."""
     sizes, mode = {"tensor": plugin.tp_size}, sequence_mode(plugin)
-    if mode in _APART:
-        sizes[_APART[mode]] = plugin.sp_size or 1
+    if mode in _OWN_AXES:
+        sizes[_OWN_AXES[mode]] = plugin.sp_size or 1
     return sizes if plugin.pp_size == 1 else {**sizes, "pipeline": plugin.pp_size}
 
 
 def axis_notices(plugin: AxisArguments) -> list[str]:
-    """Return what the user should know of arguments that mean something for some strategies only."""
+    """Return notices of arguments without effect under the given strategy."""
     name, found = type(plugin).__name__, []
     if plugin.pp_size > 1 and plugin.pp_style == "1f1b" and plugin.num_model_chunks > 1:
         found.append(f"{name}: num_model_chunks changes nothing; pp_style='1f1b' has one stage on every rank")
@@ -168,7 +168,7 @@ def axis_notices(plugin: AxisArguments) -> list[str]:
     return found
 
 
-# --- ``HybridParallelPlugin``: tensor, sequence, pipeline and data parallelism, replicated or sharded.
+# --- The plugins.
 
 _ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
 _TORCHS_ENGINE = "the schedules and their sends and receives are torch's"
@@ -178,16 +178,15 @@ _TORCHS_ENGINE = "the schedules and their sends and receives are torch's"
 class HybridParallelPlugin(LossScaleArguments, AxisArguments):
     """Tensor, sequence and pipeline parallelism, data parallelism over the rest of the ranks. Seed: ColossalAI.
 
-    ``pp_size`` stages need ``num_microbatches`` or ``microbatch_size``, and ``Booster.execute_pipeline`` runs their
-    schedule ``pp_style``; ``num_model_chunks`` stages on every rank are for ``interleaved``, and
-    ``num_layers_per_stage`` is the cut, by hand. ``enable_sequence_parallelism`` divides tokens over the tensor group
-    (``split_gather``, ``ring``) or over ``sp_size`` ranks of their own (``all_to_all``,
-    ``ring_attn``).
+    ``pp_size`` stages need ``num_microbatches`` or ``microbatch_size``; ``Booster.execute_pipeline`` runs them by the
+    schedule ``pp_style``. ``num_model_chunks`` is the number of stages per rank for ``interleaved``, and
+    ``num_layers_per_stage`` cuts the model by hand. ``enable_sequence_parallelism`` divides tokens over the tensor
+    group (``split_gather``, ``ring``) or over ``sp_size`` ranks of their own (``all_to_all``, ``ring_attn``).
 
     Parameters are replicated over the data ranks (``zero_stage`` 0), or sharded with zero1, zero2 or fsdp (1, 2, 3).
-    Half precision keeps fp32 master weights; unlike in ColossalAI, ZeRO works with fp32 as well. Unlike there, 3 is a
-    stage, and ``no_sync`` works with all of them. ``cpu_offload`` keeps optimizer states in host memory (the method
-    offload), also without a stage.
+    Half precision keeps fp32 master weights. ``cpu_offload`` keeps optimizer states in host memory (the method
+    offload), with any stage. Unlike in ColossalAI, ZeRO works with fp32 as well, there is a stage 3, and ``no_sync``
+    works with all stages.
     """
 
     tp_size: int = 1
@@ -250,7 +249,10 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
                 got="zero_stage=0, in which gradients are averaged in their own precision",
                 fix="leave communication_dtype out, or choose a stage",
             )
-        self._check_micro_batches()
+        for name in ("num_microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="leave it out")
         if self.pp_size > 1:
             self._refuse_fp8_communication("stages reduce gradients", "pp_size=1")
         elif self.tp_size > 1 and self.zero_stage == 0:
@@ -265,16 +267,10 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
                 fix="leave fp8_communication out",
             )
 
-    def _check_micro_batches(self) -> None:
-        for name in ("num_microbatches", "microbatch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="leave it out")
-
     def strategy(self, world: int) -> Strategy:
-        """parallel_mode with the axes tensor, sequence, pipeline and data, and the methods that work on them."""
+        """Return parallel_mode with the axes tensor, sequence, context, pipeline and data, and their methods."""
         mesh = mesh_of(self, world, axis_sizes(self), rest="data")
-        if not self.dp_outside:  # ranks of one stage lie side by side
+        if not self.dp_outside:  # ranks of one stage are neighbours
             mesh["axes"].sort(key=lambda axis: axis[0] == "pipeline")
         methods: list[Any] = [("parallel_mode", mesh), *axis_methods(self)]
         if self.zero_stage:
@@ -284,23 +280,23 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
         return self.with_methods([*methods, *offloaded(self.cpu_offload)])
 
     def notices(self) -> list[str]:
-        """Also of what means something for other styles only."""
+        """Return the notices, also of arguments for other schedules and modes."""
         return super().notices() + axis_notices(self)
 
     @property
     def clipping(self) -> tuple[float, float]:
-        """``max_norm``."""
+        """``max_norm``, and the 2-norm."""
         return self.max_norm, 2.0
 
     @property
     def ddp_options(self) -> Mapping[str, Any]:
-        """Used with ``zero_stage`` 0."""
+        """Keyword arguments of DistributedDataParallel, used with ``zero_stage`` 0."""
         return ddp_options(
             self.broadcast_buffers, self.ddp_bucket_cap_mb, self.find_unused_parameters, self.static_graph
         )
 
     def num_micro_batches(self, batch_size: int) -> int:
-        """``num_microbatches``, or as many as ``microbatch_size`` makes.
+        """Return ``num_microbatches``, or the number that ``microbatch_size`` gives.
 
         Raises:
             ConfigError: When ``microbatch_size`` does not divide the batch.
@@ -319,19 +315,19 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class MoeHybridParallelPlugin(HybridParallelPlugin):
-    """:class:`HybridParallelPlugin` whose experts are divided over ``ep_size`` ranks. Seed: ColossalAI.
+    """:class:`HybridParallelPlugin` with experts divided over ``ep_size`` ranks. Seed: ColossalAI.
 
-    The ranks of an expert group take different samples, so ``ep_size`` divides the data-parallel ranks. The method
-    ``expert_parallel`` finds the experts of a plain or transformers model; there are no policies to write.
+    The ranks of an expert group take different samples, so ``ep_size`` must divide the data-parallel ranks. The method
+    ``expert_parallel`` finds the experts of a plain or transformers model without a policy.
 
-    Experts that no sample of a rank was routed to get no gradient there, so DDP looks for unused parameters.
+    Experts to which no sample of a rank is routed get no gradient there, so DDP looks for unused parameters.
 
     Args:
-        tp_size, pp_size, sp_size: As there; 1 beside an ``ep_size``.
-        ep_size: Number of ranks that experts are divided over; in ColossalAI's place, the third.
-        others, options: The arguments of :class:`HybridParallelPlugin`, those after its ``sp_size`` in its order too.
+        tp_size, pp_size, sp_size: See :class:`HybridParallelPlugin`; must be 1 beside an ``ep_size``.
+        ep_size: Number of ranks that experts are divided over; the third argument, as in ColossalAI.
+        others, options: Further arguments of :class:`HybridParallelPlugin`, those after ``sp_size`` also by position.
         moe_tp_size: Must be 1.
-        force_overlap_comm, moe_dp_outside: Change nothing.
+        force_overlap_comm, moe_dp_outside: No effect.
     """
 
     ep_size: int = 1
@@ -354,7 +350,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
         # Written out: a dataclass puts its base's arguments first, and ColossalAI has ep_size between them.
         own = {"moe_tp_size": moe_tp_size, "force_overlap_comm": force_overlap_comm, "moe_dp_outside": moe_dp_outside}
         for name, value in {"ep_size": ep_size, **own}.items():
-            object.__setattr__(self, name, value)  # before the checks, which look at them; frozen for everyone else
+            object.__setattr__(self, name, value)  # the class is frozen, and the checks below read them
         super().__init__(tp_size, pp_size, sp_size, *others, **options)
 
     def __post_init__(self) -> None:
@@ -371,7 +367,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
             self._refuse_fp8_communication("the gradients of experts are averaged", "ep_size=1")
 
     def strategy(self, world: int) -> Strategy:
-        """With ``expert_parallel`` over the axis expert, inside data parallelism."""
+        """Return the base's strategy, with ``expert_parallel`` over the axis expert inside data parallelism."""
         strategy = super().strategy(world)
         if self.ep_size == 1:
             return strategy
@@ -380,5 +376,5 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
 
     @property
     def ddp_options(self) -> Mapping[str, Any]:
-        """Look for unused parameters always."""
+        """Keyword arguments of DistributedDataParallel, always with ``find_unused_parameters``."""
         return {**super().ddp_options, "find_unused_parameters": True}

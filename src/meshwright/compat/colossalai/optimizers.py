@@ -1,11 +1,8 @@
-"""ColossalAI's names of the optimizers, which are those of :mod:`meshwright.optim`."""
+"""ColossalAI's names for the optimizers of those of :mod:`meshwright.optim`."""
 
 from __future__ import annotations
 
-import sys
 import warnings
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -36,6 +33,10 @@ __all__ = [
     "cast_to_distributed",
     "get_galore_param_groups",
 ]
+
+
+# ColossalAI has a module for each (``nn.optimizer.lamb``), which are aliases of this one: it must look like a package.
+__path__: list[str] = []
 
 
 class DistributedAdaFactor(Adafactor):
@@ -90,37 +91,12 @@ class DistGaloreAwamW(DistGaloreAdamW):
 
 
 def cast_to_distributed(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer itself: ours are right on any layout, and ColossalAI changes no other either.
+    """Return the optimizer itself, so that code which calls ColossalAI's function runs.
 
-    There it rebuilds a ``Lamb``, ``CAME``, ``Adafactor`` or ``GaLoreAdamW8bit`` as the ``Distributed…`` class. Accepted
-    so that code which calls it runs.
+    There it rebuilds a ``Lamb``, ``CAME``, ``Adafactor`` or ``GaLoreAdamW8bit`` as the ``Distributed…`` class. Here
+    these are right on any layout.
 
     Args:
         optimizer: Any torch optimizer.
     """
     return optimizer
-
-
-# ColossalAI has a module for each kind (``nn.optimizer.lamb``). These stand for them; `compat.aliases` gives the names.
-_MODULES = {
-    "adafactor": ("Adafactor",),
-    "came": ("CAME",),
-    "distributed_adafactor": ("DistributedAdaFactor",),
-    "distributed_came": ("DistributedCAME",),
-    "distributed_galore": ("DistGaloreAwamW",),
-    "distributed_lamb": ("DistributedLamb",),
-    "galore": ("GaLoreAdamW8bit", "GaLoreAdamW", "GaLoreAdafactor", "get_galore_param_groups"),
-    "lamb": ("Lamb",),
-}
-__path__: list[str] = []
-
-
-def _make_module(name: str, exported: tuple[str, ...]) -> None:
-    module = ModuleType(f"{__name__}.{name}", f"ColossalAI's module ``nn.optimizer.{name}``.")
-    module.__spec__ = ModuleSpec(module.__name__, None)
-    vars(module).update({each: globals()[each] for each in exported}, __all__=list(exported))
-    sys.modules[module.__name__] = module
-
-
-for _name, _exported in _MODULES.items():
-    _make_module(_name, _exported)

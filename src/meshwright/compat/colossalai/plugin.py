@@ -1,4 +1,8 @@
-"""A plugin: a named strategy with ColossalAI's keyword arguments, and the few options that no strategy has."""
+"""Base of the plugins: a strategy under ColossalAI's keyword arguments, and the few options that no strategy has.
+
+Arguments that mean something else here than in ColossalAI are declared by :func:`inert`, :func:`near` and :func:`only`,
+from which notices and errors follow.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +23,29 @@ from meshwright.strategy import Strategy
 
 
 def inert(default: Any, why: str) -> Any:
-    """An argument that is accepted and changes nothing here; the user is told once when it is not the default."""
+    """Declare an argument without effect; a notice says ``why`` if it is not the default."""
     return field(default=default, metadata={"inert": why})
 
 
 def near(default: Any, what: str) -> Any:
-    """An argument that means something close to what it means in ColossalAI; the user is told once what."""
+    """Declare an argument that means nearly what it does in ColossalAI; a notice says ``what`` if it is given."""
     return field(default=default, metadata={"near": what})
 
 
 def only(default: Any, what: str, fix: str) -> Any:
-    """An argument with one possible value: any other would change the result, and cannot be honoured."""
+    """Declare an argument with one supported value; another would change the result, so it is an error."""
     return field(default=default, metadata={"only": what, "fix": fix})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plugin(ABC):
-    """Base of all plugins. A plugin is immutable; it can be used by several boosters.
+    """Base of all plugins. A plugin is immutable, so several boosters can use it.
 
     Args:
         methods: Methods to add to the plugin's strategy, such as ``["checkpoint"]``; in any form a Strategy reads.
 
     Raises:
-        ConfigError: For a value that cannot be honoured.
+        ConfigError: For a value that is not supported.
         TypeError: For an argument that does not exist.
     """
 
@@ -74,7 +78,7 @@ class Plugin(ABC):
         """
 
     def with_methods(self, methods: Sequence[Any]) -> Strategy:
-        """A strategy of these methods and the user's own; a user's replaces one of the same name."""
+        """Return a strategy of these methods and the user's own, which replace those of the same name."""
         strategy = Strategy(list(methods))
         for method in Strategy(list(self.methods)).methods:
             strategy = strategy.with_method(method)
@@ -82,7 +86,7 @@ class Plugin(ABC):
 
     @property
     def controls_precision(self) -> bool:
-        """Return whether the precision is the plugin's, not ``Booster(mixed_precision=)``."""
+        """Return whether the plugin decides the precision, and not ``Booster(mixed_precision=)``."""
         return True
 
     @property
@@ -101,24 +105,20 @@ class Plugin(ABC):
         return False
 
     def notices(self) -> list[str]:
-        """Return what the user should know of arguments that change nothing, or mean something else.
-
-        One sentence each.
-        """
-        given = [option for option in fields(self) if not self._is_default(option)]
-        said = [
+        """Return a sentence for each given argument that has no effect, or another one than in ColossalAI."""
+        effects = [
             (each, f" changes nothing; {each.metadata['inert']}" if "inert" in each.metadata else each.metadata["near"])
-            for each in given
-            if not {"inert", "near"}.isdisjoint(each.metadata)
+            for each in fields(self)
+            if not self._is_default(each) and not {"inert", "near"}.isdisjoint(each.metadata)
         ]
-        return [f"{type(self).__name__}: {each.name}={getattr(self, each.name)!r}{text}" for each, text in said]
+        return [f"{type(self).__name__}: {each.name}={getattr(self, each.name)!r}{text}" for each, text in effects]
 
     def prepare_model(self, model: nn.Module, device: torch.device) -> list[str]:
         """Change modules of the plain model before its strategy is applied; return notices."""
         return []
 
     def num_micro_batches(self, batch_size: int) -> int:
-        """Into how many micro-batches ``execute_pipeline`` cuts a batch of this rank."""
+        """Return the number of micro-batches that ``execute_pipeline`` cuts a batch of this rank into."""
         return 1
 
     def prepare_dataloader(
@@ -133,12 +133,12 @@ class Plugin(ABC):
         distributed_sampler_cls: type | None = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """A dataloader whose batches are this rank's share: ranks that hold one replica together get the same ones.
+        """Make a dataloader of this rank's share of the data; ranks of one replica get the same batches.
 
         Args:
             dataset: torch Dataset.
-            batch_size: Samples per batch of one replica (not of all together).
-            shuffle: Shuffle, in the order that ``seed`` and ``set_epoch`` of the loader decide.
+            batch_size: Samples per batch of one replica, not of all.
+            shuffle: Shuffle, by ``seed`` and the loader's ``set_epoch``.
             seed: Seed of the order, equal on all ranks.
             drop_last: Drop the last incomplete batch.
             pin_memory: As in torch's DataLoader.
@@ -147,7 +147,7 @@ class Plugin(ABC):
             **kwargs: Further arguments of torch's DataLoader.
 
         Raises:
-            DataError, ConfigError: When these do not fit together.
+            DataError, ConfigError: When the arguments do not fit together.
         """
         replica, num_replicas = self._replica()
         options = {"drop_last": drop_last, "pin_memory": pin_memory, "num_workers": num_workers, **kwargs}
@@ -161,7 +161,7 @@ class Plugin(ABC):
         )
 
     def _replica(self) -> tuple[int, int]:
-        """Return which data-parallel replica this rank belongs to, and how many there are."""
+        """Return the index of this rank's data-parallel replica, and the number of replicas."""
         axes = resolve(self.strategy(world_size()), world_size()).axes
         sizes, here = dict(axes), coordinate_of(rank(), axes)
         replica, replicas = 0, 1
@@ -179,31 +179,31 @@ class Plugin(ABC):
         return f"{type(self).__name__}({arguments})"
 
 
-# --- Arguments that several of ColossalAI's plugins share, and what they mean for a strategy.
+# --- Arguments that several plugins share, and their methods.
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 _FUSED = "PyTorch's scaled_dot_product_attention and torch.compile fuse what can be fused"
 
 
 def compressed() -> Any:
-    """Return the argument ``fp8_communication``."""
+    """Declare ``fp8_communication``."""
     return near(False, " is the method comm: gradients travel in int8, gathered weights in fp8, with a scale per block")
 
 
 def fused() -> Any:
-    """A switch of hand-written kernels: it changes speed and never results."""
+    """Declare a switch of ColossalAI's hand-written kernels, which changes speed and never results."""
     return inert(False, _FUSED)
 
 
 def sequence_overlap() -> Any:
-    """Return the argument ``enable_sequence_overlap``, which ColossalAI has dropped since: by its name only."""
+    """Declare ``enable_sequence_overlap`` as keyword-only, for ColossalAI has dropped it since."""
     return field(default=False, kw_only=True, metadata={"inert": "what overlaps is torch's to decide"})
 
 
 class LossScaleArguments(Plugin):
-    """The dynamic loss scale, used when the precision is fp16.
+    """Arguments of the dynamic loss scale, used when the precision is fp16.
 
-    Names only: each plugin declares them where ColossalAI has them, so that they have its places and defaults.
+    Each plugin declares them again, so that they have ColossalAI's positions and defaults.
     """
 
     initial_scale: float
@@ -215,15 +215,15 @@ class LossScaleArguments(Plugin):
     max_scale: float
 
     def check_precision(self, precision: str) -> None:
-        """Refuse a precision that is none, and numbers that make no loss scale.
+        """Check the precision and the numbers of the loss scale.
 
         Raises:
-            ConfigError, StrategyError: Saying which.
+            ConfigError, StrategyError: When one of them is invalid.
         """
         Strategy(self.precision_methods(precision))
 
     def precision_methods(self, precision: str, *, master_weights: bool = True) -> list[Any]:
-        """Return the method that a precision means: half for fp16 and bf16, none for fp32.
+        """Return the methods of a precision: half for fp16 and bf16, none for fp32.
 
         Raises:
             ConfigError: When the precision is not one of the three.
@@ -238,10 +238,10 @@ class LossScaleArguments(Plugin):
 
 
 def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, ...]) -> None:
-    """Refuse a value that is none of the choices.
+    """Check that a value is one of the choices.
 
     Raises:
-        ConfigError: Naming them.
+        ConfigError: When it is not.
     """
     if value not in choices:
         known = [each for each in choices if isinstance(each, str)]
@@ -254,30 +254,30 @@ def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, .
 
 
 def in_fp8(products: bool, communication: bool, *, gathers: bool) -> list[Any]:
-    """Return the methods that ``use_fp8`` and ``fp8_communication`` mean.
+    """Return the methods of ``use_fp8`` and ``fp8_communication``.
 
     Args:
         products: ``use_fp8``: as in ColossalAI, each tensor is scaled by its own largest value.
         communication: ``fp8_communication``.
-        gathers: Whether weights are sharded, and travel too.
+        gathers: Whether weights are sharded, so that their gathers are compressed, too.
     """
     compression = ("comm", {"all_gather": "fp8" if gathers else None, "reduce": "int8"})
     return [*([("fp8", "tensorwise")] if products else []), *([compression] if communication else [])]
 
 
 def offloaded(cpu_offload: bool) -> list[Any]:
-    """Return the method that ``cpu_offload`` means: master weights and states on the host, where they are updated."""
+    """Return the methods of ``cpu_offload``: master weights and states in host memory, updated there."""
     return [("offload", "optimizer")] if cpu_offload else []
 
 
 def mesh_of(plugin: Plugin, world: int, sizes: Mapping[str, int], rest: str) -> dict[str, Any]:
-    """Return the ``parallel_mode`` config of a mesh whose ``rest`` axis takes what the other sizes leave of the world.
+    """Return the ``parallel_mode`` config of a mesh with one axis as large as the world allows.
 
     Args:
         plugin: For the error.
         world: Number of ranks.
-        sizes: Argument sizes by mesh axis, innermost first.
-        rest: The axis that takes the rest.
+        sizes: Given sizes by mesh axis, innermost first.
+        rest: The axis whose size follows.
 
     Raises:
         ConfigError: When they do not divide the world.

@@ -1,4 +1,13 @@
-"""Dispatch tokens to the ranks of their experts and back, for stacked and listed experts."""
+"""Dispatch tokens to the ranks of their experts and back, for stacked and listed experts.
+
+[Note: asking twice]
+Stacked experts are called with tokens and indices, so their tokens can be sorted, sent, computed and returned. A block
+that loops over a list of experts decides in its own code what each of them gets: what it asks expert 3 is known only
+after expert 2 has answered, unless the answers do not matter. So its forward runs twice. In the first run answers are
+zeros, and what is asked of every expert is noted. All questions travel in one exchange, this rank's experts answer
+those of all ranks, and the second run gets the answers. Random draws and buffers are the same in both runs; a trial
+before training (``divided_experts.py``) refuses blocks whose questions depend on answers.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.methods.expert.expert_layers import StackedExperts
-from meshwright.methods.tensor.split_layers import lent, local
+from meshwright.methods.tensor.split_layers import local, swapped_parameters
 from meshwright.runtime import preserved_rng
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
+from meshwright.runtime.torch_internals.tensors import version_of
 
 
 class ExpertAxis:
-    """The ranks that hold the parts of one layer's experts; each has tokens of its own.
+    """The ranks that divide one layer's experts; each has tokens of its own.
 
-    Gradients of experts are sums over the tokens of all these ranks, where those of other parameters are averaged over
-    them later. So what enters the experts' backward is divided by the number of ranks, and what leaves it towards the
-    tokens is multiplied again: averaging over the other data ranks then gives experts the mean over all ranks too.
+    Gradients of experts are sums over the tokens of all these ranks, while those of other parameters are averaged over
+    them later. So gradients that enter the experts' backward are divided by the number of ranks, and those that leave
+    it towards the tokens are multiplied by it: averaging over the other data ranks then gives experts the mean over all
+    ranks, too.
 
     Args:
         mesh: A mesh of one axis.
@@ -39,7 +50,7 @@ class ExpertAxis:
         self.index, self.size = mesh.get_local_rank(), mesh.size()
 
     def counts(self, sent: torch.Tensor) -> torch.Tensor:
-        """Tell every rank a row of ``(ranks, n)`` integers; return what each rank has told this one, likewise."""
+        """Send row r of ``(ranks, n)`` integers to rank r; row r of the result comes from rank r."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received
@@ -49,8 +60,8 @@ class ExpertAxis:
 
         Args:
             rows: ``(sum of sent, features)``, those for rank 0 first.
-            sent: Rows for every rank.
-            received: Rows from every rank.
+            sent: Numbers of rows for every rank.
+            received: Numbers of rows from every rank.
             grad: Whether there will be a backward pass, in which all ranks must take part.
 
         Returns:
@@ -59,13 +70,13 @@ class ExpertAxis:
         return self._exchange(rows, sent, received, grad, float(self.size))
 
     def send_back(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
-        """Return the way back of :meth:`send`; the lists are those of this way."""
+        """Send rows back from the experts' ranks; arguments are as in :meth:`send`, for this direction."""
         return self._exchange(rows, sent, received, grad, 1 / self.size)
 
     def _exchange(
         self, rows: torch.Tensor, sent: list[int], received: list[int], grad: bool, scale: float
     ) -> torch.Tensor:
-        # A rank whose rows need no gradient, since it has none, must be there in backward as well.
+        # A rank without rows, which need no gradient then, must take part in backward as well.
         anchor = torch.zeros((), device=rows.device, requires_grad=True) if grad else None
         result: torch.Tensor = _Exchange.apply(rows, anchor, self.group, sent, received, scale)
         return result
@@ -97,14 +108,15 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: 
     return arrived
 
 
-# --- Stacked experts: tokens are sorted by expert, sent, computed by the module's own code, and sent back.
+# --- Stacked experts
 #
+# Tokens are sorted by expert, sent, computed by the module's own code, and sent back.
 # Shapes: T tokens of this rank, k experts for each, H features; R rows arrive at this rank's experts.
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of experts: tokens (T, H), the experts of each (T, k), their weights (T, k)."""
+    """Arguments of stacked experts: tokens (T, H), the experts of each (T, k), their weights (T, k)."""
 
     hidden: torch.Tensor
     index: torch.Tensor
@@ -112,10 +124,10 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Read a call by position or keyword.
+        """Read the arguments of a call, given by position or keyword.
 
         Raises:
-            ModelError: When these are not tokens, an index and weights.
+            ModelError: When they are not tokens, an index and weights.
         """
         names = list(inspect.signature(type(module).forward).parameters)[1:4]
         given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
@@ -137,25 +149,27 @@ def _called_otherwise(module: nn.Module, got: str) -> ModelError:
 
 
 def run_rows(forward: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Return the module's own forward on rows (R, H), each for one expert, with weights of one."""
+    """Call the module's own forward on rows (R, H), each for one expert, with weights of one."""
     return forward(rows, experts[:, None], rows.new_ones((rows.shape[0], 1)))
 
 
 class StackedDispatch:
-    """Stands about the forward of a module of stacked experts whose parameters are DTensors over the axis.
+    """Wraps the forward of a module of stacked experts whose parameters are DTensors over the axis.
 
     Args:
-        layer: The experts, with parameters that are divided.
+        layer: The experts, with divided parameters.
         axis: The ranks that hold them.
+
+    Attributes:
+        compute_dtype: Dtype in which unsharded weights compute; None: their own.
     """
 
     def __init__(self, layer: StackedExperts, axis: ExpertAxis) -> None:
         self._module, self._axis, self._num_experts = layer.module, axis, layer.num_experts
         self.compute_dtype: torch.dtype | None = None
-        """Precision in which weights compute that nobody gathers; None: their own."""
 
     def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In the place of ``forward``."""
+        """Send tokens to their experts, compute, and weigh and sum the answers."""
         call, axis = Call.of(self._module, args, kwargs), self._axis
         weights = {name: local(p) for name, p in self._module.named_parameters(recurse=False)}
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (call.hidden, *weights.values()))
@@ -164,76 +178,77 @@ class StackedDispatch:
         order, sent, received, experts = self._routes(call.index)
         top_k = call.index.shape[1]
         arrived = axis.send(call.hidden[order // top_k], sent, received, grad=grad)
-        with lent(self._module, dict(weights)):
+        with swapped_parameters(self._module, dict(weights)):
             computed = _run(forward, arrived, experts)
         back = axis.send_back(computed.to(call.hidden.dtype), received, sent, grad=grad)
-        # In the order of tokens; zeros where none was sent. No sums at random places: they would not be repeatable.
+        # In the order of tokens, zeros where none was sent. A scatter-add would be shorter, but not deterministic.
         every = back.new_zeros((call.index.numel(), back.shape[1])).index_copy(0, order, back)
         weighted = every.view(*call.index.shape, -1) * call.weights[..., None]
         return weighted.sum(1).to(call.hidden.dtype)
 
     def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
-        """Return what goes where.
+        """Return the routes of the pairs of a token and an expert.
 
-        Positions in (T·k) by expert, rows to and from every rank, this rank's expert of each.
+        An index of ``num_experts`` stands for no expert: such pairs are not sent.
 
-        An index of ``num_experts`` stands for none: such pairs are not sent.
+        Returns:
+            Positions in (T·k) sorted by expert; numbers of rows to and from every rank; the expert, counted on this
+            rank, of every row received.
         """
         size, per_rank = self._axis.size, self._num_experts // self._axis.size
         flat = index.reshape(-1)
         by_expert, order = flat.sort(stable=True)
         bounds = torch.searchsorted(by_expert, torch.arange(self._num_experts + 1, device=index.device))
         counts = bounds.diff().view(size, per_rank)
-        told = self._axis.counts(counts)
-        sent, received = torch.stack([counts.sum(1), told.sum(1)]).tolist()  # the one wait for the device
+        arriving = self._axis.counts(counts)
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # the only wait for the device
         experts = torch.arange(per_rank, device=index.device).repeat(size)
-        experts = experts.repeat_interleave(told.flatten(), output_size=sum(received))
+        experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
         return order[: sum(sent)], sent, received, experts
 
 
 def _run(forward: Callable[..., torch.Tensor], arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     if arrived.shape[0]:
         return run_rows(forward, arrived, experts)
-    # A row of zeros, so that weights without tokens get gradients of zeros, as in one process.
+    # One row of zeros, so that weights without tokens get gradients of zeros, as in one process.
     rows = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
     return run_rows(forward, rows, experts.new_zeros(1))[:0]
 
 
-# --- Listed experts: a block's forward runs twice, to ask its experts and to be answered.
-#
-# What a block asks expert 3 is known only after expert 2 has answered, unless the answers do not matter: so the block
-# runs once with answers of zeros, which only tells what is asked of every expert. All of it travels in one exchange,
-# the experts of this rank answer all ranks, and the block runs again with the answers. Random draws are the same both
-# times.
+# --- Listed experts: [Note: asking twice]
 #
 # Shapes: rows of H features; an expert returns as many rows and features as it takes.
 
 Question = tuple[int, torch.Tensor]
-"""The number of an expert and what it is given: (…, H)."""
-Hear = Callable[[int, torch.Tensor], torch.Tensor]
+"""The number of an expert and its input (…, H)."""
+Responder = Callable[[int, torch.Tensor], torch.Tensor]
+"""Takes the number of an expert and its input, and returns the answer."""
 
-_NOT_ASKED = -1  # a count: unlike 0, for which an expert runs on no rows
+_NOT_ASKED = -1  # as a count of rows; for 0 an expert runs on no rows
 
 
 class DividedExperts(nn.Module):
-    """Stands in a block where the list of its experts was, and holds those of this rank under their own names.
+    """Replaces a block's list of experts, and holds this rank's experts under their own names.
 
-    A block can index it, loop over it and call what it gets, which tells ``hear`` instead of computing.
+    A block can index it, loop over it and call the items; a call goes to :attr:`responder` instead of an expert.
 
     Args:
         experts: All experts.
-        numbers: Those that this rank keeps.
+        numbers: The numbers of this rank's experts.
+
+    Attributes:
+        run_always: Whether experts run without rows, if the reduction of their gradients must find some.
+        compute_dtype: Dtype in which unsharded weights compute; None: their own.
+        responder: Takes the calls of experts; None outside the block's forward.
     """
 
     def __init__(self, experts: nn.ModuleList, numbers: range) -> None:
         super().__init__()
         self.numbers = numbers
         self.run_always = False
-        """Whether experts run that nobody asks: where their gradients are reduced by what must find some."""
         self.compute_dtype: torch.dtype | None = None
-        """Precision in which weights compute that nobody gathers; None: their own."""
         self._count = len(experts)
-        self.hear: Hear | None = None
+        self.responder: Responder | None = None
         for number in numbers:
             self.add_module(str(number), experts[number])
 
@@ -249,22 +264,22 @@ class DividedExperts(nn.Module):
         return map(self.__getitem__, range(self._count))
 
     def _call(self, number: int, given: torch.Tensor) -> torch.Tensor:
-        if self.hear is None:
+        if self.responder is None:
             raise ModelError(
                 "expert_parallel: an expert is called outside its block's forward",
                 expected="calls in the forward of the module that holds the list",
                 got=f"a call of expert {number}",
                 fix="move the loop over experts into that module",
             )
-        return self.hear(number, given)
+        return self.responder(number, given)
 
     def forward(self, arrived: torch.Tensor, counts: Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
-        """Run this rank's experts on what all ranks ask.
+        """Run this rank's experts on the rows of all ranks.
 
         Args:
-            arrived: Rows by rank and expert.
-            counts: For every rank the rows for each expert here; below zero: not asked.
-            dtype: Of the answers.
+            arrived: Rows, sorted by rank and expert.
+            counts: For every rank the number of rows for each expert here; below zero: not asked.
+            dtype: Dtype of the answers.
 
         Returns:
             The answers, in the order of the rows.
@@ -285,13 +300,13 @@ class DividedExperts(nn.Module):
         with contextlib.ExitStack() as stack:
             for module in expert.modules() if self.compute_dtype is not None else ():
                 own = module.named_parameters(recurse=False)
-                stack.enter_context(lent(module, {name: p.to(self.compute_dtype) for name, p in own}))
+                stack.enter_context(swapped_parameters(module, {name: p.to(self.compute_dtype) for name, p in own}))
             answers: torch.Tensor = expert(rows)
         return answers
 
 
 def changed_input(block: nn.Module) -> ModelError:
-    """Return what to say of a block that cannot run twice on its input."""
+    """Return the error for a block that cannot run twice, since it changes its input."""
     return ModelError(
         f"expert_parallel: {type(block).__name__} changes its input in place",
         expected="an input that is the same after forward: the block runs twice",
@@ -301,7 +316,7 @@ def changed_input(block: nn.Module) -> ModelError:
 
 
 def check_answer(number: int, given: torch.Tensor, answer: Any) -> None:
-    """Refuse experts that return something else than a tensor of the shape they take.
+    """Refuse experts that do not return a tensor of the shape they take.
 
     Raises:
         ModelError: Naming the expert.
@@ -315,16 +330,13 @@ def check_answer(number: int, given: torch.Tensor, answer: Any) -> None:
         )
 
 
-def questions_of(block: nn.Module, run: Callable[[], Any], listen: Callable[[Hear | None], None]) -> list[Question]:
-    """Return what a block asks its experts, found by running it with answers of zeros.
+def questions_of(block: nn.Module, experts: DividedExperts, run: Callable[[], Any]) -> list[Question]:
+    """Return what a block asks its experts, by running it with answers of zeros.
 
     Args:
-        block: Its buffers are as before afterwards, and so are random generators.
-        run: Runs its forward.
-        listen: Sets who hears the experts' calls; None at the end.
-
-    Raises:
-        ModelError: When the block changes its input, which the second run would find changed.
+        block: The block; its buffers and the random generators are restored afterwards.
+        experts: The block's experts.
+        run: Runs the block's forward.
     """
     asked: list[Question] = []
 
@@ -332,18 +344,24 @@ def questions_of(block: nn.Module, run: Callable[[], Any], listen: Callable[[Hea
         asked.append((number, given))
         return torch.zeros_like(given, dtype=answer_dtype(given))
 
-    listen(note)
-    try:
-        with preserved_rng(), preserved_buffers(block):
-            run()
-    finally:
-        listen(None)
+    with answered_by(experts, note), preserved_rng(), preserved_buffers(block):
+        run()
     return asked
 
 
 @contextlib.contextmanager
+def answered_by(experts: DividedExperts, responder: Responder) -> Iterator[None]:
+    """Let ``responder`` take the calls of experts inside."""
+    experts.responder = responder
+    try:
+        yield
+    finally:
+        experts.responder = None
+
+
+@contextlib.contextmanager
 def preserved_buffers(module: nn.Module) -> Iterator[None]:
-    """Leave a module's buffers as they were before the block."""
+    """Restore a module's buffers at the end."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -353,11 +371,11 @@ def preserved_buffers(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def answering(asked: Sequence[Question], answers: Sequence[torch.Tensor]) -> Hear:
-    """Give the answers in the order in which questions were asked.
+def answering(asked: Sequence[Question], answers: Sequence[torch.Tensor]) -> Responder:
+    """Return a responder that gives the answers in the order of the questions.
 
     Raises:
-        ModelError: From what is returned, when the second run asks something else.
+        ModelError: By the responder, when the second run asks something else.
     """
     remaining = iter(list(zip(asked, answers, strict=True)))
 
@@ -377,19 +395,19 @@ def answering(asked: Sequence[Question], answers: Sequence[torch.Tensor]) -> Hea
 
 
 def answer_dtype(given: torch.Tensor) -> torch.dtype:
-    """In which experts answer: autocast's precision where it is on."""
+    """Return the dtype of experts' answers: autocast's if it is enabled, else the input's."""
     kind = given.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
 
 
 class ListedDispatch:
-    """Stands about the forward of a block that calls the experts in a list.
+    """Wraps the forward of a block that calls the experts in a list; see [Note: asking twice].
 
     Args:
-        block: The block, with ``experts`` in the place of its list.
-        experts: Those of this rank.
-        axis: The ranks that hold them.
-        features: H, where it is known: for a rank whose block asks nothing.
+        block: The block, with ``experts`` in place of its list.
+        experts: This rank's experts.
+        axis: The ranks that divide them.
+        features: H if known, for a rank whose block asks nothing.
     """
 
     def __init__(self, block: nn.Module, experts: DividedExperts, axis: ExpertAxis, features: int | None) -> None:
@@ -397,27 +415,21 @@ class ListedDispatch:
         self._trains = any(parameter.requires_grad for parameter in experts.parameters())
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``forward``."""
+        """Run the forward twice, with the exchange in between."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [tensor._version for tensor in inputs]
-        asked = questions_of(self._block, functools.partial(forward, *args, **kwargs), self._listen)
-        if [tensor._version for tensor in inputs] != versions:
+        versions = [version_of(tensor) for tensor in inputs]
+        asked = questions_of(self._block, self._experts, functools.partial(forward, *args, **kwargs))
+        if [version_of(tensor) for tensor in inputs] != versions:
             raise changed_input(self._block)
         answers, link = self._ask(asked, next(tensor for tensor in inputs if tensor.is_floating_point()))
-        self._listen(answering(asked, answers))
-        try:
+        with answered_by(self._experts, answering(asked, answers)):
             output = forward(*args, **kwargs)
-        finally:
-            self._listen(None)
         return output if link is None else _linked(output, link)
 
-    def _listen(self, hear: Hear | None) -> None:
-        self._experts.hear = hear
-
     def _ask(self, asked: Sequence[Question], like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Return the answers, in the order of the questions; and a zero to add where this rank has asked for no row.
+        """Return the answers in the order of the questions, and a zero to add if this rank has sent no row.
 
-        Without it the block's output would not depend on the exchange, in whose backward the others wait.
+        Without the zero the block's output would not depend on the exchange, in whose backward the others wait.
         """
         axis = self._axis
         order = sorted(range(len(asked)), key=lambda each: asked[each][0])
@@ -427,12 +439,12 @@ class ListedDispatch:
         for each, part in zip(order, rows, strict=True):
             number = asked[each][0]
             counts[number] = max(counts[number], 0) + part.shape[0]
-        told = axis.counts(torch.tensor(counts, device=like.device).view(axis.size, -1)).tolist()
+        arriving = axis.counts(torch.tensor(counts, device=like.device).view(axis.size, -1)).tolist()
         sent = [sum(max(count, 0) for count in part) for part in torch.tensor(counts).view(axis.size, -1).tolist()]
-        received = [sum(max(count, 0) for count in part) for part in told]
+        received = [sum(max(count, 0) for count in part) for part in arriving]
         grad = torch.is_grad_enabled() and (self._trains or any(part.requires_grad for part in (*rows, like)))
         arrived = axis.send(torch.cat(rows or [like.new_empty((0, features))]), sent, received, grad=grad)
-        computed = self._experts(arrived, told, answer_dtype(like))
+        computed = self._experts(arrived, arriving, answer_dtype(like))
         back = axis.send_back(computed, received, sent, grad=grad)
         answers: list[torch.Tensor] = [back] * len(asked)
         for each, answer in zip(order, back.split([part.shape[0] for part in rows]) if rows else (), strict=True):
@@ -441,7 +453,7 @@ class ListedDispatch:
 
 
 def _linked(output: Any, link: torch.Tensor) -> Any:
-    """Return the output, whose first tensor now depends on a zero."""
+    """Add a zero to the output's first tensor, which makes it depend on the zero's graph."""
     leaves, form = tree_flatten(output)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():

@@ -1,4 +1,4 @@
-"""Divide experts over the axis, once a trial has shown that the parts compute the same."""
+"""Divide experts over the axis, after a trial has shown that the parts compute the same."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshwright.errors import ModelError
 from meshwright.methods.expert.dispatch import (
     DividedExperts,
     ExpertAxis,
-    Hear,
     ListedDispatch,
     StackedDispatch,
+    answered_by,
     answering,
     changed_input,
     check_answer,
@@ -28,30 +28,33 @@ from meshwright.methods.expert.dispatch import (
 )
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts
 from meshwright.methods.gradient_averaging import broadcast_states
-from meshwright.methods.tensor.split_layers import lent
+from meshwright.methods.tensor.block_trials import evaluating, reason_of
+from meshwright.methods.tensor.split_layers import swapped_parameters
 from meshwright.nn import wrap_method
 from meshwright.optim import Stages
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.modules import children_of
+from meshwright.runtime.torch_internals.tensors import version_of
 
 
 @dataclass
 class Experts:
-    """The experts of this rank, as methods that shard and average see them."""
+    """This rank's experts, for the methods that shard and average."""
 
     axis: ExpertAxis
-    modules: list[nn.Module] = field(default_factory=list)  # of stacked parameters, and in the places of lists
+    modules: list[nn.Module] = field(default_factory=list)  # with stacked parameters, or in place of lists
     dispatches: list[StackedDispatch] = field(default_factory=list)
 
     def parameters(self) -> set[nn.Parameter]:
-        """This rank's part of all experts."""
+        """Return the parameters of this rank's experts."""
         return {parameter for module in self.modules for parameter in module.parameters()}
 
     def inside(self) -> set[nn.Module]:
-        """Return the modules of experts and all in them."""
+        """Return the modules of experts and all modules in them."""
         return {each for module in self.modules for each in module.modules()}
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
-        """Set the precision in which weights compute that nobody gathers."""
+        """Set the dtype in which unsharded weights compute."""
         for dispatch in self.dispatches:
             dispatch.compute_dtype = dtype
         for module in self.modules:
@@ -59,13 +62,13 @@ class Experts:
                 module.compute_dtype = dtype
 
     def run_always(self) -> None:
-        """Let experts run that no token was sent to: their gradients are then zeros, where none would be missed."""
+        """Run experts without tokens, too, so that their gradients are zeros instead of missing."""
         for module in self.modules:
             if isinstance(module, DividedExperts):
                 module.run_always = True
 
     def stages(self, model: nn.Module, device: torch.device) -> Stages | None:
-        """For norms, where ranks hold experts under names of their own; None where all experts are DTensors."""
+        """Return how norms are summed if ranks hold experts under different names; None if all are DTensors."""
         listed = [module for module in self.modules if isinstance(module, DividedExperts)]
         if not listed:
             return None
@@ -77,13 +80,13 @@ class Experts:
 def divide(
     model: nn.Module, layers: Sequence[tuple[ExpertLayer, int | None]], mesh: DeviceMesh, device: torch.device
 ) -> Experts:
-    """Leave each rank its part of the experts, in place, and let layers send tokens to them. Collective.
+    """Reduce experts to this rank's part, in place, and let layers send tokens to them. Collective.
 
     Args:
-        model: A plain module, on ``device`` or the CPU; rank 0's values are taken over first.
-        layers: What to divide, each with the features that a row of it is known to have.
+        model: A plain module, on ``device`` or the CPU; rank 0's values are broadcast first.
+        layers: The layers to divide, each with the features of its rows if known.
         mesh: The axis.
-        device: Where experts go; only this rank's part is ever there.
+        device: Device of the experts; only this rank's part is ever there.
     """
     broadcast_states(model, device)
     experts = Experts(ExpertAxis(mesh))
@@ -120,21 +123,21 @@ def _divide_list(layer: ListedExperts, experts: Experts, features: int | None, d
     experts.modules.append(divided)
 
 
-# --- Trying out, on a few random tokens, that a layer of experts computes the same in parts; nothing is changed.
+# --- Trying a layer in parts, on a few random tokens
 #
-# Experts that see each other's tokens, that use weights otherwise than as factors, or a block that does more with its
-# list than call it, would train wrongly when divided: they are refused.
+# Experts that see each other's tokens or use weights other than as factors, and blocks that do more with their list
+# than call its items, would train wrongly if divided: they are refused. The layer is not changed.
 
 _TOKENS = 4
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def prove(layer: ExpertLayer, ranks: int) -> tuple[int, float] | None:
-    """Run a layer whole and in parts.
+    """Compare a layer with the sum of its parts.
 
     Returns:
-        For a list: features of a row, and rows that experts are given per token; None where the block is not called
-        with one tensor, and nothing was tried.
+        For a list: features of a row, and rows that experts get per token; None if the block does not take one tensor,
+        so that nothing was tried. For stacked experts: None.
 
     Raises:
         ModelError: When parts do not compute what the whole does.
@@ -167,13 +170,13 @@ def _prove_stacked(layer: StackedExperts, ranks: int) -> None:
     raise ModelError(
         f"expert_parallel: {layer.path} cannot be called as experts are",
         expected="tokens (T, H), the experts of each (T, k) and their weights (T, k)",
-        got=f"{type(last).__name__}: {(str(last).splitlines() or [''])[0][:120]}",
+        got=reason_of(last) if last is not None else "no parameters of three dims",
         fix="give a module of stacked experts such a forward; for example transformers' MixtralExperts",
     )
 
 
 def _sizes(layer: StackedExperts) -> list[int]:
-    """Return what the number of features may be, most likely first."""
+    """Return candidates for the number of features, likeliest first."""
     named = [getattr(layer.module, name, None) for name in ("hidden_dim", "hidden_size")]
     sizes = [size for p in layer.module.parameters() if p.dim() == 3 for size in p.shape[1:]]
     return list(dict.fromkeys([*(size for size in named if isinstance(size, int)), *sizes]))
@@ -187,12 +190,12 @@ def _sum_of_parts(
     factors: torch.Tensor,
     per_rank: int,
 ) -> torch.Tensor:
-    """Return what ranks compute, each with its part of the experts, weighted and added up."""
+    """Return the weighted sum of what ranks compute, each with its part of the experts."""
     total = torch.zeros_like(hidden)
     for rank in (index // per_rank).unique().tolist():
         token, place = (index // per_rank == rank).nonzero(as_tuple=True)
         part = {name: weight.narrow(0, rank * per_rank, per_rank) for name, weight in weights.items()}
-        with lent(layer.module, dict(part)), _counting(layer, per_rank):
+        with swapped_parameters(layer.module, dict(part)), _counting(layer, per_rank):
             rows = run_rows(layer.module.forward, hidden[token], index[token, place] - rank * per_rank)
         total.index_add_(0, token, (rows * factors[token, place, None]).to(total.dtype))
     return total
@@ -212,68 +215,53 @@ def _counting(layer: StackedExperts, number: int) -> Iterator[None]:
 def _prove_listed(layer: ListedExperts) -> tuple[int, float] | None:
     block, experts = layer.block, layer.experts
     like = next(experts.parameters())
-    with _evaluating(block), preserved_buffers(block):
+    with evaluating(block), torch.no_grad(), preserved_buffers(block):
         for shape in ((1, _TOKENS), (_TOKENS,)):
             hidden = torch.randn(*shape, _features(experts), device=like.device, dtype=like.dtype)
             try:
                 with preserved_rng():
                     whole = block(hidden)
-            except Exception:  # it takes other arguments; the first step will show what it asks
+            except Exception:  # it takes other arguments: only a training step can show what it asks
                 continue
             return _compare_listed(layer, hidden, whole)
     return None
 
 
 def _features(experts: nn.ModuleList) -> int:
-    """Return what the first layer of an expert takes; where it is transposed or else, the block will refuse it."""
+    """Return the input features of an expert's first layer; if the guess is wrong, the block will raise."""
     return next(p for p in experts.parameters() if p.dim() > 1).shape[-1]
 
 
 def _compare_listed(layer: ListedExperts, hidden: torch.Tensor, whole: Any) -> tuple[int, float]:
     block, experts = layer.block, layer.experts
     stand_in = DividedExperts(experts, range(0))
-
-    def listen(hear: Hear | None) -> None:
-        stand_in.hear = hear
-
-    block._modules[layer.name] = stand_in
+    children_of(block)[layer.name] = stand_in
     try:
-        before = hidden._version
-        asked = questions_of(block, lambda: block(hidden), listen)
-        if hidden._version != before:
+        before = version_of(hidden)
+        asked = questions_of(block, stand_in, lambda: block(hidden))
+        if version_of(hidden) != before:
             raise changed_input(block)
         answers = [experts[number](given) for number, given in asked]
         for (number, given), answer in zip(asked, answers, strict=True):
             check_answer(number, given, answer)
-        listen(answering(asked, answers))
-        parts = block(hidden)
+        with answered_by(stand_in, answering(asked, answers)):
+            parts = block(hidden)
     except ModelError:
         raise
     except Exception as error:
-        raise _not_in_parts(layer.path, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+        raise _not_in_parts(layer.path, reason_of(error)) from error
     finally:
-        block._modules[layer.name] = experts
+        children_of(block)[layer.name] = experts
     _compare(layer.path, _tensor(parts), _tensor(whole))
     rows = sum(given.numel() // given.shape[-1] for _, given in asked)
     return (asked[0][1].shape[-1] if asked else hidden.shape[-1]), rows / _TOKENS
 
 
 def _tensor(output: Any) -> torch.Tensor:
-    """Return the first tensor of what a block returns."""
+    """Return the first tensor of a block's output."""
     while not isinstance(output, torch.Tensor):
         output = output[0] if isinstance(output, tuple | list) else next(iter(output.values()))
     return output
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(each, each.training) for each in module.modules()]
-    module.eval()  # dropout would draw in another order
-    try:
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
 
 
 def _compare(path: str, parts: torch.Tensor, whole: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which modules of a model hold experts, and whether an axis can divide them."""
+"""Find the experts of a model, and check that an axis can divide them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, join_names
 
-_ARGUMENTS = 3  # tokens, the experts of each, and their weights, as transformers' experts are called
+_ARGUMENTS = 3  # tokens, the experts of each, and their weights, as in calls of transformers' experts
 
 
 @dataclass(frozen=True, eq=False)
 class StackedExperts:
     """A module whose parameters hold all experts along dim 0, called with tokens, their experts and weights.
 
-    Transformers' experts are such (Mixtral, Qwen-MoE, DeepSeek, GPT-OSS, …), and any module that is called like them.
+    Transformers' experts (Mixtral, Qwen-MoE, DeepSeek, GPT-OSS, …) have this form, and any module called like them.
     """
 
     path: str
     module: nn.Module
     num_experts: int
-    counters: tuple[str, ...]  # attributes of the module that say how many experts there are
+    counters: tuple[str, ...]  # attributes of the module that hold the number of experts
 
     def names(self) -> list[tuple[str, int | None]]:
-        """Return the parameters' full names; a rank holds a part of each."""
+        """Return the parameters' full names, each with None: a rank holds a part of each."""
         return [(f"{self.path}.{name}", None) for name, _ in self.module.named_parameters()]
 
 
@@ -42,21 +42,18 @@ class ListedExperts:
 
     @property
     def experts(self) -> nn.ModuleList:
-        """Return the list."""
+        """The list of experts."""
         found = getattr(self.block, self.name)
         assert isinstance(found, nn.ModuleList)
         return found
 
     @property
     def num_experts(self) -> int:
-        """Return its length."""
+        """Number of experts."""
         return len(self.experts)
 
     def names(self) -> list[tuple[str, int | None]]:
-        """Return the parameters' full names, each with the number of its expert.
-
-        A rank holds all or nothing of each.
-        """
+        """Return the parameters' full names, each with the number of its expert: a rank holds whole experts."""
         prefix = f"{self.path}.{self.name}" if self.path else self.name
         return [
             (f"{prefix}.{number}.{name}", number)
@@ -69,12 +66,12 @@ ExpertLayer = StackedExperts | ListedExperts
 
 
 def expert_layers(model: nn.Module, patterns: Sequence[str], ranks: int) -> list[ExpertLayer]:
-    """Find a model's experts and hold them against the size of the axis.
+    """Find a model's experts and check that an axis of ``ranks`` ranks can divide them.
 
     Args:
         model: A plain module.
-        patterns: Paths of modules that hold experts, with ``*`` for any part; none: found by structure, lists by a
-            name with "expert" in it.
+        patterns: Paths of modules that hold experts, with ``*`` for any part; if empty, stacked experts are found by
+            structure, and lists by "expert" in their name.
         ranks: Size of the axis.
 
     Raises:
@@ -96,8 +93,8 @@ def expert_layers(model: nn.Module, patterns: Sequence[str], ranks: int) -> list
             expected="a module called with (tokens, index, weights) that holds parameters of shape (experts, …) and "
             "their number as num_experts, or an nn.ModuleList of experts with 'expert' in its name",
             got=f"{type(model).__name__} with {_present(model)}",
-            fix="name the lists: ('expert_parallel', {'experts': ['blocks.*.moe.units']}); put parameters that are "
-            "stacked beside other things into a module of their own, called in this way",
+            fix="name the lists: ('expert_parallel', {'experts': ['blocks.*.moe.units']}); put stacked parameters into "
+            "a module of their own, called in this way",
         )
     for layer in layers:
         _check(layer, ranks)
@@ -170,13 +167,13 @@ def _check(layer: ExpertLayer, ranks: int) -> None:
         raise ModelError(
             f"expert_parallel: the experts in {_own_path(layer)} differ",
             expected="parameters of the same names and shapes in each",
-            got="others",
+            got="different names, shapes or dtypes",
             fix="name lists of equal experts with the key experts, or leave the method out",
         )
 
 
 def _check_owned(model: nn.Module, layers: Sequence[ExpertLayer]) -> None:
-    """Refuse experts' parameters that are something else's too: one part would be divided and the other not."""
+    """Refuse experts' parameters that other modules share: only one side would be divided."""
     divided = {name for layer in layers for name, _ in layer.names()}
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,8 @@
-"""Divide experts over the mesh axis `expert`: the method and its trace."""
+"""Divide experts over the mesh axis `expert`: the method `expert_parallel` and its trace.
+
+``expert_layers.py`` finds experts, ``divided_experts.py`` proves and applies the division, ``dispatch.py`` sends tokens
+to experts and back. :class:`ExpertTrace` runs a plain model for a prediction, sends nothing and notes everything.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
@@ -18,19 +21,25 @@ from meshwright.methods.expert.dispatch import Call, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
 from meshwright.methods.replace.model_changes import without_grouped_kernels
-from meshwright.nn import class_names
+from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog
 from meshwright.runtime import check_equal
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 _COUNT_BYTES = 8  # a number of rows
 
 
 class ExpertTrace:
-    """Lets a plain model run as one of the ranks of an expert axis would; nothing is sent, all is counted.
+    """Runs a plain model as one rank of an expert axis would, and notes what it would send.
 
     Args:
         model: The model.
-        layers: Its experts.
+        layers: The model's experts.
         ranks: Size of the axis.
+
+    Attributes:
+        experts: For each parameter of an expert, the number of its expert in a list (None: stacked), and of how many.
+        dims: The dims of parameters that the axis divides along with the work: none.
+        stands_in: Whether stacked experts are replaced by stand-ins, if they cannot run over fake tensors.
 
     Raises:
         ModelError: When listed experts cannot be divided.
@@ -45,27 +54,25 @@ class ExpertTrace:
         self.experts = {
             parameters[name]: (number, layer.num_experts) for layer in layers for name, number in layer.names()
         }
-        """For every expert's parameter the number of its expert in a list (None: stacked), and of how many."""
         self.dims: dict[nn.Parameter, int] = {}
-        """The dims of parameters that the axis divides as it divides work: none."""
         self.stands_in = False
-        """Whether stacked experts only count: for those that cannot run without data."""
-        self._stack: list[nn.Module] = []  # the modules that run
-        self._log: list[tuple[nn.Module, ...]] = []
-        self._sent: list[tuple[Literal["forward", "backward"], int, int, tuple[nn.Module, ...]]] = []
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._stack: list[nn.Module] = []  # the modules that run now
+        self._traffic = TrafficLog(AXIS)
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape a trace computes with: the whole, as one rank's rows are for all experts here."""
+        """Return the shape that a trace computes with: the whole, since one rank's tokens go to all experts here."""
         return tuple(parameter.shape)
 
     @contextlib.contextmanager
-    def running(self, log: list[tuple[nn.Module, ...]]) -> Iterator[None]:
-        """Around one forward pass.
+    def running(self, log: SaveLog) -> Iterator[None]:
+        """Note the exchanges of experts in a forward pass inside.
 
         Args:
             log: Grows with every tensor saved for backward.
         """
-        self._log, self._sent, self._stack = log, [], []
+        self._traffic.begin(log)
+        self._stack = []
         with contextlib.ExitStack() as stack:
             for module in self._model.modules():
                 stack.callback(module.register_forward_pre_hook(self._enter).remove)
@@ -98,7 +105,7 @@ class ExpertTrace:
         return count
 
     def _mean_forward(self, layer: ListedExperts) -> Callable[..., torch.Tensor]:
-        """Give every expert as many of the block's tokens, and add up the answers."""
+        """Return a forward that gives every expert equally many of the block's tokens and sums the answers."""
         features, rate = self._proved[layer] or (0, 0.0)
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -115,31 +122,20 @@ class ExpertTrace:
         return forward
 
     def _count(self, layer: ExpertLayer, asked: int, answered: int, *, grad: bool) -> None:
-        """Count, in bytes, the numbers of rows that ranks tell each other, the rows, and the answers."""
-        position, around = len(self._log), tuple(self._stack)
+        """Note an exchange: numbers of rows, the rows (``asked`` bytes), and the answers (``answered`` bytes)."""
+        path = self._paths[self._stack[-1]]
         for size in (layer.num_experts * _COUNT_BYTES, asked, answered):
-            self._sent.append(("forward", size, position, around))
+            self._traffic.note("all_to_all", "forward", size, path, self._stack)
         for size in (asked, answered) if grad else ():
-            self._sent.append(("backward", size, position, around))
+            self._traffic.note("all_to_all", "backward", size, path, self._stack)
 
-    def boundaries(self, model: nn.Module, log: list[tuple[nn.Module, ...]]) -> tuple[Boundary, ...]:
-        """Return what the last run sends in one micro-batch."""
-        found = []
-        paths = {module: path for path, module in model.named_modules()}
-        for moment, size, position, around in self._sent:
-            needed = {module for stack in log[position:] for module in stack}
-            needed_in = _names([module for module in around if module in needed])
-            path = paths[around[-1]]
-            found.append(Boundary("all_to_all", moment, size, _names(around), needed_in, path, axis="expert"))
-        return tuple(found)
-
-
-def _names(modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    return tuple(sorted({name for module in modules for name in class_names(module)}))
+    def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
+        """Return the collectives of the last run in one micro-batch."""
+        return self._traffic.boundaries()
 
 
 def _stand_in(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """Something of the shape of the answers, for which gradients are needed if they are for the experts."""
+    """Return a forward whose result has the answers' shape, and requires a gradient if the experts train."""
     weights = list(module.parameters())
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -150,7 +146,7 @@ def _stand_in(module: nn.Module) -> Callable[..., torch.Tensor]:
     return forward
 
 
-# --- ``expert_parallel``: the experts of every layer are divided over the mesh axis ``expert``; tokens travel to them.
+# --- The method
 
 AXIS: Literal["expert"] = "expert"
 _WHOLE = "this version sends tokens between ranks that hold all other layers whole"
@@ -158,15 +154,15 @@ _OTHER_SAMPLES = "this version sends tokens between ranks that take different sa
 
 
 class ExpertParallel(Method):
-    """Each rank along the axis ``expert`` holds an equal part of every layer's experts (GShard: Lepikhin et al. 2020).
+    """Divides every layer's experts equally over the ranks of the axis ``expert`` (GShard: Lepikhin et al. 2020).
 
     The ranks take different samples, as data-parallel ranks do. An all-to-all sends tokens to the ranks of their
     experts, which compute with the layer's own code; another sends the answers back, where they are multiplied by the
     router's weights. No token is dropped.
 
     Stacked experts (transformers': Mixtral, Qwen-MoE, DeepSeek, …) are found by structure; lists of experts that a
-    plain block loops over by "expert" in the list's name, or by ``experts``. A layer is tried out in parts before it is
-    divided, where a block takes one tensor.
+    plain block loops over, by "expert" in the list's name or by ``experts``. A layer is tried in parts before it is
+    divided, if its block takes one tensor.
 
     Config: None, or ``{"experts": ["blocks.*.moe.units"]}`` to name the modules that hold experts.
     """
@@ -207,7 +203,7 @@ class ExpertParallel(Method):
     experts: tuple[str, ...] = ()
 
     def trace(self, model: nn.Module, ranks: int) -> ExpertTrace:
-        """Return what predictions need to run the model as one of ``ranks`` ranks."""
+        """Return the trace that runs the model as one of ``ranks`` ranks."""
         return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks)
 
     def check(self, job: Job) -> None:
@@ -215,26 +211,26 @@ class ExpertParallel(Method):
         if job.size(AXIS) == 1:
             return
         layers = expert_layers(job.model, self.experts, job.size(AXIS))
-        # Kept: trying out takes time.
+        # Stored for apply, since the trial takes time.
         job.expert_layers = [(layer, _features(layer, job)) for layer in layers]
 
     def apply(self, job: Job) -> None:
         """Divide the experts; the rest of the model stays whole on every rank."""
         if job.size(AXIS) == 1:
             return
-        said = _summary(job)
-        check_equal("The division of the experts", said, "give every rank the same model")
-        job.notices.append(said)
+        summary = _summary(job)
+        check_equal("The division of the experts", summary, "give every rank the same model")
+        job.notices.append(summary)
         job.experts = divide(job.model, job.expert_layers, job.require_mesh()[AXIS], job.device)
-        job.expert_layers = []  # they would keep the experts of other ranks
+        job.expert_layers = []  # they would keep the experts of other ranks alive
         job.is_split = True
         if job.shard_axis is None:
             job.model.to(job.device)
 
     def cost(self, step: Step) -> Step:
-        """A rank's part of the experts, and what is exchanged where every expert is sent as many tokens as any other.
+        """Divide the experts, and add exchanges in which every expert is sent equally many tokens.
 
-        Real bytes are those in the mean over the ranks; a rank whose experts are liked receives more.
+        Real traffic has this mean over the ranks; a rank whose experts are chosen more often receives more.
         """
         ranks = step.size(AXIS)
         if ranks == 1:
@@ -246,7 +242,7 @@ class ExpertParallel(Method):
 def _features(layer: ExpertLayer, job: Job) -> int | None:
     proved = prove(layer, job.size(AXIS))
     if proved is None and isinstance(layer, ListedExperts):
-        job.notices.append(f"expert_parallel: {layer.path} was not tried out in parts: it takes more than one tensor")
+        job.notices.append(f"expert_parallel: {layer.path} was not tried in parts: it takes more than one tensor")
     return proved[0] if proved is not None else None
 
 
@@ -266,15 +262,12 @@ def _divided(block: Block, step: Step, ranks: int) -> Block:
 
 
 def _part(parameter: Parameter, step: Step, ranks: int) -> Parameter | None:
-    """Return what the first rank of the axis holds; None: nothing.
-
-    Experts of a list are equal, so others hold as much.
-    """
+    """Return the first rank's part of a parameter, None if it has none. All ranks hold as much: experts are equal."""
     if parameter.expert is None:
         return parameter
     number, experts = parameter.expert
     if number is not None and number >= experts // ranks:
         return None
     shape = parameter.shape if number is not None else (parameter.shape[0] // ranks, *parameter.shape[1:])
-    # Ranks along the axis hold different experts: there is nobody to shard them over, where it is the only one.
+    # Ranks along the axis hold different experts, so experts cannot be sharded over it.
     return dataclasses.replace(parameter, shape=shape, sharded=step.shard_axis != AXIS)

@@ -1,1 +1,1 @@
-"""How a model runs in stages: what ``pipeline_parallel`` cuts, splices and schedules."""
+"""Pipeline parallelism: cut a model into stages, splice it, run torch's schedules."""

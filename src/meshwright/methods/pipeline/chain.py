@@ -1,7 +1,14 @@
-"""The stages one after the other, connected by autograd: what a plain call of a pipelined model does.
+"""Run pipeline stages one after the other, connected by autograd: what a plain call of a pipelined model does.
 
-Evaluation and hand-written loops run so: in GPipe order, with a loss that every rank can call backward on. What goes
-from stage to stage describes itself, so nothing need be known before.
+Evaluation and hand-written training loops take this path: GPipe's order for one micro-batch, with a loss that every
+rank can call ``backward`` on. Hidden states travel with a description of their shapes, so no shapes need be known
+beforehand. How one rank runs a single stage: [Note: splicing] in ``splice.py``.
+
+[Note: tokens of a chain]
+Each rank threads a 0-dim tensor, the token, through everything it sends and receives. ``_Sent`` returns the next token
+and ``_Received`` takes the current one, so that on every rank autograd visits them in reverse order: the gradient that
+the next stage sends arrives before this stage's backward, and goes on to the stage before. A rank without the last
+stage starts backward from its last token, since it has no loss of its own.
 """
 
 from __future__ import annotations
@@ -13,43 +20,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import ModelError, join_names
-from meshwright.methods.pipeline.splice import Form, Handed, Splice
+from meshwright.methods.pipeline.splice import Form, HiddenState, Splice
+from meshwright.runtime.torch_internals.pytree import tree_map_only
 
 
 @dataclass(frozen=True)
-class Line:
-    """A rank's place in its pipeline: whom it receives from and sends to."""
+class PipelineRank:
+    """One rank of a pipeline: its stages, and the ranks that hold the others."""
 
     group: dist.ProcessGroup
-    ranks: tuple[int, ...]  # the pipeline rank of every stage
-    rank: int
+    stage_ranks: tuple[int, ...]  # the pipeline rank of every stage
+    index: int
     device: torch.device
 
     @property
     def stages(self) -> list[int]:
         """This rank's stages, ascending."""
-        return [stage for stage, owner in enumerate(self.ranks) if owner == self.rank]
+        return [stage for stage, owner in enumerate(self.stage_ranks) if owner == self.index]
 
     @property
-    def last(self) -> int:
-        """Return the last stage."""
-        return len(self.ranks) - 1
+    def last_stage(self) -> int:
+        """Number of the pipeline's last stage."""
+        return len(self.stage_ranks) - 1
 
-    def is_here(self, stage: int) -> bool:
+    def holds(self, stage: int) -> bool:
         """Return whether a stage is this rank's."""
-        return self.ranks[stage] == self.rank
+        return self.stage_ranks[stage] == self.index
 
     def peer(self, stage: int) -> int:
         """Return the global rank that holds a stage."""
-        return dist.get_global_rank(self.group, self.ranks[stage])
+        return dist.get_global_rank(self.group, self.stage_ranks[stage])
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a model returns on a rank that does not hold its last stage; the loss function makes a loss of it."""
+    """The model's output on ranks without the last stage; the loss function turns it into the loss."""
 
     token: torch.Tensor  # 0-dim; its backward waits for the gradient of what this rank has sent
 
@@ -64,118 +71,121 @@ class StageOutput:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What goes over one boundary in one micro-batch."""
+    """The hidden state that one stage sends to the next, described."""
 
     form: Form
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, handed: Handed) -> Boundary:
-        """Describe what a stage hands on."""
-        return cls(handed.form, tuple(tuple(t.shape) for t in handed.tensors), tuple(t.dtype for t in handed.tensors))
+    def of(cls, hidden: HiddenState) -> Boundary:
+        """Describe a hidden state."""
+        return cls(hidden.form, tuple(tuple(t.shape) for t in hidden.tensors), tuple(t.dtype for t in hidden.tensors))
 
-    def check(self, handed: Handed) -> None:
-        """Refuse what is not as described: the next stage has made room for that.
+    def check(self, hidden: HiddenState) -> None:
+        """Refuse tensors that differ from the description: the next stage has allocated buffers for it.
 
         Raises:
-            ModelError: Saying what it is instead.
+            ModelError: With the shapes and dtypes found.
         """
-        now = Boundary.of(handed)
+        now = Boundary.of(hidden)
         if (now.shapes, now.dtypes) != (self.shapes, self.dtypes):
             raise ModelError(
-                "pipeline_parallel: a stage hands on other tensors than for the batch's first micro-batch",
+                "pipeline_parallel: a stage sends other tensors than for the batch's first micro-batch",
                 expected=f"{join_names(map(str, zip(self.shapes, self.dtypes, strict=True)))}",
                 got=f"{join_names(map(str, zip(now.shapes, now.dtypes, strict=True)))}",
                 fix="let hidden states have shapes that follow from those of the input",
             )
 
     def empty(self, device: torch.device) -> list[torch.Tensor]:
-        """Room for it."""
+        """Allocate buffers to receive it."""
         return [
             torch.empty(shape, dtype=dtype, device=device)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
 
 
-def run_chain(line: Line, splice: Splice, forward: Callable[[], Any], seed: int) -> tuple[Any, dict[int, Boundary]]:
-    """Run this rank's stages of one forward pass, between the other ranks'.
+def run_chain(
+    rank: PipelineRank, splice: Splice, forward: Callable[[], Any], seed: int
+) -> tuple[Any, dict[int, Boundary]]:
+    """Run this rank's stages of one forward pass, exchanging hidden states with the other ranks.
 
     Args:
-        line: The pipeline.
+        rank: This rank.
         splice: Runs a stage.
         forward: Calls the model.
-        seed: Of random draws, the same on all ranks.
+        seed: Random seed of the pass, the same on all ranks.
 
     Returns:
-        The model's output where the last stage is, else a :class:`StageOutput`; and what came and went, by the number
-        of the stage that sent it.
+        The model's output on the rank of the last stage, else a :class:`StageOutput`; and the boundaries that this rank
+        has seen, by the number of the sending stage.
     """
-    token = torch.zeros((), device=line.device, requires_grad=torch.is_grad_enabled())
+    token = torch.zeros((), device=rank.device, requires_grad=torch.is_grad_enabled())
     boundaries: dict[int, Boundary] = {}
-    handed: Any = None
+    result: Any = None
     failure: Exception | None = None
-    for stage in line.stages:
-        if stage > 0 and not line.is_here(stage - 1):
-            told: list[Any] = [None]
-            dist.recv_object_list(told, src=line.peer(stage - 1), group=line.group, device=line.device)
-            failure = failure or (_Elsewhere() if told[0] is None else None)
-            if told[0] is not None:
-                boundaries[stage - 1] = told[0]
-                handed = _receive(line, stage, token, told[0])
+    for stage in rank.stages:
+        if stage > 0 and not rank.holds(stage - 1):
+            message: list[Boundary | None] = [None]
+            dist.recv_object_list(message, src=rank.peer(stage - 1), group=rank.group, device=rank.device)
+            if (boundary := message[0]) is None:
+                failure = failure or _Elsewhere()
+            else:
+                boundaries[stage - 1] = boundary
+                result = _receive(rank, stage, token, boundary)
         if failure is None:
             try:
-                handed = splice.run(stage, handed if stage else None, forward, seed)
-                boundaries |= {stage: Boundary.of(handed)} if stage != line.last else {}
+                result = splice.run(stage, result if stage else None, forward, seed)
+                boundaries |= {stage: Boundary.of(result)} if stage != rank.last_stage else {}
             except Exception as error:
                 failure = error
-        if stage != line.last and not line.is_here(stage + 1):
-            token = _send(line, stage, token, handed, boundaries.get(stage) if failure is None else None)
-    _raise_together(line, failure)
-    return (handed if line.is_here(line.last) else StageOutput(token)), boundaries
+        if stage != rank.last_stage and not rank.holds(stage + 1):
+            token = _send(rank, stage, token, result, boundaries.get(stage) if failure is None else None)
+    _raise_together(rank, failure)
+    return (result if rank.holds(rank.last_stage) else StageOutput(token)), boundaries
 
 
-def shared_output(line: Line, output: Any) -> Any:
-    """Return what the last stage returned, on every rank of the pipeline; without gradients.
+def shared_output(rank: PipelineRank, output: Any) -> Any:
+    """Broadcast the model's output from the last stage to every rank of the pipeline, without gradients.
 
     Args:
-        line: The pipeline.
-        output: What :func:`run_chain` returned here.
+        rank: This rank.
+        output: The output of :func:`run_chain` on this rank.
     """
-    source = line.peer(line.last)
-    is_here = line.is_here(line.last)
-    told = [tree_map_only(torch.Tensor, _without_data, output) if is_here else None]
-    dist.broadcast_object_list(told, src=source, group=line.group, device=line.device)
+    source = rank.peer(rank.last_stage)
+    is_here = rank.holds(rank.last_stage)
+
+    def without_data(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    outline = [tree_map_only(torch.Tensor, without_data, output) if is_here else None]
+    dist.broadcast_object_list(outline, src=source, group=rank.group, device=rank.device)
 
     def shared(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.contiguous() if is_here else torch.empty_like(tensor, device=line.device)
-        dist.broadcast(tensor, src=source, group=line.group)
+        tensor = tensor.contiguous() if is_here else torch.empty_like(tensor, device=rank.device)
+        dist.broadcast(tensor, src=source, group=rank.group)
         return tensor
 
-    return tree_map_only(torch.Tensor, shared, output if is_here else told[0])
-
-
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return tree_map_only(torch.Tensor, shared, output if is_here else outline[0])
 
 
 class _Elsewhere(Exception):
-    """Another rank's stage failed."""
+    """A stage failed on another rank."""
 
 
-def _raise_together(line: Line, failure: Exception | None) -> None:
-    """A stage that failed is an error on all ranks of its pipeline."""
-    failed = torch.tensor(float(failure is not None), device=flag_device(line))
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group=line.group)
+def _raise_together(rank: PipelineRank, failure: Exception | None) -> None:
+    """Raise an error on all ranks of the pipeline if a stage failed on any of them."""
+    failed = torch.tensor(float(failure is not None), device=flag_device(rank))
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=rank.group)
     if not failed.item():
         return
     here = failure if not isinstance(failure, _Elsewhere) else None
-    told: list[str | None] = [None] * line.group.size()
-    dist.all_gather_object(told, f"{type(here).__name__}: {here}" if here is not None else None, group=line.group)
+    errors: list[str | None] = [None] * rank.group.size()
+    dist.all_gather_object(errors, f"{type(here).__name__}: {here}" if here is not None else None, group=rank.group)
     if here is not None:
         raise here
-    rank, error = next((rank, error) for rank, error in enumerate(told) if error is not None)
-    raise _failed_elsewhere("a stage", f"{error} (pipeline rank {rank})")
+    index, error = next((index, error) for index, error in enumerate(errors) if error is not None)
+    raise _failed_elsewhere("a stage", f"{error} (pipeline rank {index})")
 
 
 def _failed_elsewhere(what: str, got: str) -> ModelError:
@@ -187,35 +197,37 @@ def _failed_elsewhere(what: str, got: str) -> ModelError:
     )
 
 
-def flag_device(line: Line) -> torch.device:
-    """Return where a flag is reduced: on the host where that is possible, which does not wait for the device."""
-    return torch.device("cpu") if "cpu" in dist.get_backend_config(line.group) else line.device
+def flag_device(rank: PipelineRank) -> torch.device:
+    """Return the device to reduce a flag on: the host if the backend can, so that nothing waits for the GPU."""
+    return torch.device("cpu") if "cpu" in dist.get_backend_config(rank.group) else rank.device
 
 
-def _receive(line: Line, stage: int, token: torch.Tensor, boundary: Boundary) -> Handed:
-    tensors = boundary.empty(line.device)
+def _receive(rank: PipelineRank, stage: int, token: torch.Tensor, boundary: Boundary) -> HiddenState:
+    tensors = boundary.empty(rank.device)
     for tensor in tensors:
-        dist.recv(tensor, src=line.peer(stage - 1), group=line.group)
-    return Handed(list(_Received.apply(token, line, stage, *tensors)), boundary.form)
+        dist.recv(tensor, src=rank.peer(stage - 1), group=rank.group)
+    return HiddenState(list(_Received.apply(token, rank, stage, *tensors)), boundary.form)
 
 
-def _send(line: Line, stage: int, token: torch.Tensor, handed: Handed, boundary: Boundary | None) -> torch.Tensor:
-    """Send the description, then the tensors; None tells that a stage failed."""
-    dist.send_object_list([boundary], dst=line.peer(stage + 1), group=line.group, device=line.device)
+def _send(
+    rank: PipelineRank, stage: int, token: torch.Tensor, hidden: HiddenState, boundary: Boundary | None
+) -> torch.Tensor:
+    """Send a hidden state: its description, then its tensors. Without a description the peer learns of a failure."""
+    dist.send_object_list([boundary], dst=rank.peer(stage + 1), group=rank.group, device=rank.device)
     if boundary is None:
         return token
-    for tensor in handed.tensors:
-        dist.send(tensor.detach().contiguous(), dst=line.peer(stage + 1), group=line.group)
-    sent: torch.Tensor = _Sent.apply(token, line, stage, *handed.tensors)
+    for tensor in hidden.tensors:
+        dist.send(tensor.detach().contiguous(), dst=rank.peer(stage + 1), group=rank.group)
+    sent: torch.Tensor = _Sent.apply(token, rank, stage, *hidden.tensors)
     return sent
 
 
 class _Received(torch.autograd.Function):
-    """What was received; backward sends its gradients to where it came from."""
+    """Identity on received tensors; backward sends their gradients to the stage before."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, line: Line, stage: int, *tensors: torch.Tensor) -> Any:
-        ctx.line, ctx.stage, ctx.like = line, stage, tensors
+    def forward(ctx: Any, token: torch.Tensor, rank: PipelineRank, stage: int, *tensors: torch.Tensor) -> Any:
+        ctx.rank, ctx.stage, ctx.like = rank, stage, tensors
         received = tuple(tensor.view_as(tensor) for tensor in tensors)
         ctx.mark_non_differentiable(*(tensor for tensor in received if not tensor.is_floating_point()))
         return received
@@ -226,19 +238,19 @@ class _Received(torch.autograd.Function):
         for tensor, gradient in zip(ctx.like, gradients, strict=True):
             if tensor.is_floating_point():
                 sent = torch.zeros_like(tensor) if gradient is None else gradient.to(tensor.dtype).contiguous()
-                dist.send(sent, dst=ctx.line.peer(ctx.stage - 1), group=ctx.line.group)
-        # The token leads to what this rank has sent in an earlier stage: its gradients come next.
-        return torch.zeros((), device=ctx.line.device), None, None, *[None] * len(gradients)
+                dist.send(sent, dst=ctx.rank.peer(ctx.stage - 1), group=ctx.rank.group)
+        # The token leads to what this rank sent from an earlier stage: those gradients come next.
+        return torch.zeros((), device=ctx.rank.device), None, None, *[None] * len(gradients)
 
 
 class _Sent(torch.autograd.Function):
-    """A token for what was sent; backward receives its gradients."""
+    """The next token after sending tensors; backward receives their gradients from the next stage."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, line: Line, stage: int, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.line, ctx.stage = line, stage
+    def forward(ctx: Any, token: torch.Tensor, rank: PipelineRank, stage: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.rank, ctx.stage = rank, stage
         ctx.kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        return torch.zeros((), device=line.device)
+        return torch.zeros((), device=rank.device)
 
     @staticmethod
     @once_differentiable
@@ -248,15 +260,15 @@ class _Sent(torch.autograd.Function):
             if not dtype.is_floating_point:
                 received.append(None)
                 continue
-            buffer = torch.empty(shape, dtype=dtype, device=ctx.line.device)
-            dist.recv(buffer, src=ctx.line.peer(ctx.stage + 1), group=ctx.line.group)
+            buffer = torch.empty(shape, dtype=dtype, device=ctx.rank.device)
+            dist.recv(buffer, src=ctx.rank.peer(ctx.stage + 1), group=ctx.rank.group)
             received.append(buffer)
-        # The token: what this rank received for an earlier stage goes back next.
-        return torch.zeros((), device=ctx.line.device), None, None, *received
+        # The token leads to what this rank received for an earlier stage: its gradients are sent next.
+        return torch.zeros((), device=ctx.rank.device), None, None, *received
 
 
 class _Known(torch.autograd.Function):
-    """A loss whose value another rank computed; backward goes on with the token."""
+    """A loss that another rank computed; backward continues with the token."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -268,26 +280,26 @@ class _Known(torch.autograd.Function):
         return torch.zeros_like(gradient, dtype=torch.float32), None
 
 
-def shared_loss(line: Line, token: torch.Tensor | None, loss: torch.Tensor | None) -> torch.Tensor:
-    """Return the last stage's loss on every rank of the pipeline; fp32 where it came from another.
+def shared_loss(rank: PipelineRank, token: torch.Tensor | None, loss: torch.Tensor | None) -> torch.Tensor:
+    """Return the last stage's loss on every rank of the pipeline; in fp32 on the other ranks.
 
     Args:
-        line: The pipeline.
-        token: What the model returned on other ranks; None where the last stage is.
-        loss: Where the last stage is; None there tells the others that it failed.
+        rank: This rank.
+        token: The token of this rank's :class:`StageOutput`; None on the rank of the last stage.
+        loss: The loss on the rank of the last stage; None there reports to the others that it failed.
 
     Raises:
-        ModelError: Where the last stage is not, when the loss failed.
+        ModelError: On the other ranks, when the loss failed.
     """
-    told = torch.zeros(2, device=line.device)  # the loss, and whether it failed
+    message = torch.zeros(2, device=rank.device)  # the loss, and whether it failed
     if loss is not None:
-        told[0] = loss.detach()
+        message[0] = loss.detach()
     elif token is None:
-        told[1] = 1
-    dist.all_reduce(told, group=line.group)
+        message[1] = 1
+    dist.all_reduce(message, group=rank.group)
     if token is None:
-        return loss if loss is not None else told[0]
-    if told[1].item():
+        return loss if loss is not None else message[0]
+    if message[1].item():
         raise _failed_elsewhere("the loss function", "an error on the rank of the last stage")
-    known: torch.Tensor = _Known.apply(token, told[0])
+    known: torch.Tensor = _Known.apply(token, message[0])
     return known

@@ -1,4 +1,9 @@
-"""Execute a training step over pipeline stages, and average the gradients of the stages."""
+"""Execute a training step over pipeline stages, and finish the gradients of this rank's stages.
+
+A step runs one of torch's pipeline schedules on a spliced model ([Note: splicing] in ``splice.py``); a plain call of
+the model runs its stages as a chain (``chain.py``). Either way :class:`StageGradients` then sums the gradients of
+parameters that several ranks train and averages over data-parallel replicas.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.inspect import captured, hand_over_micro_batches, hand_over_stages
 from meshwright.methods.gradient_averaging import GradientAverager
 from meshwright.methods.pipeline.chain import (
     Boundary,
-    Line,
+    PipelineRank,
     StageOutput,
     flag_device,
     run_chain,
@@ -26,37 +30,39 @@ from meshwright.methods.pipeline.chain import (
     shared_output,
 )
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
-from meshwright.methods.pipeline.splice import Handed, Splice, draw_seeds, drawing
+from meshwright.methods.pipeline.splice import HiddenState, Splice, draw_seeds, drawing
 from meshwright.nn import abandon_units, reshard
+from meshwright.nn.batches import leaves_of
 from meshwright.optim import local_tensor
 from meshwright.runtime import preserved_rng, same_on_every_rank
-from meshwright.runtime.trees import leaves_of
+from meshwright.runtime.torch_internals.autograd import queue_callback
 
 if TYPE_CHECKING:
     from meshwright.methods.pipeline.stage_module import StageModule
 
 
 class StageGradients:
-    """Finishes the gradients of one rank of a pipeline.
+    """Sums and averages the gradients of one pipeline rank.
 
     Args:
-        line: The rank's place.
-        shared: Parameters that several ranks train, and which (ascending); the same order on all.
-        averager: Averages over replicas where parameters are not sharded; None where there are none, or FSDP2 does it.
+        rank: This rank.
+        shared: Parameters that several pipeline ranks train, each with those ranks (ascending); in the same order on
+            all ranks.
+        averager: Averages over replicas where parameters are not sharded; None without replicas, or under FSDP2.
     """
 
     def __init__(
-        self, line: Line, shared: list[tuple[nn.Parameter, tuple[int, ...]]], averager: GradientAverager | None
+        self, rank: PipelineRank, shared: list[tuple[nn.Parameter, tuple[int, ...]]], averager: GradientAverager | None
     ) -> None:
-        self._line, self._averager = line, averager
+        self._rank, self._averager = rank, averager
         self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for parameter, ranks in shared:
             self._shared.setdefault(ranks, []).append(parameter)
-        self._aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # exchanged before the present backward passes
-        self._accumulating = False  # since the last exchange
+        self._aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # gradients exchanged in earlier steps
+        self._accumulating = False  # a backward pass has run since the last exchange
 
     def begin(self, reduces: bool) -> None:
-        """Before every backward pass: gradients that are sums over stages already are not to be summed once more.
+        """Set gradients aside that are sums over stages already; call it before every backward pass.
 
         Args:
             reduces: Whether :meth:`exchange` follows; else the next pass adds to the gradients of this one.
@@ -69,12 +75,12 @@ class StageGradients:
         self._accumulating = not reduces
 
     def accumulate(self, model: nn.Module) -> None:
-        """Before the backward passes of a step: gradients are kept whole, weights that were gathered stay so."""
+        """Keep gradients unreduced and weights gathered until :meth:`reduce`; call it before a step's backward."""
         if isinstance(model, FSDPModule):
             _set_ending(model, False)
 
     def abandon(self, model: nn.Module) -> None:
-        """After a step that failed: no gradient of it stays, and plain calls are as before."""
+        """Drop the gradients of a failed step and return the model to its state between steps."""
         abandon_units(model)
         if isinstance(model, FSDPModule):
             _set_ending(model, True)
@@ -82,19 +88,20 @@ class StageGradients:
         self._aside, self._accumulating = [], False
 
     def reduce(self, model: nn.Module) -> None:
-        """After them: FSDP2 averages over the replicas, once."""
+        """Let FSDP2 average over the replicas, once for all micro-batches of a step."""
         if isinstance(model, FSDPModule):
             _end(model)
 
     def exchange(self) -> None:
-        """Sum the gradients of shared parameters, so that they are equal wherever these are trained.
+        """Sum the gradients of shared parameters over the ranks that train them; average over replicas without FSDP2.
 
-        It averages over replicas too, where FSDP2 has not.
+        Gradients that :meth:`begin` has set aside are added back.
         """
         for ranks, parameters in self._shared.items():
-            if self._line.rank in ranks:
-                for same in _by_dtype([parameter for parameter in parameters if parameter.requires_grad]):
-                    self._sum(ranks, same)
+            if self._rank.index in ranks:
+                trained = [parameter for parameter in parameters if parameter.requires_grad]
+                for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
+                    self._sum(ranks, [parameter for parameter in trained if parameter.dtype == dtype])
         for parameter, before in self._aside:
             if before is not None and parameter.grad is not None:
                 local_tensor(parameter.grad).add_(local_tensor(before))
@@ -108,26 +115,27 @@ class StageGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         own = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        parts = {self._line.rank: torch.cat([gradient.flatten() for gradient in own])}
+        parts = {self._rank.index: torch.cat([gradient.flatten() for gradient in own])}
         operations = []
         for rank in ranks:
-            if rank == self._line.rank:
+            if rank == self._rank.index:
                 continue
-            peer = dist.get_global_rank(self._line.group, rank)
-            parts[rank] = torch.empty_like(parts[self._line.rank])
-            operations.append(dist.P2POp(dist.isend, parts[self._line.rank], peer, self._line.group))
-            operations.append(dist.P2POp(dist.irecv, parts[rank], peer, self._line.group))
+            peer = dist.get_global_rank(self._rank.group, rank)
+            parts[rank] = torch.empty_like(parts[self._rank.index])
+            operations.append(dist.P2POp(dist.isend, parts[self._rank.index], peer, self._rank.group))
+            operations.append(dist.P2POp(dist.irecv, parts[rank], peer, self._rank.group))
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         total = parts[ranks[0]]
-        for rank in ranks[1:]:  # in one order everywhere: the sums are equal to the last bit
+        # Every rank adds in the same order, so the sums are bitwise equal.
+        for rank in ranks[1:]:
             total = total + parts[rank]
         for gradient, whole in zip(own, total.split([gradient.numel() for gradient in own]), strict=True):
             gradient.copy_(whole.view_as(gradient))
 
 
 def _set_ending(model: Any, ends: bool) -> None:
-    """Whether every backward pass ends with reduced gradients and sharded weights, as in plain calls."""
+    """Set whether each backward pass ends with reduced gradients and sharded weights, as plain calls do."""
     model.set_is_last_backward(ends)
     model.set_reshard_after_backward(ends)
     model.set_requires_gradient_sync(ends)
@@ -136,7 +144,7 @@ def _set_ending(model: Any, ends: bool) -> None:
 
 
 def _end(model: Any) -> None:
-    """Reduce all units, free whole weights, and wait; plain calls are as before."""
+    """Reduce the gradients of all FSDP2 units, reshard their weights, and return to the settings of plain calls."""
     if hasattr(model, "finalize_backward"):
         model.set_reshard_after_backward(True)
         model.set_requires_gradient_sync(True)
@@ -149,84 +157,81 @@ def _end(model: Any) -> None:
         PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), 1)  # type: ignore[arg-type]
 
 
-def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    found: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.dtype, []).append(parameter)
-    return list(found.values())
-
-
-# --- A training step over the stages of a pipeline: torch's schedules, run on spliced models.
+# --- A training step by one of torch's schedules
 #
-# The schedules see micro-batches as numbers: every rank of a pipeline has the whole batch, and a stage looks up its own
-# inputs. They end with the loss, so that only hidden states travel.
+# Every rank of a pipeline has the whole batch, so the schedules are given micro-batch numbers, and a stage looks up its
+# own inputs. The last stage ends with the loss: only hidden states travel.
 
-_SHAPES_KEPT = 4  # schedules of as many batch shapes stay: each holds room for the hidden states of its micro-batches
+# Schedules are cached by batch shape; each holds receive buffers for the hidden states of its micro-batches.
+_MOST_SCHEDULES = 4
 
 Call = Callable[[Any], Any]
 """Calls the model on its input."""
 Loss = Callable[[Any, Any], torch.Tensor]
-"""The loss of one micro-batch's input and output, as it is to be added up."""
+"""Computes a micro-batch's loss from its input and output, scaled so that the losses add up."""
 Measure = Callable[[], contextlib.AbstractContextManager[Any]]
-"""A context whose result counts ``bytes`` that forward inside saves for backward."""
+"""Makes a context whose result has ``bytes``: what a forward inside saves for backward."""
 
 
 class PipelineEngine:
-    """Runs the stages that this rank holds, in step with those of the others.
+    """Runs this rank's stages in step with those of the other ranks.
 
     Args:
-        line: This rank's place.
-        splice: Of the model.
+        rank: This rank.
+        splice: Runs single stages of the model.
         schedule: Name of the schedule.
+
+    Attributes:
+        saved_bytes: Most bytes saved for backward at once on this rank in the last step that was measured.
     """
 
-    def __init__(self, line: Line, splice: Splice, schedule: str) -> None:
-        self.line, self._splice, self._schedule = line, splice, schedule
+    def __init__(self, rank: PipelineRank, splice: Splice, schedule: str) -> None:
+        self.rank, self._splice, self._schedule = rank, splice, schedule
         self._boundaries: dict[int, Boundary] = {}
         self._schedules: dict[Any, tuple[Any, list[StageModule]]] = {}
         self.saved_bytes = 0
-        self._shares_loss = False  # a loss function called inside another is that one's part
-        self._shares_output = False  # while text is generated, every rank needs the logits
-        self._reduces = True  # False: gradients of a plain backward pass only accumulate
+        self._shares_loss = False  # inside a loss function: one called within it is left alone
+        self._shares_output = False  # while generating: every rank needs the logits
+        self._reduces = True  # False: the gradients of a plain backward pass only accumulate
 
     def finish(self, model: nn.Module, gradients: StageGradients, compute: torch.dtype | None) -> None:
-        """Take the model as all methods have left it.
+        """Take over the model once all methods have been applied.
 
         Args:
-            model: What is called.
+            model: The model that training calls.
             gradients: Finishes its gradients.
-            compute: What gathered weights compute in; None: as they are.
+            compute: Dtype in which gathered weights compute; None: their own.
         """
         self._model, self._gradients = model, gradients
         self._splice.dtype = compute or next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
-    # What a plain call of the model does.
+    # Plain calls of the model
 
     def around_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of the model's forward: one stage where a schedule runs, else all of them in a chain."""
+        """Replace the model's forward: run one stage under a schedule, else all stages as a chain."""
 
         def call() -> Any:
-            return self._splice.until_handed(lambda: forward(*args, **kwargs))
+            return self._splice.until_stage_end(lambda: forward(*args, **kwargs))
 
         if self._splice.is_running:
             return call()
-        self._splice.take_records()  # of a pass that failed
-        output, self._boundaries = run_chain(self.line, self._splice, call, *draw_seeds(1))
+        self._splice.take_records()  # drop those of a failed pass
+        output, self._boundaries = run_chain(self.rank, self._splice, call, *draw_seeds(1))
         taken = self._splice.take_records()
         hand_over_stages({stage: [each.record for each in runs[0]] for stage, runs in taken.items()})
-        return shared_output(self.line, output) if self._shares_output else output
+        return shared_output(self.rank, output) if self._shares_output else output
 
     def around_inner(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of the forward of a model inside the model, on which peft calls ``generate``."""
+        """Replace the forward of a model inside the model, such as the one on which peft calls ``generate``."""
         return forward(*args, **kwargs) if self._splice.is_running else self.around_model(forward, *args, **kwargs)
 
     def around_generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of the model's ``generate``: all ranks of the pipeline get the logits, and draw the same tokens.
+        """Replace the model's ``generate``: give every pipeline rank the logits and the same random draws.
 
-        Without a cache: a rank's has the keys and values of its own blocks alone, and positions are counted by block 0.
+        There is no key-value cache: a rank's would hold its own blocks only, and block 0's counts the positions.
         """
-        seed = torch.randint(2**62, (), device=self.line.device)
-        dist.broadcast(seed, src=self.line.peer(self.line.last), group=self.line.group)
+        seed = torch.randint(2**62, (), device=self.rank.device)
+        dist.broadcast(seed, src=self.rank.peer(self.rank.last_stage), group=self.rank.group)
         self._shares_output = True
         try:
             with preserved_rng():
@@ -236,7 +241,7 @@ class PipelineEngine:
             self._shares_output = False
 
     def loss(self, loss_func: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """A loss function that knows the loss on every rank and whose backward reaches every stage."""
+        """Wrap a loss function so that every rank gets the loss, and its backward reaches every stage."""
 
         def everywhere(inputs: Any, output: Any) -> Any:
             if self._splice.is_running or self._shares_loss:
@@ -244,25 +249,26 @@ class PipelineEngine:
             (seed,) = draw_seeds(1)
             if isinstance(output, StageOutput):
                 hand_over_stages({})
-                return self._finishing(shared_loss(self.line, output.token, None))
+                return self._finishing(shared_loss(self.rank, output.token, None))
             self._shares_loss = True
             try:
                 with captured() as records, drawing(seed):
                     loss = loss_func(inputs, output)
             except Exception:
-                shared_loss(self.line, None, None)  # the others wait for a loss
+                # The other ranks wait for a loss.
+                shared_loss(self.rank, None, None)
                 raise
             finally:
                 self._shares_loss = False
-            hand_over_stages({self.line.last: records})
+            hand_over_stages({self.rank.last_stage: records})
             first = loss[0] if isinstance(loss, list | tuple) else loss
-            first = self._finishing(shared_loss(self.line, None, first))
+            first = self._finishing(shared_loss(self.rank, None, first))
             return [first, *loss[1:]] if isinstance(loss, list | tuple) else first
 
         return everywhere
 
     def _finishing(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the first thing of its backward is to ask for what follows its last."""
+        """Hook the start of the loss's backward, which schedules the gradient exchange for its end."""
         if loss.requires_grad:
             loss = loss.view_as(loss)
             loss.register_hook(self._begin_backward)
@@ -271,27 +277,28 @@ class PipelineEngine:
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         self._gradients.begin(self._reduces)
         if self._reduces:
-            Variable._execution_engine.queue_callback(self._gradients.exchange)
+            queue_callback(self._gradients.exchange)
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Around a plain forward and backward; only the last one's gradients are averaged and exchanged."""
+        """Average and exchange gradients at the end of a plain backward inside only if it ``is_last``."""
         before, self._reduces = self._reduces, is_last
         try:
             yield
         finally:
             self._reduces = before
 
-    # A step by a schedule.
+    # Steps by a schedule
 
     def step(self, inputs: list[Any], call: Call, loss: Loss, measure: Measure | None = None) -> torch.Tensor:
-        """Forward and backward of all micro-batches, gradients averaged and exchanged unless they only accumulate.
+        """Run forward and backward of all micro-batches, then average and exchange gradients if they are complete.
 
         Args:
-            inputs: Of each micro-batch, for ``call`` and ``loss``: equal shapes, equal on all ranks of the pipeline.
+            inputs: Input of each micro-batch for ``call`` and ``loss``; of equal shapes, the same on all pipeline
+                ranks.
             call: Calls the model.
-            loss: Makes a micro-batch's loss of its output.
-            measure: Records what the first micro-batch saves; :attr:`saved_bytes` then tells what all in flight do.
+            loss: Computes a micro-batch's loss.
+            measure: Measures what the first micro-batch saves for backward, to set :attr:`saved_bytes`.
 
         Returns:
             The sum of the micro-batches' losses, equal on every rank of the pipeline.
@@ -302,7 +309,7 @@ class PipelineEngine:
 
         def run(given: Any) -> Any:
             output = call(given)
-            return output if isinstance(output, Handed) else loss(given, output)
+            return output if isinstance(output, HiddenState) else loss(given, output)
 
         schedule, modules = self._prepared(inputs, run)
         seeds = draw_seeds(len(inputs))
@@ -311,7 +318,7 @@ class PipelineEngine:
         self._splice.take_records()
         numbers = torch.arange(len(inputs))
         losses: list[torch.Tensor] = []
-        holds_last = self.line.is_here(self.line.last)
+        holds_last = self.rank.holds(self.rank.last_stage)
         self._gradients.begin(self._reduces)
         self._gradients.accumulate(self._model)
         schedule.step(number=numbers, **({"target": numbers, "losses": losses} if holds_last else {}))
@@ -322,33 +329,33 @@ class PipelineEngine:
             self._gradients.reduce(self._model)
             self._gradients.exchange()
         hand_over_micro_batches(self._splice.take_records())
-        total = torch.zeros((), device=self.line.device)
+        total = torch.zeros((), device=self.rank.device)
         if losses:
             total += torch.stack([each.detach().reshape(()) for each in losses]).sum()
-        dist.all_reduce(total, group=self.line.group)
+        dist.all_reduce(total, group=self.rank.group)
         return total
 
     def _in_flight(self, modules: list[StageModule], num_micro_batches: int) -> int:
-        sizes = [0] * len(self.line.ranks)
+        sizes = [0] * len(self.rank.stage_ranks)
         for module in modules:
             sizes[module.stage] = module.saved_bytes
         cut = self._splice.cut
-        return live_peaks(self._schedule, cut.num_ranks, cut.stages_per_rank, num_micro_batches, sizes)[self.line.rank]
+        return live_peaks(self._schedule, cut.num_ranks, cut.stages_per_rank, num_micro_batches, sizes)[self.rank.index]
 
     def _prepared(self, inputs: list[Any], run: Call) -> tuple[Any, list[StageModule]]:
-        """Return the schedule for batches of these shapes; built the first time they come."""
+        """Return the schedule for batches of these shapes, building it on first use."""
         key = (len(inputs), _shapes(inputs[0]), self._model.training)
         if key not in self._schedules:
-            self._learn(inputs[0], run)
-            while len(self._schedules) >= _SHAPES_KEPT:
+            self._find_boundaries(inputs[0], run)
+            while len(self._schedules) >= _MOST_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = self._build(len(inputs))
         return self._schedules[key]
 
-    def _learn(self, inputs: Any, run: Call) -> None:
-        """One forward pass that leaves nothing behind but the shapes of what goes between stages."""
+    def _find_boundaries(self, inputs: Any, run: Call) -> None:
+        """Run one forward pass to learn the shapes of hidden states; it changes nothing else."""
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        # A chain ends on all ranks of its pipeline, also when it fails.
+        # A chain ends on all ranks of its pipeline even if a stage fails, so the error can be agreed on.
         with same_on_every_rank(), preserved_rng(), torch.no_grad(), captured():
             run(inputs)
         for buffer, before in buffers:
@@ -361,10 +368,10 @@ class PipelineEngine:
         from meshwright.methods.pipeline.stage_module import Stage, StageModule
 
         stages, modules = [], []
-        for number in self.line.stages:
+        for number in self.rank.stages:
             own = functools.partial(self._parameters_of, number)
-            modules.append(StageModule(self._splice, number, self._boundaries, own, self.line.device))
-            stages.append(Stage.build(modules[-1], self.line))
+            modules.append(StageModule(self._splice, number, self._boundaries, own, self.rank.device))
+            stages.append(Stage.build(modules[-1], self.rank))
         kind = get_schedule_class(SCHEDULES[self._schedule].torch_name)
         schedule = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],  # type: ignore[arg-type]
@@ -375,18 +382,18 @@ class PipelineEngine:
         return schedule, modules
 
     def _parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
-        """The parameters that a stage may use, as they are when asked: sharding exchanges them."""
+        """Yield the parameters that a stage may use, looked up at each call because sharding swaps them."""
         for name, parameter in self._model.named_parameters():
             if self._splice.cut.stage_of(name) in (None, stage):
                 yield parameter
 
     def abandon(self) -> None:
-        """After a failure: see :meth:`StageGradients.abandon`."""
+        """Drop the gradients of a failed step; see :meth:`StageGradients.abandon`."""
         self._gradients.abandon(self._model)
 
     def _raise_together(self, modules: list[StageModule]) -> None:
         errors = [module.error for module in modules if module.error is not None]
-        failed = torch.tensor(float(bool(errors)), device=flag_device(self.line))
+        failed = torch.tensor(float(bool(errors)), device=flag_device(self.rank))
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed.item():
             self.abandon()

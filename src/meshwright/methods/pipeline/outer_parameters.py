@@ -1,4 +1,8 @@
-"""Which parameters outside the blocks each block depends on, found in one forward pass over fake tensors."""
+"""Find which parameters outside the blocks each block depends on, in one forward pass over fake tensors.
+
+The autograd graph is cut before every block but the first: its hidden state is replaced by a detached copy. So the
+graph behind a block's output reaches the parameters that this block uses, not those of earlier blocks.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +14,36 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.nn import run_with
-from meshwright.runtime.trees import map_tree
+from meshwright.nn.batches import map_tree
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensorMode
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 @dataclass
 class Dataflow:
-    """What a forward pass tells of a model with a block list."""
+    """Data flow between the blocks of a model and the parameters outside them, by name."""
 
     uses: list[frozenset[str]] = field(default_factory=list)  # per block: the outside parameters it depends on
     tail: frozenset[str] = frozenset()  # those used after the last block
-    late: frozenset[str] = frozenset()  # names of parameters whose modules run after the last block only, or never
-    boundary_bytes: int = 0  # what one block hands to the next
+    late: frozenset[str] = frozenset()  # those whose modules run after the last block only, or never
+    boundary_bytes: int = 0  # hidden state between two blocks
 
 
 class _Run:
-    """Hooks on every block: cuts the graph between blocks, and follows what is left of it back to parameters."""
+    """Hooks that cut the autograd graph between blocks and follow each part back to parameters."""
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], names: dict[int, str]) -> None:
         self._model, self._blocks, self._names = model, blocks, names
-        self._early: set[nn.Module] = set()  # modules that ran, or began to, before the last block was through
-        self._outputs: list[Any] = []  # of the block that ran last
+        self._early: set[nn.Module] = set()  # modules that began to run before the last block had finished
+        self._outputs: list[Any] = []  # outputs of the block that ran last
         self.flow = Dataflow()
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Listen to the blocks."""
+        """Register the hooks inside."""
         hooks = []
         for index, block in enumerate(self._blocks):
             hooks.append(block.register_forward_pre_hook(self._before(index), with_kwargs=True))
@@ -52,7 +56,7 @@ class _Run:
                 hook.remove()
 
     def parameters_of(self, tensors: Iterable[Any]) -> frozenset[str]:
-        """Names of the parameters that tensors depend on."""
+        """Return the names of the parameters that tensors depend on."""
         nodes = [t.grad_fn or _accumulator(t) for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
         seen, found = set(nodes), set()
         while nodes:
@@ -97,7 +101,7 @@ class _Run:
         self.flow.uses.append(self.parameters_of(self._outputs))
 
     def finish(self, loss: Any) -> Dataflow:
-        """After the pass: what the loss adds to what the last block used."""
+        """Return the data flow after the pass, with the parameters that the loss uses."""
         if len(self.flow.uses) != len(self._blocks):
             raise ModelError(
                 "pipeline_parallel: the model does not run all its blocks",
@@ -112,17 +116,21 @@ class _Run:
             if module not in self._early
         )
         every = self.parameters_of(tree_leaves(loss))
-        # The last block's own way back leads to its inputs only: the graph is cut there.
+        # The graph behind the last block ends at its inputs, so what the loss uses besides comes after the block.
         self.flow.tail = every - self.flow.uses[-1]
         self.flow.uses[-1] |= every
         return self.flow
 
 
 def carried_positions(outputs: list[Any], leaves: list[Any]) -> dict[int, int]:
-    """Return the hidden state: which outputs of a block (by place) are inputs of the next (the first place of each).
+    """Find the hidden state: map places of a block's outputs to the places of the next block's inputs.
+
+    Args:
+        outputs: The block's outputs, flattened.
+        leaves: The next block's inputs, flattened; of several that are one tensor, the first counts.
 
     Raises:
-        ModelError: When no output is handed on as it is.
+        ModelError: When no output is passed on unchanged.
     """
     carried = {}
     for place, output in enumerate(outputs):
@@ -144,17 +152,17 @@ def carried_positions(outputs: list[Any], leaves: list[Any]) -> dict[int, int]:
 def trace_blocks(
     model: nn.Module, blocks: list[nn.Module], inputs: Any, forward: Callable[[nn.Module, Any], Any]
 ) -> Dataflow:
-    """Run a model without data and tell which outside parameters each block uses.
+    """Run a model over fake tensors and find which outside parameters each block uses.
 
     Args:
-        model: A plain module; it is not touched.
+        model: A plain module; it is not changed.
         blocks: The modules of its block list.
-        inputs: The model input of one micro-batch.
+        inputs: The model's input of one micro-batch.
         forward: ``forward(model, inputs)`` computes the loss.
 
     Raises:
-        ModelError: When the blocks do not run in order, or hand no tensor on, or one is listed several times.
-        Exception: Whatever the model raises when it runs without data.
+        ModelError: When the blocks do not run in order, pass no tensor on, or one is listed several times.
+        Exception: Whatever the model raises when it runs over fake tensors.
     """
     _refuse_repeated(blocks)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -169,7 +177,7 @@ def trace_blocks(
     for name, parameter in model.named_parameters():
         tensor = state[name] = converted(parameter)
         if tensor.is_floating_point():
-            tensor.requires_grad_()  # frozen ones too: they must be where they are used
+            tensor.requires_grad_()  # frozen ones too: the ranks that use them need them as well
         if parameter not in inside:
             names[id(tensor)] = name
     run = _Run(model, blocks, names)

@@ -1,4 +1,8 @@
-"""Cut a model into stages over the mesh axis `pipeline`: the method and its cost."""
+"""Run a model in stages over the mesh axis `pipeline`: the method `pipeline_parallel` and its cost.
+
+The mechanism lies in the other files of this room: ``stage_cut.py`` decides the stages, ``splice.py`` runs single
+stages ([Note: splicing]), ``execution.py`` runs steps by a schedule, and ``chain.py`` plain calls of the model.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
 from pydantic import BeforeValidator, PositiveInt
 from torch import nn
 
@@ -18,20 +21,19 @@ from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
 from meshwright.methods.gradient_averaging import GradientAverager, broadcast_states
-from meshwright.methods.pipeline.chain import Line
-from meshwright.methods.pipeline.execution import PipelineEngine, StageGradients
+from meshwright.methods.pipeline.chain import PipelineRank
 from meshwright.methods.pipeline.outer_parameters import Dataflow
 from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
     backward_moments,
     check_micro_batches,
-    held_at_most,
+    in_flight_peaks,
     most_in_flight,
     schedule_name,
     stage_ranks,
 )
-from meshwright.methods.pipeline.splice import Splice, keep_part, parameter_costs, part_of, place_stages
+from meshwright.methods.pipeline.splice import Splice, part_of, release_other_parts
 from meshwright.methods.pipeline.stage_cut import (
     Cut,
     balanced_bounds,
@@ -40,26 +42,33 @@ from meshwright.methods.pipeline.stage_cut import (
     check_enough,
     check_not_compiled,
     given_bounds,
+    parameter_costs,
+    place_stages,
 )
 from meshwright.nn import keep_part_of_whole, without_fast_path, wrap_method, wrap_methods
 from meshwright.optim import Stages as NormStages
 from meshwright.strategy import Bytes
 
+if TYPE_CHECKING:
+    from meshwright.methods.pipeline.execution import PipelineEngine
+
 
 def stage_cost(schedule: str, step: Step) -> Step:
-    """Return the step of the rank ``step.stages.here``.
-
-    Its blocks, its share of what is kept for backward, what it sends.
-    """
+    """Reduce a step to that of the rank ``step.stages.here``: its blocks, saved activations and messages."""
     stages = step.stages
     assert stages is not None
-    blocks = [_held(block, stages.here) for block in step.blocks]
-    lent = [_as_buffer(p) for block in step.blocks for p in block.parameters if stages.here in p.lent_to]
+    blocks = [_on_rank(block, stages.here) for block in step.blocks]
+    copies = [
+        Buffer(p.numel, p.itemsize, p.floating)
+        for block in step.blocks
+        for p in block.parameters
+        if stages.here in p.lent_to
+    ]
     step = step.replace(
         stages=dataclasses.replace(stages, schedule=schedule),
         blocks=tuple(block for block in blocks if block is not None),
-        buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *lent),
-        activations=_kept(schedule, step, stages) if step.activations is not None else None,
+        buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *copies),
+        activations=_in_flight(schedule, step, stages) if step.activations is not None else None,
         flops=None if step.flops is None else _share(step, step.flops, stages),
         fp8_flops=_share(step, step.fp8_flops, stages) or 0,
         boundaries=tuple(b for b in step.boundaries if b.on_ranks is None or stages.here in b.on_ranks),
@@ -72,7 +81,7 @@ def stage_cost(schedule: str, step: Step) -> Step:
 
 
 def _share(step: Step, total: int, stages: Stages) -> int | None:
-    """This rank's part of operations, by where those of products lie; None where that is not known."""
+    """Return this rank's share of operations, by the places of matrix products; None if these are unknown."""
     if step.activations is None:
         return None if total else 0
     amounts = step.activations.flops_at
@@ -80,7 +89,7 @@ def _share(step: Step, total: int, stages: Stages) -> int | None:
     return round(total * here / max(sum(size for _, size in amounts), 1))
 
 
-def _held(block: Block, rank: int) -> Block | None:
+def _on_rank(block: Block, rank: int) -> Block | None:
     count = block.on_ranks[rank] if block.on_ranks else block.count
     parameters = tuple(p for p in block.parameters if p.trained_on is None or rank in p.trained_on)
     if not count or not (parameters or block.ops):
@@ -88,19 +97,16 @@ def _held(block: Block, rank: int) -> Block | None:
     return dataclasses.replace(block, count=count, parameters=parameters)
 
 
-def _as_buffer(parameter: Parameter) -> Buffer:
-    return Buffer(parameter.numel, parameter.itemsize, parameter.floating)
-
-
-def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
-    """Activations of all micro-batches in flight on this rank."""
+def _in_flight(schedule: str, step: Step, stages: Stages) -> Activations:
+    """Return the activations of all micro-batches in flight on this rank."""
     known = step.activations
     assert known is not None
     ranks, micro_batches = max(stages.ranks) + 1, step.num_micro_batches
     if schedule != "gpipe":
-        micro_batches = min(micro_batches, 2 * ranks)  # no more are in flight after it, and torch's tables are slow
-    held = held_at_most(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
-    in_flight = tuple(tuple(dict(moment)[stage] for stage in stages.own) for moment in held)
+        # The number in flight does not grow after that, and torch's tables are slow to build.
+        micro_batches = min(micro_batches, 2 * ranks)
+    peaks = in_flight_peaks(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
+    in_flight = tuple(tuple(dict(moment)[stage] for stage in stages.own) for moment in peaks)
     backward_at = backward_moments(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
     is_last = stages.here == stages.ranks[-1]
     return dataclasses.replace(
@@ -111,7 +117,7 @@ def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
 
 
 def _hidden_bytes(step: Step, stages: Stages, *, forward: bool) -> int:
-    """Return the hidden states, or their gradients, to the ranks of the neighbouring stages."""
+    """Return the bytes of hidden states, or their gradients, sent to the ranks of neighbouring stages."""
     sent = 0
     for stage, rank in enumerate(stages.ranks):
         to = stage + 1 if forward else stage - 1
@@ -121,7 +127,7 @@ def _hidden_bytes(step: Step, stages: Stages, *, forward: bool) -> int:
 
 
 def _shared_bytes(step: Step) -> int:
-    """Return the gradients of parameters that several ranks train: this rank's shards, to each of the others."""
+    """Return the bytes of gradients of parameters that several ranks train: this rank's shards, sent to each other."""
     return sum(
         _largest_shard(step, p) * p.itemsize * (len(p.trained_on) - 1)
         for _, p in step.every_parameter()
@@ -130,28 +136,32 @@ def _shared_bytes(step: Step) -> int:
 
 
 def _largest_shard(step: Step, parameter: Parameter) -> int:
-    """Return the elements of the first rank's part of a parameter, which no other's exceeds."""
+    """Return the elements of the first rank's shard of a parameter, the largest."""
     shape = [
         size // step.size("tensor") if dim == parameter.tensor_dim else size for dim, size in enumerate(parameter.shape)
     ]
     return math.prod(local_shape(tuple(shape), step.size(step.shard_axis), 0))
 
 
-# --- The end of ``pipeline_parallel``'s ``apply``: what its engine must know of the model as all methods have left it.
+# --- The last step of applying the method, once all others have changed the model
 
 
 def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
-    """Take the place of :func:`~meshwright.methods.parallel_mode.replicate` where a pipeline runs."""
+    """Give the engine the final model; replaces :func:`~meshwright.methods.parallel_mode.replicate` in a pipeline."""
+    from meshwright.methods.pipeline.execution import StageGradients
+
     assert job.cut is not None
-    line = engine.line
+    rank = engine.rank
     shared = [
         (job.model.get_parameter(item.name), item.trained_on)
         for item in job.cut.outside
-        if len(item.trained_on) > 1 and line.rank in item.trained_on
+        if len(item.trained_on) > 1 and rank.index in item.trained_on
     ]
-    engine.finish(job.model, StageGradients(line, shared, _averager(job)), _compute_dtype(job))
-    repeated = frozenset(parameter for parameter, ranks in shared if line.rank != ranks[0])
-    job.stages = NormStages(line.group, job.device, repeated)
+    casts = job.sharding.precision if job.shard_axis is not None else None
+    compute = torch_dtype(casts.compute) if casts is not None else None
+    engine.finish(job.model, StageGradients(rank, shared, _averager(job)), compute)
+    repeated = frozenset(parameter for parameter, ranks in shared if rank.index != ranks[0])
+    job.stages = NormStages(rank.group, job.device, repeated)
     inner = job.micro_batch
 
     @contextlib.contextmanager
@@ -164,23 +174,19 @@ def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
 
 def _averager(job: Job) -> GradientAverager | None:
     trains = any(parameter.requires_grad for parameter in job.model.parameters())
-    if job.shard_axis is not None or job.num_averaged == 1 or not trains:
+    if job.shard_axis is not None or job.mesh_axes.num_averaged == 1 or not trains:
         return None
-    group = job.flat_mesh("context", "sequence", "data").get_group()
+    group = job.mesh_axes.flat_mesh("context", "sequence", "data").get_group()
     return GradientAverager(job.model, group, allow_unused=job.find_unused_parameters, in_backward=False)
 
 
-def _compute_dtype(job: Job) -> torch.dtype | None:
-    return torch_dtype(job.precision.compute) if job.precision is not None and job.shard_axis is not None else None
-
-
-# --- ``pipeline_parallel``: a model's blocks are cut into stages over the mesh axis ``pipeline``. Seed: ATorch.
+# --- The method
 
 AXIS = "pipeline"
 
 _RENAMED = {"pipe_schedule": "schedule", "chunks": "num_micro_batches"}
 
-# What ATorch's two engines needed to be told, and what this one does instead.
+# Keys of ATorch's two engines, and what to do here instead.
 _REFUSED = {
     "shard_planner": "leave it out; blocks are balanced by their time, or cut by hand with split=[…]",
     "pipe_ranks": "leave it out; the ranks follow from parallel_mode",
@@ -193,9 +199,9 @@ _INERT = {
 
 
 class PipelineParallel(Method):
-    """Every rank holds the blocks of its own stages, and micro-batches travel through them (Huang et al. 2019).
+    """Divides a model's blocks into stages, through which micro-batches travel (Huang et al. 2019). Seed: ATorch.
 
-    ``Accelerated.step`` runs the schedule. A loop of one's own, ``loss_func(x, model(x)).backward()``, runs the stages
+    ``Accelerated.step`` runs the schedule. A hand-written loop, ``loss_func(x, model(x)).backward()``, runs the stages
     one after the other, as GPipe does for one micro-batch. The ranks of a pipeline take the same samples.
 
     Config: None, or keys. ``dynamic_shape`` and ``use_c10d`` of ATorch are accepted, and change nothing.
@@ -232,29 +238,29 @@ class PipelineParallel(Method):
 
     schedule: Annotated[ScheduleName, BeforeValidator(schedule_name)] = "1f1b"
     num_micro_batches: PositiveInt | None = None
-    """Parts of a batch that travel one after the other; None: as ``accelerate`` was told, else one for every rank."""
+    """Parts of a batch that travel one after the other; None: as given to ``accelerate``, else one for every rank."""
     num_stages_per_rank: PositiveInt | None = None
     """Stages on every rank: 2 or more for ``interleaved``, 2 for ``zbv`` and ``dualpipev``, 1 for the others."""
     split: tuple[PositiveInt, ...] | None = None
-    """Blocks of every stage; None balances their time, as far as memory lasts."""
+    """Blocks of every stage; None balances their time within the memory limit."""
     memory_limit: Bytes | None = None
-    """What a rank may hold, in bytes or as "40 GiB"; None: the memory of a CUDA device, no limit on the CPU."""
+    """Most memory of a rank, in bytes or as "40 GiB"; None: the memory of a CUDA device, no limit on the CPU."""
     blocks: str | None = None
     """Path of the ModuleList that is cut; None: the only one there is."""
     nstages: PositiveInt | None = None
-    """Of ATorch: the stages over all ranks, which must be those that there are."""
+    """ATorch's number of stages over all ranks; must agree with the axis and ``num_stages_per_rank``."""
     dynamic_shape: bool | None = None
     use_c10d: bool | None = None
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Take ATorch's names, and refuse its keys that have no meaning here."""
+        """Translate ATorch's names, and refuse its keys that have no meaning here."""
         given = dict(keys)
         for key in sorted(keys.keys() & _REFUSED.keys()):
             if keys.pop(key) is None:
                 continue
             raise StrategyError(
-                f"pipeline_parallel: {key!r} configures an engine of ATorch's, which there is none of here",
+                f"pipeline_parallel: {key!r} configures one of ATorch's engines, which Meshwright does not have",
                 expected="schedule, num_micro_batches, num_stages_per_rank, split and blocks",
                 got=f"{key}={given[key]!r}",
                 fix=_REFUSED[key],
@@ -266,18 +272,18 @@ class PipelineParallel(Method):
         return keys
 
     def notices(self) -> list[str]:
-        """Say which accepted keys change nothing."""
+        """Return a notice for each accepted key that changes nothing."""
         given = [key for key in _INERT if getattr(self, key) is not None]
         return [f"pipeline_parallel: {key} changes nothing; {_INERT[key]}" for key in given]
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether the schedule computes gradients of inputs alone, and those of weights later."""
+        """True if the schedule computes the gradients of inputs first, and those of weights later."""
         return SCHEDULES[self.schedule].splits_backward
 
     @property
     def stages_per_rank(self) -> int:
-        """Return the stages on every rank."""
+        """Number of stages on every rank."""
         return self.num_stages_per_rank or (1 if self.schedule in ("gpipe", "1f1b") else 2)
 
     def cut(self, model: nn.Module, ranks: int, flow: Dataflow | None, bounds: tuple[int, ...] | None = None) -> Cut:
@@ -285,12 +291,12 @@ class PipelineParallel(Method):
 
         Args:
             model: The whole model.
-            ranks: Of the pipeline axis.
-            flow: What blocks depend on (see :meth:`blocks_of`); None when that could not be found out.
-            bounds: Of the stages; None takes those given by hand, or balances by parameters.
+            ranks: Size of the pipeline axis.
+            flow: What the blocks of :meth:`blocks_of` depend on; None if unknown.
+            bounds: Bounds of the stages; None takes those given by ``split``, or balances by parameters.
 
         Raises:
-            ModelError, StrategyError: When the model cannot be cut so.
+            ModelError, StrategyError: When the model cannot be cut this way.
         """
         path, found = block_list(model, self.blocks)
         check_apart(model, path)
@@ -302,15 +308,15 @@ class PipelineParallel(Method):
         return place_stages(model, path, bounds, stages, flow)
 
     def ranks_of_stages(self, ranks: int) -> tuple[int, ...]:
-        """Return the pipeline rank of every stage, for an axis of so many ranks."""
+        """Return the pipeline rank of every stage on an axis of ``ranks`` ranks."""
         return stage_ranks(self.schedule, ranks, self.stages_per_rank)
 
     def fewest_micro_batches(self, ranks: int) -> int:
-        """One for every rank of the axis; for every stage where the schedule needs as many."""
+        """Return the default number of micro-batches: one per rank, or per stage if the schedule needs as many."""
         return ranks * (self.stages_per_rank if SCHEDULES[self.schedule].needs_full else 1)
 
     def in_flight(self, ranks: int, micro_batches: int) -> float:
-        """Return the micro-batches whose activations are kept at once by the rank that keeps most, of all its stages.
+        """Return the peak number of micro-batches in flight on a rank, counting each of its stages as a fraction.
 
         Raises:
             StrategyError: When the schedule cannot run with this number of micro-batches.
@@ -320,19 +326,19 @@ class PipelineParallel(Method):
         return most_in_flight(self.schedule, ranks, self.stages_per_rank, micro_batches) / self.stages_per_rank
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the blocks that are cut."""
+        """Return the blocks that are divided into stages."""
         return list(block_list(model, self.blocks)[1])
 
     def check_numbers(self, blocks: int, ranks: int, micro_batches: int) -> None:
         """Refuse fewer blocks than stages, and numbers of micro-batches that the schedule cannot run with.
 
         Raises:
-            ModelError, StrategyError: Saying what it can.
+            ModelError, StrategyError: With the numbers that are possible.
         """
         stages = ranks * self.stages_per_rank
         if self.nstages not in (None, stages):
             raise StrategyError(
-                "pipeline_parallel: nstages is not the number of stages that there are",
+                "pipeline_parallel: nstages is not the number of stages",
                 expected=f"{stages}: a pipeline axis of {ranks}, with {self.stages_per_rank} on every rank",
                 got=str(self.nstages),
                 fix="leave nstages out, or set the axis, num_stages_per_rank or another schedule",
@@ -349,20 +355,23 @@ class PipelineParallel(Method):
         check_not_compiled(job.model, self.blocks)
 
     def apply(self, job: Job) -> None:
-        """Free the other ranks' blocks; the model's forward runs single stages from now on."""
+        """Release the other ranks' blocks; from now on the model's forward runs single stages."""
         if job.size(AXIS) == 1:
             return
+        from meshwright.methods.pipeline.execution import PipelineEngine  # what only a real pipeline needs
+
         assert job.cut is not None, "the plan has decided it"
-        broadcast_states(job.model, job.device)  # while it is the same model on all ranks
+        # While the whole model is still on all ranks.
+        broadcast_states(job.model, job.device)
         _, blocks = block_list(job.model, self.blocks)
         splice = Splice(job.cut)
         mesh = job.require_mesh()
-        line = Line(mesh.get_group(AXIS), job.cut.ranks, job.index(AXIS), job.device)
-        part = part_of(job.model, job.cut, line.rank)
+        rank = PipelineRank(mesh.get_group(AXIS), job.cut.ranks, job.index(AXIS), job.device)
+        part = part_of(job.model, job.cut, rank.index)
         keep_part_of_whole(job.model, part)
         keep_name_order(job.model, part.names)
-        keep_part(job.model, blocks, job.cut, line.rank, splice)
-        job.pipeline = PipelineEngine(line, splice, self.schedule)
+        release_other_parts(job.model, blocks, job.cut, rank.index, splice)
+        job.pipeline = PipelineEngine(rank, splice, self.schedule)
         wrap_method(job.model, "forward", job.pipeline.around_model)
         without_fast_path(job.model)
         if hasattr(type(job.model), "generate"):
@@ -374,11 +383,11 @@ class PipelineParallel(Method):
             job.model.to(job.device)
         if any(getattr(method, "shards", False) for method in job.strategy.methods):
             job.notices.append(
-                "pipeline_parallel: gathered weights of a stage stay whole, and its gradients are reduced once per step"
+                "pipeline_parallel: weights of a stage stay gathered, and its gradients are reduced once per step"
             )
 
     def cost(self, step: Step) -> Step:
-        """Return the part of one pipeline rank, what it keeps for backward, and what it sends."""
+        """Reduce the step to one pipeline rank: its blocks, saved activations and messages."""
         return stage_cost(self.schedule, step) if step.size(AXIS) > 1 else step
 
 

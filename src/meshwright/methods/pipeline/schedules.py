@@ -1,4 +1,8 @@
-"""The pipeline schedules: torch's names, their rules, where their stages lie, and what a rank holds while they run."""
+"""Describe torch's pipeline schedules: names, rules, the rank of each stage, micro-batches in flight, the bubble.
+
+Torch's own tables of actions are the source for what a rank computes when; closed forms replace them where building
+the tables would take long.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,11 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from meshwright.cost import BackwardAt
 from meshwright.errors import StrategyError
 
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
-
-
-# torch.distributed.pipelining is imported where a pipeline is: it takes long, and most runs have none.
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
@@ -24,12 +23,12 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What there is to know of one schedule."""
+    """Properties of one schedule."""
 
     torch_name: str
-    v_shaped: bool = False  # a rank's two stages lie opposite: the first rank holds the first stage and the last
+    v_shaped: bool = False  # rank r holds stage r and its mirror image: the first rank has the first and the last
     splits_backward: bool = False  # gradients of inputs and of weights are computed apart
-    needs_full: bool = False  # at least as many micro-batches as stages
+    needs_full: bool = False  # needs at least as many micro-batches as stages
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -40,15 +39,13 @@ SCHEDULES: dict[str, Schedule] = {
     "dualpipev": Schedule("DualPipeV", v_shaped=True, splits_backward=True, needs_full=True),  # DeepSeek-AI 2025
 }
 
-# What torch, PiPPy and ATorch's examples call them, in lower case.
+# Names in torch, PiPPy and ATorch's examples, in lower case.
 _SPELLINGS = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "zero_bubble_v": "zbv", "fill_drain": "gpipe"}
 
 
 def schedule_name(value: Any) -> Any:
-    """Torch's and the seeds' spellings of a schedule as Meshwright's."""
-    if not isinstance(value, str):
-        return value
-    return _SPELLINGS.get(value.lower(), value.lower())
+    """Translate other systems' spellings of a schedule to Meshwright's; leave anything but strings alone."""
+    return _SPELLINGS.get(value.lower(), value.lower()) if isinstance(value, str) else value
 
 
 def stage_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -59,10 +56,10 @@ def stage_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) -> None:
-    """Refuse numbers of micro-batches that a schedule cannot run with.
+    """Refuse a number of micro-batches that a schedule cannot run with.
 
     Raises:
-        StrategyError: Saying which it can.
+        StrategyError: With the numbers that it can run with.
     """
     rounds = max(1, micro_batches // ranks)
     if SCHEDULES[name].needs_full and micro_batches < stages:
@@ -81,7 +78,7 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
 
 @functools.cache
 def _any_stage() -> Any:
-    """Return what torch's schedules take for a stage; made once, since it takes longer than all they do with it."""
+    """Return a mock that torch's schedules accept as a stage; made once, since that is slower than their tables."""
     from unittest import mock
 
     from torch.distributed.pipelining.stage import PipelineStage
@@ -89,10 +86,8 @@ def _any_stage() -> Any:
     return mock.create_autospec(PipelineStage, instance=True)
 
 
-def _torch_order(
-    schedule: type[_PipelineSchedule], ranks: int, stages_per_rank: int, micro_batches: int
-) -> list[list[Any]]:
-    """Return what torch's ``get_schedule_ops`` returns."""
+def _torch_order(schedule: type[Any], ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Any]]:
+    """Return torch's table of actions, as its ``get_schedule_ops`` does."""
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
     stage = _any_stage()
@@ -107,8 +102,9 @@ def _torch_order(
 def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
     """Return what every rank computes, in order: ``(kind, stage, micro-batch)``.
 
-    Kinds: F forward, B backward, I and W the backward of inputs and of weights. The answer is kept: do not change it.
+    Kinds: F forward, B backward, I and W the backward of inputs and of weights. The result is cached: do not change it.
     """
+    # Imported here since it takes long, and most runs have no pipeline.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     every = _torch_order(get_schedule_class(SCHEDULES[name].torch_name), ranks, stages_per_rank, micro_batches)
@@ -120,19 +116,23 @@ def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> 
 def live_peaks(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int, stage_sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the most that is kept for backward at once, on every rank.
+    """Return the peak of what is saved for backward at once, on every rank.
 
     Args:
-        stage_sizes: What one micro-batch keeps in every stage, in any unit; the answer is in the same.
+        name: The schedule.
+        ranks: Size of the pipeline axis.
+        stages_per_rank: Stages on every rank.
+        micro_batches: Micro-batches of a step.
+        stage_sizes: What one micro-batch saves in every stage, in any unit; the result is in the same.
     """
     return tuple(
-        max(sum(count * stage_sizes[stage] for stage, count in held) for held in row)
-        for row in held_at_most(name, ranks, stages_per_rank, micro_batches)
+        max(sum(count * stage_sizes[stage] for stage, count in moment) for moment in row)
+        for row in in_flight_peaks(name, ranks, stages_per_rank, micro_batches)
     )
 
 
 def most_in_flight(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> int:
-    """Return the largest of :func:`live_peaks` for stages that keep one unit each."""
+    """Return the largest of :func:`live_peaks` for stages that save one unit each."""
     if SCHEDULES[name].v_shaped:
         return 2 * min(micro_batches, ranks)
     if stages_per_rank == 1:
@@ -142,46 +142,49 @@ def most_in_flight(name: str, ranks: int, stages_per_rank: int, micro_batches: i
 
 
 @functools.cache
-def held_at_most(
+def in_flight_peaks(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
-    """Return how many micro-batches of each of its stages a rank keeps at once, ``(stage, count)``.
+    """Return for every rank the moments with most micro-batches in flight, as ``(stage, count)`` of its stages.
 
-    The largest such only.
+    Moments at which another one has as many or more of every stage are left out.
     """
-    if stages_per_rank == 1:  # torch's tables say the same, and take long to make for many ranks
+    if stages_per_rank == 1:  # torch's tables agree, but take long to build for many ranks
         counts = (micro_batches if name == "gpipe" else min(micro_batches, ranks - rank) for rank in range(ranks))
         return tuple((((rank, count),),) for rank, count in enumerate(counts))
     found = []
     for row in actions(name, ranks, stages_per_rank, micro_batches):
-        held = dict.fromkeys(sorted({stage for _, stage, _ in row}), 0)
+        in_flight = dict.fromkeys(sorted({stage for _, stage, _ in row}), 0)
         moments = set()
         for kind, stage, _ in row:
-            # The gradients of weights are the last to need what forward saved.
-            held[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
-            moments.add(tuple(held.items()))
+            in_flight[stage] += _CHANGE[kind]
+            moments.add(tuple(in_flight.items()))
         found.append(tuple(m for m in sorted(moments) if not any(_less(m, other) for other in moments)))
     return tuple(found)
+
+
+# Micro-batches in flight after an action; the gradients of weights are the last to need what forward saved.
+_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
 @functools.cache
 def backward_moments(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[BackwardAt, ...], ...]:
-    """Of every rank, the moments of backward of its stages at which most micro-batches are kept."""
+    """Return for every rank the moments during backward with most micro-batches in flight."""
     if stages_per_rank == 1:
         return tuple(_of_one_stage(name, ranks - rank, micro_batches) for rank in range(ranks))
     found = []
     for row in actions(name, ranks, stages_per_rank, micro_batches):
         own = sorted({stage for _, stage, _ in row})
-        held, begun = dict.fromkeys(own, 0), dict.fromkeys(own, False)
+        in_flight, begun = dict.fromkeys(own, 0), dict.fromkeys(own, False)
         moments = set()
         for kind, stage, _ in row:
             if kind != "F":
-                moments.add(BackwardAt(own.index(stage), tuple(held.values()), tuple(begun.values())))
+                moments.add(BackwardAt(own.index(stage), tuple(in_flight.values()), tuple(begun.values())))
                 begun[stage] |= kind != "I"
-            held[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
-        found.append(tuple(m for m in sorted(moments) if not any(_holds_less(m, other) for other in moments)))
+            in_flight[stage] += _CHANGE[kind]
+        found.append(tuple(m for m in sorted(moments) if not any(_is_covered(m, other) for other in moments)))
     return tuple(found)
 
 
@@ -192,62 +195,11 @@ def _of_one_stage(name: str, stages_left: int, micro_batches: int) -> tuple[Back
     return (BackwardAt(0, (first,), (False,)), *accumulated)
 
 
-def _holds_less(one: BackwardAt, other: BackwardAt) -> bool:
+def _is_covered(one: BackwardAt, other: BackwardAt) -> bool:
     if one.stage != other.stage or not all(map(operator.le, one.held, other.held)):
         return False
     return one != other and all(map(operator.le, one.accumulated, other.accumulated))
 
 
-def _less(held: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
-    return held != other and all(map(operator.le, held, other))  # of the same stages
-
-
-def bubble_fraction(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
-    """Return share of a step in which a rank waits, for equal stages, free communication and backward = 2 x forward.
-
-    Every action starts as soon as its rank and its inputs are free; I and W take as long as F each.
-    """
-    order = _numbered(actions(name, ranks, stages_per_rank, micro_batches))
-    last = ranks * stages_per_rank - 1
-    done: dict[tuple[str, int, int], float] = {}
-    clock, position = [0.0] * ranks, [0] * ranks
-    while any(position[rank] < len(order[rank]) for rank in range(ranks)):
-        before = sum(position)
-        for rank, row in enumerate(order):
-            while position[rank] < len(row):
-                kind, stage, part = row[position[rank]]
-                ready = _ready(kind, stage, part, last, done)
-                if ready is None:
-                    break
-                clock[rank] = max(clock[rank], ready) + (2.0 if kind == "B" else 1.0)
-                done["B" if kind in "BI" else kind, stage, part] = clock[rank]
-                position[rank] += 1
-        assert sum(position) > before, "the schedule waits for itself"
-    return 1 - 3.0 * stages_per_rank * micro_batches / max(clock)
-
-
-def _numbered(order: list[list[tuple[str, int, int]]]) -> list[list[tuple[str, int, int]]]:
-    """Return the micro-batches counted anew, per kind and stage.
-
-    Torch's table of 1F1B starts a rank's forwards at its number.
-    """
-    numbered = []
-    for row in order:
-        seen: dict[tuple[str, int], int] = {}
-        again = []
-        for kind, stage, _ in row:
-            family = "B" if kind in "BI" else kind
-            number = seen.get((family, stage), 0)
-            seen[family, stage] = number + 1
-            again.append((kind, stage, number))
-        numbered.append(again)
-    return numbered
-
-
-def _ready(kind: str, stage: int, part: int, last: int, done: dict[tuple[str, int, int], float]) -> float | None:
-    """When the inputs of an action are there; None while they are not known to be."""
-    if kind == "F":
-        return 0.0 if stage == 0 else done.get(("F", stage - 1, part))
-    if kind == "W":
-        return 0.0  # its own I came before on the same rank
-    return done.get(("F", stage, part)) if stage == last else done.get(("B", stage + 1, part))
+def _less(moment: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
+    return moment != other and all(map(operator.le, moment, other))  # of the same stages

@@ -1,29 +1,51 @@
-"""Run one model stage by stage by splicing the blocks of other ranks out of it."""
+"""Run one model stage by stage by splicing the blocks of other ranks out of it.
+
+[Note: splicing]
+Every rank runs the model's own ``forward``, whatever it contains; nothing is traced or rewritten. Each place of the
+block list holds the rank's own block, wrapped by :meth:`Splice.around_block`, or an :class:`Elsewhere`, a module
+without parameters for a block of another rank. While stage s runs with blocks first … end - 1:
+
+- Code before the list runs on every rank. Its hidden state is only a placeholder of the right shape, since embeddings
+  that a rank does not train return zeros; what it prepares for all blocks (masks, rotary tables) is right.
+- Blocks before ``first`` are skipped: each returns the hidden state received from the stage before, in the structure
+  that a block returns (:class:`Form`).
+- The stage's blocks compute. Only the last block's output may reach later blocks, which is checked, so it is all that
+  must be sent.
+- The call of block ``end`` raises :class:`_Stop`, which leaves ``forward`` with the stage's output
+  (:class:`HiddenState`). In the last stage nothing stops: code behind the list (norm, head) runs there only.
+
+Random draws: every run of a micro-batch starts from one seed on all ranks, so that code before the list draws alike
+everywhere; a stage's blocks draw from a seed of their own (:class:`BlockDraws`).
+
+Around it: ``outer_parameters.py`` finds which parameters outside the list each block depends on, ``stage_cut.py``
+decides the stages and which ranks hold those parameters, :func:`release_other_parts` below removes the rest of the
+model from a rank; ``chain.py`` and ``execution.py`` run the stages.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.inspect import Record, Watched, captured
-from meshwright.methods.pipeline.outer_parameters import Dataflow, carried_positions
-from meshwright.methods.pipeline.stage_cut import Cut, Outside
+from meshwright.methods.pipeline.outer_parameters import carried_positions
+from meshwright.methods.pipeline.stage_cut import STAND_INS, Cut, Replacement, replacements_of
 from meshwright.nn import Part, wrap_method
 from meshwright.runtime import GeneratorState, preserved_rng, seed_in_use, spread_seed
+from meshwright.runtime.torch_internals.modules import buffers_of, children_of, parameters_of
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-_EVALUATION = torch.Generator()  # so that evaluating changes no draw of training
+_EVALUATION = torch.Generator()  # apart from torch's generator, so that evaluation changes no random draw of training
 
 
 def draw_seeds(count: int) -> list[int]:
-    """Seed of so many runs, alike on all ranks of a pipeline, which ask together."""
+    """Draw random seeds for ``count`` runs, the same on all ranks of a pipeline if all call it together."""
     generator = None if torch.is_grad_enabled() else _EVALUATION
     seeds: list[int] = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
     return seeds
@@ -31,18 +53,18 @@ def draw_seeds(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def drawing(seed: int) -> Iterator[None]:
-    """Generators that begin at a seed, and are afterwards as they were."""
+    """Seed the random generators inside; restore their state afterwards."""
     with preserved_rng():
         seed_in_use(seed)
         yield
 
 
 class BlockDraws:
-    """Lets the blocks of a stage draw for themselves: equal dropout masks in all stages would not be independent.
+    """Gives a stage's blocks random draws of their own, since dropout masks must differ between stages.
 
     Args:
-        stage: Its number.
-        seed: Of the run.
+        stage: Number of the stage.
+        seed: Seed of the run.
     """
 
     def __init__(self, stage: int, seed: int) -> None:
@@ -50,41 +72,37 @@ class BlockDraws:
         self._outside: GeneratorState | None = None
 
     def enter(self) -> None:
-        """Before the first of them."""
+        """Switch to the stage's draws, before its first block."""
         self._outside = GeneratorState.now()
         seed_in_use(spread_seed(self._seed, self._stage))
 
     def leave(self) -> None:
-        """Behind the last of them: goes on with what was drawn outside."""
+        """Return to the draws outside the blocks, behind its last block."""
         assert self._outside is not None, "the first block has run"
         self._outside.restore()
 
 
-# --- One model, run stage by stage: foreign blocks pass the hidden state by, and a stage ends where its last block
-# ends.
-#
-# A model's own forward runs on every rank. Before a stage's first block it computes with whatever comes along; there
-# the hidden state received takes its place. What it prepares for the blocks besides (masks, rotary tables) is right.
+# --- Running a stage
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a block returns, around its tensors: travels to the next stage, whose model expects the same."""
+    """The structure of a block's output around its tensors; sent to the next stage, whose model expects the same."""
 
-    outline: Any  # the output itself with its leaves numbered
-    values: tuple[Any, ...]  # per leaf: its value, if it is a plain one
-    places: tuple[int, ...]  # of the leaves that the next block takes: the hidden state
+    outline: Any  # the output with its leaves numbered
+    values: tuple[Any, ...]  # per leaf: its value if it is a number or string, else None
+    places: tuple[int, ...]  # the leaves that the next block takes: the hidden state
 
     def filled(self, tensors: list[torch.Tensor]) -> Any:
-        """A block's output with these tensors as its hidden state; other tensors of it are None."""
+        """Rebuild a block's output with these tensors as its hidden state; its other tensors are None."""
         leaves = list(self.values)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         return tree_map(leaves.__getitem__, self.outline)
 
 
-class Handed(NamedTuple):
-    """What a stage that is not the last computes."""
+class HiddenState(NamedTuple):
+    """The hidden state that a stage other than the last computes."""
 
     tensors: list[torch.Tensor]
     form: Form
@@ -93,63 +111,65 @@ class Handed(NamedTuple):
 class _Stop(Exception):
     """Leaves the model's forward at the end of a stage."""
 
-    def __init__(self, handed: Handed) -> None:
+    def __init__(self, hidden: HiddenState) -> None:
         super().__init__()
-        self.handed = handed
+        self.hidden = hidden
 
 
 @dataclass
 class _Running:
-    """The stage that runs now."""
+    """State of the stage that runs now."""
 
     first: int  # its blocks: first … end - 1
     end: int
-    inbox: Handed | None  # None: the first stage
+    inbox: HiddenState | None  # hidden state received; None: the first stage
     draws: BlockDraws
-    output: Any = None  # of the block that ran last
-    inputs: list[Any] = field(default_factory=list)  # of that block, flattened
-    records: list[Record] = field(default_factory=list)  # of what the model's code inspects
+    output: Any = None  # output of the block that ran last
+    inputs: list[Any] = field(default_factory=list)  # inputs of that block, flattened
+    records: list[Record] = field(default_factory=list)  # tensors that the model's code inspects
 
 
 class Splice:
-    """Runs single stages of a model whose blocks call :meth:`around_block` around themselves."""
+    """Runs single stages of a model whose blocks are wrapped by :meth:`around_block`; see [Note: splicing].
+
+    Attributes:
+        cut: The stages.
+        dtype: Dtype that stand-ins of embeddings return; None: that of the weights.
+    """
 
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
-        self.dtype: torch.dtype | None = None  # what the stand-ins of embeddings compute in; None: as the weights
+        self.dtype: torch.dtype | None = None
         self._running: _Running | None = None
-        self._recorded: dict[int, list[list[Watched]]] = {}  # by stage, of every run
+        self._recorded: dict[int, list[list[Watched]]] = {}  # by stage, for every run
 
     @property
     def is_running(self) -> bool:
-        """Return whether a stage runs now."""
+        """True while a stage runs."""
         return self._running is not None
 
-    def run(self, stage: int, inbox: Handed | None, forward: Callable[[], Any], seed: int) -> Any:
+    def run(self, stage: int, inbox: HiddenState | None, forward: Callable[[], Any], seed: int) -> Any:
         """Run a stage.
 
         Args:
-            stage: Its number.
-            inbox: What the stage before handed on; None for the first.
-            forward: Calls the model, whose forward :meth:`until_handed` guards.
-            seed: Of this micro-batch, the same for all stages.
+            stage: Number of the stage.
+            inbox: The hidden state of the stage before; None for the first.
+            forward: Calls the model, whose forward runs inside :meth:`until_stage_end`.
+            seed: Random seed of this micro-batch, the same for all stages.
 
         Returns:
-            A :class:`Handed`, or what ``forward`` returns where the stage is the last.
+            A :class:`HiddenState`, or what ``forward`` returns where the stage is the last.
         """
         with self._stage(stage, inbox, BlockDraws(stage, seed)), drawing(seed):
             return forward()
 
     def take_records(self) -> dict[int, list[list[Watched]]]:
-        """Return what each stage has recorded, run by run, since it was last asked.
-
-        Empty lists where nobody inspects.
-        """
+        """Return and clear what each stage has recorded for an inspector, run by run; empty lists without one."""
         taken, self._recorded = self._recorded, {}
         return taken
 
     @contextlib.contextmanager
-    def _stage(self, stage: int, inbox: Handed | None, draws: BlockDraws) -> Iterator[None]:
+    def _stage(self, stage: int, inbox: HiddenState | None, draws: BlockDraws) -> Iterator[None]:
         first, end = self.cut.bounds[stage : stage + 2]
         with captured() as records:
             self._running = _Running(first, end, inbox, draws, records=records)
@@ -160,18 +180,15 @@ class Splice:
         self._recorded.setdefault(stage, []).append([Watched.of(record) for record in records])
 
     @staticmethod
-    def until_handed(forward: Callable[[], Any]) -> Any:
-        """Return the model's forward, which ends early when the stage's last block has run."""
+    def until_stage_end(forward: Callable[[], Any]) -> Any:
+        """Call the model's forward; return early with the hidden state once the stage's last block has run."""
         try:
             return forward()
         except _Stop as stop:
-            return stop.handed
+            return stop.hidden
 
     def around_block(self, index: int) -> Callable[..., Any]:
-        """Return what happens in the place of block ``index``.
-
-        Called with the block's own call, None for a foreign one.
-        """
+        """Return the wrapper of block ``index``; it is called with the block's own call, None on other ranks."""
 
         def around(call: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
             running = self._running
@@ -183,7 +200,7 @@ class Splice:
                     fix="call the model that accelerate returned",
                 )
             if index >= running.end:
-                raise _Stop(_handed(running, args, kwargs))
+                raise _Stop(_hidden_state(running, args, kwargs))
             if index < running.first:
                 assert running.inbox is not None
                 return running.inbox.form.filled(running.inbox.tensors)
@@ -205,22 +222,22 @@ class Splice:
             _check_nothing_else(running, leaves)
         elif running.inbox is not None:
             carried_positions(list(running.inbox.tensors), leaves)
-            running.records.clear()  # what comes before a stage's blocks, the stage before has recorded
+            running.records.clear()  # code before the list is recorded by the first stage only
         running.inputs = leaves
 
 
-def _handed(running: _Running, args: Any, kwargs: Any) -> Handed:
+def _hidden_state(running: _Running, args: Any, kwargs: Any) -> HiddenState:
     leaves = tree_leaves((args, kwargs))
     _check_nothing_else(running, leaves)
     outputs, spec = tree_flatten(running.output)
     places = tuple(carried_positions(outputs, leaves))
     values = tuple(leaf if isinstance(leaf, int | float | str) else None for leaf in outputs)
     outline = tree_unflatten(list(range(len(outputs))), spec)
-    return Handed([outputs[place] for place in places], Form(outline, values, places))
+    return HiddenState([outputs[place] for place in places], Form(outline, values, places))
 
 
 def _check_nothing_else(running: _Running, leaves: list[Any]) -> None:
-    """Refuse inputs of a block that depend on earlier blocks in another way than through the last one's output."""
+    """Refuse a block input that depends on earlier blocks other than through the last one's output."""
     outputs = tree_leaves(running.output)
     carried = carried_positions(outputs, leaves)
     known = {id(leaf) for leaf in running.inputs} | {id(outputs[place]) for place in carried}
@@ -231,123 +248,45 @@ def _check_nothing_else(running: _Running, leaves: list[Any]) -> None:
             "pipeline_parallel: a block's input depends on earlier blocks, and not through the last one's output",
             expected="blocks that take what the block before returned, and what is the same for all blocks",
             got=f"a tensor of shape {tuple(strange[0].shape)} that needs a gradient",
-            fix="let every block hand on what later ones need, or train this model with fsdp",
+            fix="let every block return what later ones need, or train this model with fsdp",
         )
 
 
-# --- One rank's part of a model: its own blocks, and of what lies outside the blocks that which it needs.
-
-Fate = Literal["gone", "stands in", "lent"]
-
-
-def place_outside(model: nn.Module, blocks: list[nn.Module], ranks: list[int], flow: Dataflow | None) -> list[Outside]:
-    """Return which pipeline ranks hold the parameters outside the blocks.
-
-    Args:
-        model: The whole model.
-        blocks: Of the list that is cut.
-        ranks: The pipeline rank of every block.
-        flow: What each block depends on; None: unknown, so every rank trains everything.
-    """
-    inside = {parameter for block in blocks for parameter in block.parameters()}
-    everyone = set(ranks)
-    found = []
-    for name, parameter in model.named_parameters():
-        if parameter in inside:
-            continue
-        trained, lent = set(everyone), set()
-        if flow is not None:
-            trained = {rank for rank, uses in zip(ranks, flow.uses, strict=True) if name in uses}
-            trained = trained or {ranks[-1]}  # used by nobody: somebody must store it
-            others = everyone - trained
-            lent = others if any(f == "lent" for _, _, f in _fates(model, parameter, flow.late)) else set()
-        found.append(Outside(name, tuple(sorted(trained)), tuple(sorted(lent))))
-    return found
-
-
-def place_stages(
-    model: nn.Module, path: str, bounds: tuple[int, ...], ranks: tuple[int, ...], flow: Dataflow | None
-) -> Cut:
-    """Return the cut with these bounds of stages on these ranks: places what lies outside the blocks.
-
-    Args:
-        model: The whole model.
-        path: Of the list of blocks.
-        bounds: Stage s computes blocks ``bounds[s]`` … ``bounds[s + 1] - 1``.
-        ranks: The pipeline rank of every stage.
-        flow: See :func:`place_outside`.
-    """
-    blocks = list(model.get_submodule(path).children())
-    cut = Cut(path, bounds, ranks, ())
-    owners = [cut.rank_of_block(index) for index in range(len(blocks))]
-    return dataclasses.replace(
-        cut,
-        outside=tuple(place_outside(model, blocks, owners, flow)),
-        late=flow.late if flow is not None else frozenset(),
-        boundary_bytes=flow.boundary_bytes if flow is not None else None,
-    )
-
-
-def parameter_costs(model: nn.Module, blocks: list[nn.Module], flow: Dataflow | None) -> list[int]:
-    """Return the time of every block where it is unknown: a matrix costs in proportion to its elements.
-
-    What is before the blocks counts with the first, and what is behind them with the last. Looking up an embedding
-    costs next to nothing.
-    """
-    costs = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    if flow is None:
-        return costs
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    looked_up = {name for name, p in model.named_parameters() if id(p) in tables}
-    costs[0] += sum(sizes[name] for name in flow.uses[0] - looked_up - (flow.tail if len(blocks) == 1 else set()))
-    costs[-1] += sum(sizes[name] for name in flow.tail)
-    return costs
-
-
-def _fates(model: nn.Module, parameter: nn.Parameter, late: frozenset[str]) -> Iterator[tuple[nn.Module, str, Fate]]:
-    """What becomes of a parameter where it is not needed: per module that owns it, and its name there."""
-    for path, module in model.named_modules():
-        for name, own in module.named_parameters(recurse=False):
-            if own is not parameter:
-                continue
-            if (f"{path}.{name}" if path else name) in late:
-                yield module, name, "gone"
-            elif _stand_in_of(module) is not None:
-                yield module, name, "stands in"
-            else:
-                yield module, name, "lent"
+# --- One rank's part of a model
+#
+# What other ranks hold is removed in place, so that names of parameters stay those of the whole model.
 
 
 def part_of(model: nn.Module, cut: Cut, rank: int) -> Part:
-    """Return what a rank shall know of the whole model before its other parts are freed."""
+    """Return which ranks hold each entry of the whole model's state dict, before other parts are released."""
     trained = {model.get_parameter(item.name): item.trained_on for item in cut.outside}
-    homes: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, tuple[int, ...]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         inside = cut.rank_of(name)
         if inside is not None:
-            homes[name] = (inside,)
+            holders[name] = (inside,)
         elif isinstance(value, nn.Parameter):
-            homes[name] = trained[value]
+            holders[name] = trained[value]
         else:
-            homes[name] = _homes_of_buffer(cut, name.rpartition(".")[0])
-    return Part(tuple(homes), homes, rank, cut.num_ranks)
+            holders[name] = _ranks_of_buffer(cut, name.rpartition(".")[0])
+    return Part(tuple(holders), holders, rank, cut.num_ranks)
 
 
-def _homes_of_buffer(cut: Cut, path: str) -> tuple[int, ...]:
-    """Return the ranks on which a module outside the blocks sees what it sees in one process."""
+def _ranks_of_buffer(cut: Cut, path: str) -> tuple[int, ...]:
+    """Return the ranks on which a module outside the blocks gets the inputs that it gets in one process."""
     if any(name.rpartition(".")[0] == path for name in cut.late):
         return (cut.ranks[-1],)
     beside = next((item.trained_on for item in cut.outside if item.name.rpartition(".")[0] == path), None)
     return beside if beside is not None else tuple(range(cut.num_ranks))
 
 
-def keep_part(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, splice: Splice) -> None:
-    """Free what other ranks hold, in place; the names of what stays are those of the whole model."""
+def release_other_parts(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, splice: Splice) -> None:
+    """Release what other ranks hold, in place, and wrap this rank's blocks by ``splice``."""
     elsewhere = [model.get_parameter(item.name) for item in cut.outside if rank not in item.trained_on]
-    fates = [(parameter, *fate) for parameter in elsewhere for fate in _fates(model, parameter, cut.late)]
-    for parameter, module, name, fate in fates:  # all were told before: releasing changes modules
-        _release(module, name, parameter, fate, splice)
+    # Decided for all before the first is released, which changes modules.
+    released = [(parameter, *each) for parameter in elsewhere for each in replacements_of(model, parameter, cut.late)]
+    for parameter, module, name, replacement in released:
+        _release(module, name, parameter, replacement, splice)
     for index, block in enumerate(blocks):
         if cut.rank_of_block(index) == rank:
             wrap_method(block, "__call__", splice.around_block(index))
@@ -355,74 +294,64 @@ def keep_part(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, spli
             blocks[index] = Elsewhere(block, splice.around_block(index))
 
 
-def _release(module: nn.Module, name: str, parameter: nn.Parameter, fate: Fate, splice: Splice) -> None:
-    if fate == "lent":
-        del module._parameters[name]
+def _release(module: nn.Module, name: str, parameter: nn.Parameter, replacement: Replacement, splice: Splice) -> None:
+    if replacement == "buffer":
+        del parameters_of(module)[name]
         module.register_buffer(name, parameter.detach(), persistent=False)
         return
     setattr(module, name, None)
-    stand_in = _stand_in_of(module)
-    if fate == "stands in" and stand_in is not None:
+    # A module that was wrapped for another of its parameters has a forward of its own already.
+    if replacement == "stands in" and type(module).forward in STAND_INS:
         dtype = parameter.dtype
-        del module._parameters[name]  # some ask its device and type; zeros that take no memory, as what it computes
+        # Models ask for its device and dtype: expanded zeros answer, and take no memory.
+        del parameters_of(module)[name]
         setattr(module, name, torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape))
-        wrap_method(module, "forward", lambda forward, *args, **kwargs: stand_in(module, splice.dtype or dtype, *args))
+        wrap_method(module, "forward", lambda forward, *args, **kwargs: _stand_in(module, splice.dtype or dtype, *args))
+
+
+def _stand_in(module: nn.Module, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like the output of one of :data:`STAND_INS`, computed without the module's parameters."""
+    if isinstance(module, nn.Embedding):
+        return torch.zeros((), dtype=dtype, device=tensor.device).expand(*tensor.shape, module.embedding_dim)
+    return tensor
 
 
 class Absent:
-    """What stays readable of a module on another rank: its plain attributes, tensors without data, its children."""
+    """The readable remains of a module on another rank: plain attributes, tensors without data, children."""
 
     def __init__(self, module: nn.Module) -> None:
-        vars(self).update((name, value) for name, value in vars(module).items() if name not in _KEPT_BY_MODULES)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        vars(self).update((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
+        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
             vars(self)[name] = None if tensor is None else tensor.detach().to("meta")
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             vars(self)[name] = None if child is None else Absent(child)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name!r} is asked of a block, or of a part of one, that is on another pipeline rank")
 
 
-_KEPT_BY_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Elsewhere(nn.Module):
-    """Stands in the list where a block of another rank was; it holds no tensors.
+    """A placeholder in the list for a block of another rank; it holds no tensors.
 
-    Attributes of the block stay readable, as :class:`Absent` has them: some models ask their layers for them.
+    The block's attributes stay readable through :class:`Absent`, since some models ask their layers for them.
     """
 
     def __init__(self, block: nn.Module, around: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["_block"] = Absent(block)  # no submodule: it is in nobody's state dict
+        self.__dict__["_block"] = Absent(block)  # not a submodule: it must be in no state dict
         self._around = around
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the block had."""
+        """Return an attribute of the block."""
         return getattr(self.__dict__["_block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the hidden state on."""
+        """Pass the hidden state by, or end the stage; see [Note: splicing]."""
         return self._around(None, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        """For ``print(model)``."""
+        """Describe the placeholder in ``print(model)``."""
         return "on another pipeline rank"
-
-
-def _stand_in_of(module: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Compute something of the right shape without the module's parameters; None where that is not known."""
-    kind = type(module).forward
-    if kind is nn.Embedding.forward:
-        return _as_embedding
-    return _as_norm if kind in (nn.LayerNorm.forward, nn.RMSNorm.forward) else None
-
-
-def _as_embedding(module: nn.Module, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
-    assert isinstance(module, nn.Embedding)
-    zero = torch.zeros((), dtype=dtype, device=ids.device)
-    return zero.expand(*ids.shape, module.embedding_dim)  # takes no memory
-
-
-def _as_norm(module: nn.Module, dtype: torch.dtype, hidden: torch.Tensor) -> torch.Tensor:
-    return hidden

@@ -1,55 +1,64 @@
-"""Choose where a model is cut into pipeline stages, balancing time and memory."""
+"""Decide where a model is cut into pipeline stages, and which ranks hold its parameters.
+
+A :class:`Cut` is made in four steps: :func:`block_list` finds the blocks; a :class:`Balancer` chooses the bounds of the
+stages, given the time and memory of blocks (:func:`parameter_costs` estimates the time where nothing better is known;
+the planner passes simulated times and bytes instead); :func:`place_stages` assigns the parameters outside the blocks to
+ranks, by the data flow that ``outer_parameters.py`` finds. ``splice.py`` then applies it to the model.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
+from meshwright.methods.pipeline.outer_parameters import Dataflow
 from meshwright.nn import find_blocks
+from meshwright.runtime.torch_internals.modules import compiled_call_of
 
 
 @dataclass(frozen=True)
 class Outside:
-    """A parameter that lies in no block of the list."""
+    """A parameter outside the blocks, and the pipeline ranks that hold it."""
 
     name: str
-    trained_on: tuple[int, ...]  # pipeline ranks
-    lent_to: tuple[int, ...] = ()  # ranks that compute with it to no effect: a buffer there, of its first value
+    trained_on: tuple[int, ...]
+    lent_to: tuple[int, ...] = ()  # as a buffer of its first value: these ranks compute with it, but discard the result
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model in stages, as plain data: rank 0 decides it, every rank follows it."""
+    """A model's pipeline stages, as plain data: rank 0 decides it, and every rank follows."""
 
     path: str  # of the block list
     bounds: tuple[int, ...]  # stage s computes blocks bounds[s] … bounds[s + 1] - 1
     ranks: tuple[int, ...]  # the pipeline rank of every stage
-    outside: tuple[Outside, ...]  # by the first of its names
+    outside: tuple[Outside, ...]  # each by its first name
     late: frozenset[str] = frozenset()  # names of parameters whose modules run after the blocks only
-    boundary_bytes: int | None = None  # what one sample hands from block to block; None: unknown
+    boundary_bytes: int | None = None  # hidden state of one sample between two blocks; None: unknown
 
     @property
     def num_stages(self) -> int:
-        """Return the stages over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.ranks)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline axis."""
+        """Number of ranks of the pipeline axis."""
         return max(self.ranks) + 1
 
     @property
     def stages_per_rank(self) -> int:
-        """Return the stages on each rank."""
+        """Number of stages on each rank."""
         return self.num_stages // self.num_ranks
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Blocks of every stage."""
+        """Number of blocks of every stage."""
         return tuple(end - first for first, end in itertools.pairwise(self.bounds))
 
     def stages_of(self, rank: int) -> list[int]:
@@ -66,7 +75,7 @@ class Cut:
         return self.stage_of_block(index) if index is not None else None
 
     def rank_of(self, name: str) -> int | None:
-        """Return its pipeline rank; None outside the list."""
+        """Return the pipeline rank of a parameter, buffer or module; None outside the list."""
         stage = self.stage_of(name)
         return self.ranks[stage] if stage is not None else None
 
@@ -86,12 +95,15 @@ class Cut:
 
 
 def _index_in(path: str, name: str) -> int | None:
-    """Return the block that a name lies in; None for one outside the list."""
+    """Return the index of the block that a name lies in; None outside the list."""
     return int(name[len(path) + 1 :].partition(".")[0]) if name.startswith(path + ".") else None
 
 
+# --- Finding the blocks
+
+
 def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]:
-    """Return the list that is cut: the one named, or the only one whose modules hold parameters.
+    """Find the list of blocks to cut: the one named, or the only one whose modules hold parameters.
 
     Raises:
         StrategyError: When ``named`` is not such a list.
@@ -115,7 +127,7 @@ def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]
     if len(seen) != 1:
         lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         raise ModelError(
-            "pipeline_parallel: it cannot be told which blocks of the model to cut",
+            "pipeline_parallel: it is unclear which blocks of the model to cut",
             expected="one nn.ModuleList that the model's forward loops over",
             got=f"{len(seen)} that hold parameters ({join_names(seen)}); all lists: {join_names(lists)}",
             fix=f"name it: ('pipeline_parallel', {{'blocks': {list(seen)[-1]!r}}})"
@@ -126,16 +138,16 @@ def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]
 
 
 def check_apart(model: nn.Module, path: str) -> None:
-    """Refuse parameters that a block shares with another or with what lies outside: they would train apart.
+    """Refuse parameters that a block shares with another block or the model around: the copies would diverge.
 
     Raises:
         ModelError: Naming one.
     """
-    homes: dict[nn.Parameter, tuple[str, int | None]] = {}
+    seen: dict[nn.Parameter, tuple[str, int | None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         index = _index_in(path, name)
-        first, home = homes.setdefault(parameter, (name, index))
-        if home != index:
+        first, place = seen.setdefault(parameter, (name, index))
+        if place != index:
             raise ModelError(
                 "pipeline_parallel: a parameter is shared between blocks, or with the model around them",
                 expected="parameters that are shared within one block, or outside all blocks",
@@ -145,14 +157,16 @@ def check_apart(model: nn.Module, path: str) -> None:
 
 
 def check_not_compiled(model: nn.Module, named: str | None) -> None:
-    """Refuse blocks that ``Module.compile`` was called on, or around: no stage could end behind one of them.
+    """Refuse a model on which ``Module.compile`` was called on or around blocks: no stage could end inside.
 
     Raises:
         ModelError: Naming one.
     """
     path, blocks = block_list(model, named)
-    around = {f"{path}.{index}" for index in range(len(blocks))} | set(itertools.accumulate(path.split("."), _joined))
-    compiled = [each for each in ("", *sorted(around)) if model.get_submodule(each)._compiled_call_impl is not None]
+    around = {f"{path}.{index}" for index in range(len(blocks))} | set(
+        itertools.accumulate(path.split("."), "{}.{}".format)
+    )
+    compiled = [each for each in ("", *sorted(around)) if compiled_call_of(model.get_submodule(each)) is not None]
     if compiled:
         raise ModelError(
             "pipeline_parallel: the model is compiled already, so that it cannot be run in stages",
@@ -162,12 +176,8 @@ def check_not_compiled(model: nn.Module, named: str | None) -> None:
         )
 
 
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}"
-
-
 def given_bounds(split: Sequence[int], blocks: int, stages: int) -> tuple[int, ...]:
-    """Return the bounds of stages with so many blocks each, as the user gives them.
+    """Return the bounds of stages whose numbers of blocks the user gives.
 
     Raises:
         StrategyError: When the numbers do not add up.
@@ -186,7 +196,7 @@ def check_enough(blocks: int, stages: int) -> None:
     """Refuse more stages than blocks.
 
     Raises:
-        ModelError: Saying how many there are.
+        ModelError: With both numbers.
     """
     if blocks < stages:
         raise ModelError(
@@ -197,25 +207,31 @@ def check_enough(blocks: int, stages: int) -> None:
         )
 
 
-# --- Where to cut: the dearest stage as cheap as possible, among the cuts whose ranks hold no more than they may.
+# --- Choosing the bounds
+#
+# The slowest stage sets the pace of a pipeline. So the search minimises the time of the slowest stage, among the cuts
+# whose ranks fit into memory: a binary search over that time, with a depth-first search for a cut within both limits.
 
 Range = tuple[int, int]
-"""Blocks of a stage: the first, and the end."""
+"""Blocks of a stage: the first, and the end (excluded)."""
 
 Need = Callable[[int, tuple[Range, ...]], int]
-"""``need(rank, ranges)``: bytes that a pipeline rank holds which computes these blocks; ranges are those of its first
-stages, in order, so that a part of a rank can be asked for. It grows with every block."""
+"""``need(rank, ranges)``: bytes that a pipeline rank holds when its first stages, in order, compute these blocks. It
+must grow with every block."""
 
-_MOST_VISITS = 10_000  # of one search; only ranks of several stages can come near
+_MOST_VISITS = 10_000  # nodes of one depth-first search; only ranks with several stages come near
 
 
 class Balancer:
-    """Searches cuts into consecutive stages, none empty.
+    """Searches for cuts into consecutive non-empty stages that balance time and fit into memory.
 
     Args:
         costs: Time of every block, in any unit.
         ranks: The pipeline rank of every stage.
-        need: What a rank holds.
+        need: Memory of a rank; see :data:`Need`.
+
+    Attributes:
+        is_exhaustive: Whether every search so far has seen all cuts.
     """
 
     def __init__(self, costs: Sequence[float], ranks: Sequence[int], need: Need) -> None:
@@ -225,13 +241,9 @@ class Balancer:
         self._known: dict[tuple[int, tuple[Range, ...]], int] = {}
         self._visits = 0
         self.is_exhaustive = True
-        """Whether every search so far has looked at all there is."""
 
     def fastest(self, limit_bytes: int) -> tuple[int, ...] | None:
-        """Return the bounds of the cut whose dearest stage is the cheapest of those that fit.
-
-        None when none is found.
-        """
+        """Return the bounds of the cut that fits and has the fastest slowest stage; None when none is found."""
         blocks = range(len(self._costs))
         bounds = sorted({self._sums[end + 1] - self._sums[first] for first in blocks for end in blocks[first:]})
         best = self._within(bounds[-1], limit_bytes)
@@ -243,7 +255,7 @@ class Balancer:
         return best
 
     def smallest(self) -> tuple[int, ...]:
-        """Return the bounds of the cut whose neediest rank needs least, but for a thousandth."""
+        """Return the bounds of the cut with the lowest peak memory over ranks, within 0.1 %."""
         best = (*range(self.num_stages), len(self._costs))
         low, high = 0, self._most(best)
         while high - low > high // 1000:
@@ -253,14 +265,14 @@ class Balancer:
 
     @property
     def num_stages(self) -> int:
-        """Over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.ranks)
 
     def _most(self, bounds: Sequence[int]) -> int:
         return max(size for _, size in self.needs(bounds))
 
     def needs(self, bounds: Sequence[int]) -> list[tuple[int, int]]:
-        """``(rank, bytes)`` of every rank under a cut."""
+        """Return ``(rank, bytes)`` of every rank under a cut."""
         ranges = list(itertools.pairwise(bounds))
         every = sorted(set(self.ranks))
         return [(rank, self._need(rank, self._of(rank, ranges))) for rank in every]
@@ -274,7 +286,7 @@ class Balancer:
         return self._known[rank, ranges]
 
     def _within(self, most_time: float, most_bytes: int) -> tuple[int, ...] | None:
-        """A cut whose stages take and whose ranks hold no more than that: the first in the order of its bounds."""
+        """Return the first cut, in the order of its bounds, within a time per stage and memory per rank; else None."""
         fewest = self._fewest_stages(most_time)
         dead: set[tuple[int, int, tuple[Range, ...]]] = set()
         self._visits = 0
@@ -284,9 +296,10 @@ class Balancer:
             left = len(self.ranks) - stage
             if left == 0:
                 return ranges if first == len(self._costs) else None
-            open_ranks = set(self.ranks[stage:])  # what these hold already matters from here on
-            held = tuple(each for each, rank in zip(ranges, self.ranks, strict=False) if rank in open_ranks)
-            if first + left > len(self._costs) or fewest[first] > left or (stage, first, held) in dead:
+            # Only blocks on ranks with stages still to come matter from here on.
+            open_ranks = set(self.ranks[stage:])
+            placed = tuple(each for each, rank in zip(ranges, self.ranks, strict=False) if rank in open_ranks)
+            if first + left > len(self._costs) or fewest[first] > left or (stage, first, placed) in dead:
                 return None
             self._visits += 1
             if self._visits > _MOST_VISITS:
@@ -302,14 +315,14 @@ class Balancer:
                 found = complete(following)
                 if found is not None:
                     return found
-            dead.add((stage, first, held))
+            dead.add((stage, first, placed))
             return None
 
         found = complete(())
         return (0, *(end for _, end in found)) if found is not None else None
 
     def _fewest_stages(self, most_time: float) -> list[int]:
-        """Per block: stages that all blocks from it on take at least."""
+        """Return for every block the fewest stages that all blocks from it on take."""
         count = len(self._costs)
         fewest = [0] * (count + 1)
         for first in reversed(range(count)):
@@ -321,12 +334,101 @@ class Balancer:
 
 
 def balanced_bounds(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return the cut into consecutive stages, none empty, whose dearest stage is the cheapest possible.
+    """Return the bounds of consecutive non-empty stages that minimise the time of the slowest.
 
     Args:
-        costs: Of every block, in any unit of time; those of what is around the blocks belong to the first and the last.
-        stages: How many.
+        costs: Time of every block, in any unit; the first and last include what is around the blocks.
+        stages: Number of stages.
     """
     bounds = Balancer(costs, range(stages), lambda rank, ranges: 0).fastest(0)
     assert bounds is not None, "there are as many blocks as stages"
     return bounds
+
+
+def parameter_costs(model: nn.Module, blocks: list[nn.Module], flow: Dataflow | None) -> list[int]:
+    """Estimate the time of every block by its parameters: a matrix costs in proportion to its elements.
+
+    Parameters used before the blocks count with the first, those used after them with the last. Looking up an embedding
+    costs next to nothing.
+    """
+    costs = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    if flow is None:
+        return costs
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    looked_up = {name for name, p in model.named_parameters() if id(p) in tables}
+    costs[0] += sum(sizes[name] for name in flow.uses[0] - looked_up - (flow.tail if len(blocks) == 1 else set()))
+    costs[-1] += sum(sizes[name] for name in flow.tail)
+    return costs
+
+
+# --- Placing what lies outside the blocks
+#
+# A parameter outside the blocks is trained on the ranks whose blocks depend on it. Other ranks still run the code
+# around it (see [Note: splicing] in splice.py), so something must take its place there.
+
+Replacement = Literal["gone", "stands in", "buffer"]
+"""What takes a parameter's place on a rank that does not train it: None, where its module does not run there; a module
+that returns a tensor of the right shape (:data:`STAND_INS`); or a buffer with its first value."""
+
+STAND_INS = (nn.Embedding.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
+"""Forwards whose output has a known shape, so that it can be replaced without the parameters."""
+
+
+def replacements_of(
+    model: nn.Module, parameter: nn.Parameter, late: frozenset[str]
+) -> Iterator[tuple[nn.Module, str, Replacement]]:
+    """Yield each module that owns a parameter, its name there, and what replaces it where it is not trained.
+
+    Args:
+        model: The whole model.
+        parameter: One outside the blocks.
+        late: Names of parameters whose modules run after the blocks only.
+    """
+    for path, module in model.named_modules():
+        for name, own in module.named_parameters(recurse=False):
+            if own is not parameter:
+                continue
+            if (f"{path}.{name}" if path else name) in late:
+                yield module, name, "gone"
+            elif type(module).forward in STAND_INS:
+                yield module, name, "stands in"
+            else:
+                yield module, name, "buffer"
+
+
+def place_stages(
+    model: nn.Module, path: str, bounds: tuple[int, ...], ranks: tuple[int, ...], flow: Dataflow | None
+) -> Cut:
+    """Make the cut with these stages: decide which ranks hold the parameters outside the blocks.
+
+    Args:
+        model: The whole model.
+        path: Path of the list of blocks.
+        bounds: Stage s computes blocks ``bounds[s]`` … ``bounds[s + 1] - 1``.
+        ranks: The pipeline rank of every stage.
+        flow: What each block depends on; None: unknown, so every rank trains every parameter outside the blocks.
+    """
+    blocks = list(model.get_submodule(path).children())
+    owners = [ranks[stage] for stage, (first, end) in enumerate(itertools.pairwise(bounds)) for _ in range(first, end)]
+    outside = tuple(_place_outside(model, blocks, owners, flow))
+    if flow is None:
+        return Cut(path, bounds, ranks, outside)
+    return Cut(path, bounds, ranks, outside, flow.late, flow.boundary_bytes)
+
+
+def _place_outside(
+    model: nn.Module, blocks: list[nn.Module], owners: list[int], flow: Dataflow | None
+) -> Iterator[Outside]:
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    everyone = set(owners)
+    for name, parameter in model.named_parameters():
+        if parameter in inside:
+            continue
+        if flow is None:
+            yield Outside(name, tuple(sorted(everyone)))
+            continue
+        # A parameter that nothing uses must be stored somewhere: on the last rank.
+        trained = {rank for rank, uses in zip(owners, flow.uses, strict=True) if name in uses} or {owners[-1]}
+        needs_buffer = any(kind == "buffer" for _, _, kind in replacements_of(model, parameter, flow.late))
+        yield Outside(name, tuple(sorted(trained)), tuple(sorted(everyone - trained)) if needs_buffer else ())

@@ -1,4 +1,9 @@
-"""Present a stage to torch's pipeline schedules."""
+"""Present a stage of a spliced model to torch's pipeline schedules.
+
+:class:`Stage` is torch's ``PipelineStage`` with known shapes and with gradients left to the engine;
+:class:`StageModule` is its module, which runs one stage for one micro-batch. Errors are postponed: a stage that fails
+continues with zeros, so that its peers get the tensors they wait for.
+"""
 
 from __future__ import annotations
 
@@ -7,72 +12,45 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.torch_version import TorchVersion
 
-from meshwright.methods.pipeline.chain import Boundary, Line
-from meshwright.methods.pipeline.splice import Handed, Splice
+from meshwright.methods.pipeline.chain import Boundary, PipelineRank
+from meshwright.methods.pipeline.splice import HiddenState, Splice
+from meshwright.runtime.torch_internals.pipelining import AnyStage
 
 
-class EarlierStage(PipelineStage):
-    """torch 2.11's stage, which copes with hidden states without gradients, and with two neighbours on one rank."""
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """torch's; the stage before gets a gradient of all that it sent, zeros where there is none."""
-        infos = () if self.is_first else self.args_recv_info[bwd_chunk_id]
-        received: list[torch.Tensor] = [info.buffer for info in infos]  # type: ignore[union-attr,misc]
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        if received and self.has_backward:
-            self.bwd_cache[bwd_chunk_id] = tuple(
-                (torch.zeros_like(tensor) if gradient is None else gradient).contiguous()
-                for tensor, gradient in zip(received, self.bwd_cache[bwd_chunk_id], strict=False)
-            )
-
-    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Nothing: what goes on is checked before it gets here, and a loss may be of any type."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch's greetings but those of a rank to itself, where a V turns: gloo cannot send them."""
-        own = dist.get_rank(self.group)
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
-
-
-def _nothing_left() -> Callable[..., None]:
+def _no_weight_backward() -> Callable[..., None]:
     return lambda *_: None
 
 
-# What :class:`EarlierStage` lacks came together with stages that know which tensors have gradients.
-AnyStage: type[PipelineStage] = PipelineStage if hasattr(PipelineStage, "_get_grad_send_meta") else EarlierStage
-
 _IS_SPLIT_RIGHTLY = TorchVersion(torch.__version__) >= (2, 13)  # type: ignore[operator]  # compares with tuples, too
-WEIGHTS_APART = None if _IS_SPLIT_RIGHTLY else _nothing_left
-"""A stage's ``dw_builder``: None has torch compute the gradients of weights apart where a schedule asks for it.
+DW_BUILDER = None if _IS_SPLIT_RIGHTLY else _no_weight_backward
+"""A stage's ``dw_builder``; None lets torch compute the gradients of weights apart where a schedule asks for it.
 
-Before 2.13 that counted a weight that is used twice more than once, and mixed up the outputs of operations with several
-(pytorch issues 180952 and 170277), without a word. There all gradients are computed with those of inputs, which leaves
-nothing for later.
+Before torch 2.13 that silently counted a weight used twice more than once, and mixed up the outputs of operations with
+several (pytorch issues 180952 and 170277). There all gradients are computed together with those of inputs, and nothing
+is left for the weights' turn.
 """
 
 
-# --- One stage as torch's schedules see it: a module from hidden states to hidden states, or to the loss.
+# --- One stage as a module: from hidden states to hidden states, or to the loss
 
 Parameters = Callable[[], Iterator[nn.Parameter]]
 
 
 class StageModule(nn.Module):
-    """Runs one stage for one micro-batch, which it is told by its number.
+    """Runs one stage for the micro-batch of a given number.
 
-    A stage that fails goes on with zeros: its peers get what they wait for, and the error is raised when all are
-    through. It stands in :attr:`error`.
+    A stage that fails continues with zeros, so its peers get what they wait for; :attr:`error` holds the exception
+    until all ranks are done.
 
     Args:
-        splice: Of the model.
+        splice: Runs single stages of the model.
         stage: Number of the stage.
-        boundaries: What goes between the stages, by the number of the one that sends.
-        parameters: Those that this stage may use, as they are when asked.
-        device: Where it computes.
+        boundaries: Descriptions of hidden states, by the number of the sending stage.
+        parameters: Yields the parameters that this stage may use at the moment.
+        device: Device of the hidden states.
     """
 
     def __init__(
@@ -90,7 +68,7 @@ class StageModule(nn.Module):
         self._seeds: Sequence[int] = ()
         self._run: Callable[[Any], Any] | None = None
         self._measure: Callable[[], Any] | None = None
-        self.saved_bytes = 0  # by the first micro-batch, when it was measured
+        self.saved_bytes = 0  # by the first micro-batch, if measured
         self.error: Exception | None = None
 
     def begin(
@@ -100,15 +78,22 @@ class StageModule(nn.Module):
         seeds: Sequence[int],
         measure: Callable[[], Any] | None = None,
     ) -> None:
-        """Set the micro-batches of a step, what runs the model on one, their seeds, and what measures the first."""
+        """Start a step.
+
+        Args:
+            inputs: The model's input of every micro-batch.
+            run: Runs the model on one of them.
+            seeds: A random seed for each.
+            measure: Measures what the first one saves for backward; None: nothing is measured.
+        """
         self._inputs, self._run, self._seeds, self._measure, self.error = inputs, run, seeds, measure, None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The stage's parameters; the model itself is no submodule, for all stages of a rank share it."""
+        """Yield the stage's parameters; the model is no submodule, since all stages of a rank share it."""
         return self._parameters_now()
 
     def forward(self, *tensors: torch.Tensor, number: torch.Tensor) -> Any:
-        """Return the hidden states of the stage before -> those of this one, or the loss as a tensor of one element."""
+        """Compute this stage's hidden states from those of the stage before, or the loss as a tensor (1,)."""
         if self.error is None:
             try:
                 return self._computed(list(tensors), int(number))
@@ -119,17 +104,17 @@ class StageModule(nn.Module):
     def _computed(self, tensors: list[torch.Tensor], number: int) -> Any:
         assert self._run is not None
         run, inputs = self._run, self._inputs[number]
-        inbox = Handed(tensors, self.before.form) if self.before is not None else None
+        inbox = HiddenState(tensors, self.before.form) if self.before is not None else None
         with self._measure() if self._measure is not None and number == 0 else contextlib.nullcontext() as saved:
             result = self._splice.run(self.stage, inbox, lambda: run(inputs), self._seeds[number])
         self.saved_bytes = saved.bytes if saved is not None else self.saved_bytes
         if self.after is None:
             return result.reshape(1)
         self.after.check(result)
-        return tuple(tensor.contiguous() for tensor in result.tensors)  # as it travels
+        return tuple(tensor.contiguous() for tensor in result.tensors)  # ready to be sent
 
     def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Zeros that depend on all inputs, so that backward runs as it would."""
+        """Return zeros that depend on all inputs, so that backward still sends their gradients."""
         anchor = torch.zeros((), device=self._device, requires_grad=True)
         zero = sum((t.sum().float() * 0 for t in tensors if t.is_floating_point()), anchor * 0)
         if self.after is None:
@@ -141,12 +126,12 @@ class StageModule(nn.Module):
 
 
 class Stage(AnyStage):  # type: ignore[misc,valid-type]
-    """torch's stage, which neither synchronises gradients nor leaves its peers waiting when it fails."""
+    """torch's stage, which leaves gradients to the engine and does not leave its peers waiting when it fails."""
 
     @classmethod
-    def build(cls, module: StageModule, line: Line) -> Stage:
-        """Return a stage whose shapes are known."""
-        device = line.device
+    def build(cls, module: StageModule, rank: PipelineRank) -> Stage:
+        """Build a stage with known shapes, so that torch exchanges no metadata."""
+        device = rank.device
 
         def described(boundary: Boundary | None) -> tuple[torch.Tensor, ...]:
             tensors = boundary.empty(device) if boundary is not None else []
@@ -156,20 +141,20 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
         stage = cls(
             module,
             module.stage,
-            len(line.ranks),
+            len(rank.stage_ranks),
             device,
             input_args=described(module.before),
             output_args=loss if module.after is None else described(module.after),
-            group=line.group,
-            dw_builder=WEIGHTS_APART,
+            group=rank.group,
+            dw_builder=DW_BUILDER,
         )
-        stage.stage_index_to_group_rank = dict(enumerate(line.ranks))
+        stage.stage_index_to_group_rank = dict(enumerate(rank.stage_ranks))
         return stage
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
-        """torch's, which goes on with zeros when it fails."""
+        """Run torch's backward; continue with zero gradients if it fails."""
         module = self.submod
         assert isinstance(module, StageModule)
         try:
@@ -181,4 +166,4 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
             return tuple(torch.zeros_like(t) if t is not None else None for t in tensors), []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: the engine reduces once for all stages of a rank."""
+        """Do nothing: the engine reduces once for all stages of a rank."""

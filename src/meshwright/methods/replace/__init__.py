@@ -1,1 +1,1 @@
-"""What ``module_replace`` exchanges, and how: each kind of module in a file of its own."""
+"""Replace modules by optimised ones (`module_replace`): one file for each kind of module."""

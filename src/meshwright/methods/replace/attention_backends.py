@@ -1,8 +1,8 @@
-"""The attention of transformers' models, exchanged through the interface they have for it.
+"""Switch the attention of transformers models to a faster implementation, through their own interface.
 
-Every model of transformers that looks its attention up by ``config._attn_implementation`` (BERT, GPT-2, CLIP, Llama and
-some hundred more) is served alike. Softmax attention written out in a plain model is not guessed at; torch's
-``nn.MultiheadAttention`` calls scaled_dot_product_attention itself.
+It works for every model that looks its attention up by ``config._attn_implementation`` (BERT, GPT-2, CLIP, Llama and
+some hundred more). Softmax attention written out in a plain model is left alone, and torch's ``nn.MultiheadAttention``
+calls scaled_dot_product_attention itself.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _SUPPORT = {
 def replace_attention(
     model: nn.Module, choice: Choice, dtype: str, device: torch.device, into: Replacement, *, only_sdpa: bool = False
 ) -> None:
-    """Add the change of implementation for every model of transformers in ``model``.
+    """Add the change of implementation for every transformers model in ``model``.
 
     Args:
-        model: Where to look.
-        choice: ``auto`` exchanges attention that is written out (``eager``) for flash where that is installed, on CUDA
-            and in half precision, and for sdpa otherwise; what a model's author chose stays.
-        dtype: What the job computes in.
-        device: Where.
-        into: What is added to.
-        only_sdpa: Another method works inside scaled_dot_product_attention.
+        model: A transformers model, or one that contains some.
+        choice: ``auto`` replaces eager attention by flash where that is installed, on CUDA and in half precision, and
+            by sdpa otherwise; any other implementation that the model's author chose stays.
+        dtype: Name of the precision that the job computes in.
+        device: Device of the job.
+        into: The replacement to add to.
+        only_sdpa: Whether another method works inside scaled_dot_product_attention.
 
     Raises:
-        StrategyError: When the job cannot compute what ``choice`` names.
+        StrategyError: When the job cannot compute the implementation that ``choice`` names.
         ModelError: When a model does not support it.
     """
     wanted = None if choice == "auto" else _implementation(choice, dtype, device, only_sdpa)
@@ -65,11 +65,11 @@ def replace_attention(
             change = SetAttribute(config, "_attn_implementation", name)
             into.add(f"attention: {_count(model, config)} modules {current} -> {name}", [change])
     if len(into.done) + len(into.left) == before:
-        into.left.append(_nothing(model, [config for _, config in found]))
+        into.left.append(_nothing_to_do(model, [config for _, config in found]))
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Models of transformers, outer before inner, each with its config; a config is given once."""
+    """Yield transformers models with their configs, outer before inner, each config once."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return
@@ -81,7 +81,7 @@ def _configs(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def _implementation(choice: str, dtype: str, device: torch.device, only_sdpa: bool) -> str:
-    """Return the name that transformers has for a choice.
+    """Return transformers' name for a choice.
 
     Raises:
         StrategyError: When the job cannot compute it.
@@ -142,13 +142,13 @@ def _reason_against(model: nn.Module, config: Any, name: str) -> str:
 
 
 def _count(model: nn.Module, config: Any) -> int:
-    """Attention modules that read this config."""
+    """Count the attention modules that read this config."""
     return sum(
         "Attention" in type(module).__name__ and getattr(module, "config", None) is config for module in model.modules()
     )
 
 
-def _nothing(model: nn.Module, configs: list[Any]) -> str:
+def _nothing_to_do(model: nn.Module, configs: list[Any]) -> str:
     if configs:
         return f"attention: is {', '.join(sorted({config._attn_implementation for config in configs}))} already"
     if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):

@@ -19,16 +19,17 @@ from meshwright.errors import ModelError, join_names
 from meshwright.loss import HeadLogits
 from meshwright.methods.replace.model_changes import NewForward, Replacement
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.modules import CHILDREN, PARAMETERS, buffers_of, children_of, parameters_of
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # a few roundings of the result
 _PROBES = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32))
-"""Types of input and weight: plain, half, and a half-precision input that meets fp32 weights."""
+"""Dtypes of input and weight: fp32, half precision, and a half-precision input with fp32 weights."""
 
 
 @functools.cache
 def rms_forward(eps_name: str, plus_one: bool) -> Callable[..., Tensor]:
-    """A forward that is one fused operation of torch; the sum of squares is taken in fp32."""
+    """Return a forward that is one fused operation of torch, with the sum of squares in fp32."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         (hidden,) = (*args, *kwargs.values())
@@ -64,27 +65,30 @@ def replace_rms_norms(model: nn.Module, into: Replacement) -> None:
 
 
 def _eps_name(module: nn.Module) -> str | None:
-    """Return the attribute that holds ε, if the module looks like a normalisation with one weight."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or module._buffers or module._modules or isinstance(module, nn.RMSNorm):
+    """Return the name of the attribute with ε, if the module looks like a normalisation with one weight."""
+    weight = parameters_of(module).get("weight")
+    if (
+        weight is None
+        or weight.dim() != 1
+        or buffers_of(module)
+        or children_of(module)
+        or isinstance(module, nn.RMSNorm)
+    ):
         return None
-    if any(parameter is not None for name, parameter in module._parameters.items() if name != "weight"):
+    if any(parameter is not None for name, parameter in parameters_of(module).items() if name != "weight"):
         return None
     return next((name for name in _EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
 
 
 def proven_forward(module: nn.Module, eps_name: str) -> Callable[..., Tensor] | None:
-    """Return the fused forward that computes what ``module`` computes, on random input and weights.
-
-    None if neither does.
-    """
+    """Return a fused forward that agrees with ``module`` on random inputs and weights; None if none does."""
     for plus_one in (False, True):
         forward = rms_forward(eps_name, plus_one)
         try:
             with torch.no_grad(), preserved_rng():
                 if all(_agree(module, forward, *dtypes) for dtypes in _PROBES):
                     return forward
-        except Exception:  # another module than it looks: it wants other arguments, for one
+        except Exception:  # not a normalisation after all: it takes other arguments, for example
             return None
     return None
 
@@ -94,7 +98,7 @@ def _agree(module: nn.Module, forward: Callable[..., Tensor], dtype: torch.dtype
     generator = torch.Generator().manual_seed(0)
     probe = copy.copy(module)  # without its hooks and its weight: called by its forward alone
     weight = torch.rand(width, generator=generator).add(0.5).to(weight_dtype)
-    probe.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
+    probe.__dict__ = {**module.__dict__, PARAMETERS: {"weight": nn.Parameter(weight)}}
     # Some rows so small that ε counts.
     scale = torch.tensor([1e-3, 1e-2, 1.0, 30.0]).view(-1, 1, 1)
     hidden = (torch.randn(4, 3, width, generator=generator) * scale).to(dtype)
@@ -103,16 +107,16 @@ def _agree(module: nn.Module, forward: Callable[..., Tensor], dtype: torch.dtype
     return got.dtype == expected.dtype and torch.allclose(got, expected, rtol=tolerance, atol=tolerance * 1e-3)
 
 
-# --- The head of a language model whose logits are not computed where only their cross entropy is wanted.
+# --- Heads of language models: logits are not computed where only their cross entropy is needed
 
 
 def replace_head(model: nn.Module, path: str | None, into: Replacement) -> None:
     """Add the change of the head: in training it returns :class:`~meshwright.loss.HeadLogits`.
 
     Args:
-        model: Where the head is.
-        path: Of the head; None finds it.
-        into: What is added to.
+        model: The model with the head.
+        path: Path of the head; None finds it.
+        into: The replacement to add to.
 
     Raises:
         ModelError: When there is no head, or several.
@@ -131,7 +135,7 @@ def replace_head(model: nn.Module, path: str | None, into: Replacement) -> None:
 
 
 def _lazy(self: nn.Linear, input: Tensor) -> Tensor:
-    # In evaluation logits are read in other ways, and FSDP may free the weight before they are.
+    # In evaluation logits are read in other ways, and FSDP may have freed the weight by then.
     if not (self.training and torch.is_grad_enabled() and input.requires_grad):
         return F.linear(input, self.weight, self.bias)
     return HeadLogits.of(input, self.weight, self.bias)
@@ -143,7 +147,7 @@ def _named(model: nn.Module, path: str) -> dict[str, nn.Linear]:
 
 
 def _heads(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return what transformers calls the output embeddings; else layers of the shape of an embedding."""
+    """Return the output embeddings of a transformers model; else all layers of the shape of an embedding."""
     getter: Any = getattr(model, "get_output_embeddings", None)
     asked = getter() if getter is not None else None
     if asked is not None:
@@ -152,11 +156,11 @@ def _heads(model: nn.Module) -> dict[str, nn.Linear]:
     return {p: m for p, m in model.named_modules() if type(m) is nn.Linear and tuple(m.weight.shape) in tables}
 
 
-# --- Liger-Kernel's fused operations (Hsu et al. 2024), where it is installed and the job runs on CUDA: never needed.
+# --- Liger-Kernel's fused operations (Hsu et al. 2024), where it is installed and the job runs on CUDA
 #
-# Modules stay; their forwards call Liger's functions. Liger's own patches would change classes of transformers for the
-# whole process. What a module computes is proven on the CPU, with small random weights, before a kernel takes its
-# place.
+# Modules stay, and their forwards call Liger's functions: Liger's own patches would change classes of transformers for
+# the whole process. Before that each module is tested on the CPU, with small random weights, to compute the formula of
+# the kernel.
 
 _SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -168,37 +172,12 @@ def liger_functions(device: torch.device) -> Any:
     return importlib.import_module("liger_kernel.transformers.functional")
 
 
-def replace_layer_norms(model: nn.Module, device: torch.device, into: Replacement) -> None:
-    """LayerNorm: torch's is one kernel already; Liger's reads and writes less in backward."""
-    _replace("layer_norm", _layer_norms(model), device, into)
-
-
-def replace_swiglus(model: nn.Module, device: torch.device, into: Replacement) -> None:
-    """MLPs that compute down(silu(gate(x)) · up(x))."""
-    _replace("swiglu", _swiglus(model), device, into)
-
-
-def replace_rotaries(model: nn.Module, device: torch.device, into: Replacement) -> None:
-    """Attention whose forward calls a function ``apply_rotary_pos_emb`` of its file."""
-    _replace("rotary", _rotaries(model), device, into)
-
-
 _Found = Iterator[tuple[nn.Module, Callable[[Any], Callable[..., Any]]]]
-"""Modules, and what makes their new forward of Liger's functions."""
-
-
-def _replace(name: str, found: _Found, device: torch.device, into: Replacement) -> None:
-    functions = liger_functions(device)
-    if functions is None:
-        count = sum(1 for _ in found)
-        if count:
-            into.left.append(f"{name}: {count} modules stay torch's, without liger-kernel on CUDA")
-        return
-    changes = [NewForward(module, make(functions)) for module, make in found]
-    into.add(f"{name}: {len(changes)} modules use liger-kernel", changes)
+"""Modules, each with a function that makes its new forward from Liger's functions."""
 
 
 def _layer_norms(model: nn.Module) -> _Found:
+    # torch's LayerNorm is one kernel already; Liger's reads and writes less in backward.
     for module in model.modules():
         if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
             yield module, _layer_norm_forward
@@ -216,10 +195,11 @@ def _layer_norm_forward(functions: Any) -> Callable[..., Tensor]:
 
 
 def _swiglus(model: nn.Module) -> _Found:
+    """Yield MLPs that compute down(silu(gate(x)) · up(x))."""
     known: dict[Any, bool] = {}
     for module in model.modules():
         for names in _SWIGLU_NAMES:
-            layers = [module._modules.get(name) for name in names]
+            layers = [children_of(module).get(name) for name in names]
             if all(type(layer) is nn.Linear for layer in layers):
                 key = (type(module), names, str(getattr(module, "act_fn", None)))
                 if key not in known:
@@ -240,21 +220,22 @@ def _swiglu_forward(names: tuple[str, str, str], functions: Any) -> Callable[...
 
 
 def _is_swiglu(module: nn.Module, names: tuple[str, str, str]) -> bool:
-    """Return whether the module, with small layers in the places of its own, computes the formula."""
+    """Return whether the module, with small layers in place of its own, computes the formula."""
     with preserved_rng(), torch.no_grad():
         small = dict(zip(names, (nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)), strict=True))
         probe = copy.copy(module)
-        probe.__dict__ = {**module.__dict__, "_modules": {**module._modules, **small}}
+        probe.__dict__ = {**module.__dict__, CHILDREN: {**children_of(module), **small}}
         x = torch.randn(5, 4)
         gate, up, down = small.values()
         try:
             got = type(module).forward(probe, x)
-        except Exception:  # another module than it looks
+        except Exception:  # not a SwiGLU after all
             return False
         return isinstance(got, Tensor) and torch.allclose(got, down(F.silu(gate(x)) * up(x)), atol=1e-6)
 
 
 def _rotaries(model: nn.Module) -> _Found:
+    """Yield modules whose forward calls a function ``apply_rotary_pos_emb`` of its file."""
     known: dict[Callable[..., Any], bool] = {}
     for module in model.modules():
         forward = type(module).forward
@@ -270,7 +251,7 @@ def _rotaries(model: nn.Module) -> _Found:
 
 @functools.cache
 def _rotary_forward(forward: types.FunctionType, functions: Any) -> Callable[..., Any]:
-    """Return the same forward that finds Liger's function where it looks up the other: this module alone is changed."""
+    """Return a copy of a forward that calls Liger's function; the file's function stays for all other modules."""
     names = {**forward.__globals__, "apply_rotary_pos_emb": functions.liger_rope}
     changed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     changed.__kwdefaults__ = forward.__kwdefaults__
@@ -285,7 +266,7 @@ def _is_partial(module: nn.Module) -> bool:
 
 
 def _is_rotation(rotate: Callable[..., Any]) -> bool:
-    """Return whether a function rotates the halves of queries and keys (batch, heads, tokens, features), as RoFormer does."""
+    """Return whether a function rotates halves of queries and keys (batch, heads, tokens, features) as in RoFormer."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
     angles = torch.rand(1, 3, 4, generator=generator).repeat(1, 1, 2)
@@ -299,6 +280,22 @@ def _is_rotation(rotate: Callable[..., Any]) -> bool:
         if len(inspect.signature(rotate).parameters) < 4:
             return False
         got = rotate(q, k, cos, sin)
-    except Exception:  # another function than its name says
+    except Exception:  # not a rotation, in spite of its name
         return False
     return all(torch.allclose(a, rotated(b), atol=1e-6) for a, b in zip(got, (q, k), strict=True))
+
+
+LIGER: dict[str, Callable[[nn.Module], _Found]] = {"layer_norm": _layer_norms, "swiglu": _swiglus, "rotary": _rotaries}
+"""The modules of a model that each of Liger's kernels can take, by the name of the replacement."""
+
+
+def replace_by_liger(name: str, model: nn.Module, device: torch.device, into: Replacement) -> None:
+    """Add Liger's kernel of a name in ``LIGER`` for every module that computes its formula."""
+    functions, found = liger_functions(device), LIGER[name](model)
+    if functions is None:
+        count = sum(1 for _ in found)
+        if count:
+            into.left.append(f"{name}: {count} modules stay torch's, without liger-kernel on CUDA")
+        return
+    changes = [NewForward(module, make(functions)) for module, make in found]
+    into.add(f"{name}: {len(changes)} modules use liger-kernel", changes)

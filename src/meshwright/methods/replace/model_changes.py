@@ -1,4 +1,8 @@
-"""Change a model so that it can be changed back, for planning and for traces."""
+"""Change a model reversibly, to plan for the changed model before it is changed for good.
+
+A :class:`Replacement` collects the changes of ``module_replace``. The last part makes transformers models run on fake
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,27 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.nn import class_with
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
+from meshwright.runtime.torch_internals.modules import children_of
 
 _classes: dict[tuple[type[nn.Module], Callable[..., Any]], type[nn.Module]] = {}
 
 
 class Change(Protocol):
-    """One reversible change."""
+    """A reversible change of a model."""
 
     def make(self, model: nn.Module) -> None:
-        """Make it."""
+        """Make the change."""
 
     def undo(self, model: nn.Module) -> None:
-        """Take it back."""
+        """Undo the change."""
 
 
 @dataclass
 class SetAttribute:
-    """Another value of an attribute, of a config for one."""
+    """A change of an attribute, for example of a config."""
 
     owner: Any
     name: str
@@ -38,20 +43,20 @@ class SetAttribute:
     _old: Any = None
 
     def make(self, model: nn.Module) -> None:
-        """Set it."""
+        """Set the new value."""
         self._old = getattr(self.owner, self.name)
         setattr(self.owner, self.name, self.new)
 
     def undo(self, model: nn.Module) -> None:
-        """Set what was there."""
+        """Set the old value."""
         setattr(self.owner, self.name, self._old)
 
 
 @dataclass
 class NewForward:
-    """Another forward of a module that stays: its weights, hooks, name and ``isinstance`` are what they were.
+    """A change of a module's forward; its weights, hooks, name and ``isinstance`` stay.
 
-    Modules of one class that get one function share a class.
+    The module gets a subclass. Modules of one class that get the same forward share the subclass.
     """
 
     module: nn.Module
@@ -59,7 +64,7 @@ class NewForward:
     _old: type[nn.Module] | None = None
 
     def make(self, model: nn.Module) -> None:
-        """Give the module the class with that forward."""
+        """Give the module the subclass with the new forward."""
         self._old = type(self.module)
         key = (self._old, self.forward)
         if key not in _classes:
@@ -67,48 +72,49 @@ class NewForward:
         self.module.__class__ = _classes[key]
 
     def undo(self, model: nn.Module) -> None:
-        """Give it its own class back."""
+        """Give the module its own class back."""
         assert self._old is not None
         self.module.__class__ = self._old
 
 
 @dataclass
 class Swap:
-    """Other modules in the places of some; a module that stands in several places is exchanged in all of them."""
+    """A change of modules for others, in all the places where a module stands."""
 
     new_of: dict[nn.Module, nn.Module]
 
     def make(self, model: nn.Module) -> None:
-        """Put the new ones in, on the device where the old ones are by now."""
+        """Put the new modules in, on the devices of the old ones."""
         for old, new in self.new_of.items():
             new.to(device_of(old))
         _exchange(model, self.new_of)
 
     def undo(self, model: nn.Module) -> None:
-        """Put the old ones back."""
+        """Put the old modules back."""
         _exchange(model, {new: old for old, new in self.new_of.items()})
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return where a module's first tensor lies; the CPU for a module that has none."""
+    """Return the device of a module's first tensor; the CPU for a module without tensors."""
     return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def _exchange(model: nn.Module, other: dict[nn.Module, nn.Module]) -> None:
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            # Not inside the new one: it may hold the one that it replaces.
+        for name, child in list(children_of(parent).items()):
+            # Not inside the new module: it may contain the one that it replaces.
             if child in other and parent is not other[child]:
-                parent._modules[name] = other[child]
+                children_of(parent)[name] = other[child]
 
 
 @dataclass
 class Replacement:
-    """Everything that is replaced in one model.
+    """The reversible changes of one model, and a report of them.
 
     Attributes:
-        done: What was replaced, with counts; one phrase each.
-        left: What was not, and why; one phrase each.
+        changes: The changes, in order.
+        done: Phrases about what is replaced, with counts.
+        left: Phrases about what is not replaced, and why.
     """
 
     changes: list[Change] = field(default_factory=list)
@@ -116,7 +122,7 @@ class Replacement:
     left: list[str] = field(default_factory=list)
 
     def add(self, phrase: str, changes: Iterable[Change]) -> None:
-        """Add changes of one kind; none adds nothing."""
+        """Add changes of one kind, if there are any, with their phrase."""
         listed = list(changes)
         if listed:
             self.changes += listed
@@ -128,13 +134,13 @@ class Replacement:
             change.make(model)
 
     def take_out(self, model: nn.Module) -> None:
-        """Take all changes back."""
+        """Undo all changes."""
         for change in reversed(self.changes):
             change.undo(model)
 
     @contextlib.contextmanager
     def tried(self, model: nn.Module) -> Iterator[None]:
-        """The model with all changes inside the block, and as it was after it."""
+        """Change the model inside the context, and undo it afterwards."""
         self.put_in(model)
         try:
             yield
@@ -146,14 +152,14 @@ class Replacement:
         return ("; ".join(self.done) or "nothing was replaced") + left
 
 
-# --- What transformers must be told where its models run on tensors without data.
+# --- transformers models on fake tensors
 
 
 @contextlib.contextmanager
 def one_sequence_per_sample() -> Iterator[None]:
-    """Let transformers see that samples are not packed, which it cannot read from position ids without values.
+    """Tell transformers that samples are not packed, which it cannot read from position ids without values.
 
-    It would make a mask over all pairs of tokens, as it does not in training, and much would be predicted for it.
+    It would build a mask over all pairs of tokens, which it does not in training, and the prediction would include it.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(masks, "find_packed_sequence_indices", None)
@@ -170,9 +176,9 @@ def one_sequence_per_sample() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_grouped_kernels() -> Iterator[None]:
-    """Let transformers' experts run on tensors without data in any precision: the kernel they call takes bf16 only.
+    """Let transformers' experts run on fake tensors in any precision: their grouped kernel takes bf16 only.
 
-    What they save for backward is the same without it.
+    They save the same tensors for backward without it.
     """
     transformers = sys.modules.get("transformers.integrations.moe")
     if transformers is None or not hasattr(transformers, "_can_use_grouped_mm"):

@@ -1,4 +1,4 @@
-"""``module_replace``: optimised modules in the place of plain ones. Seed: ATorch."""
+"""Replace plain modules by optimised ones (`module_replace`)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,19 @@ from meshwright.cost import Step
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.methods.replace.attention_backends import replace_attention
-from meshwright.methods.replace.fused_layers import (
-    replace_head,
-    replace_layer_norms,
-    replace_rms_norms,
-    replace_rotaries,
-    replace_swiglus,
-)
+from meshwright.methods.replace.fused_layers import LIGER, replace_by_liger, replace_head, replace_rms_norms
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.methods.replace.user_pairs import ATORCH_NAMES, BUILT_IN, registered_pairs, replace_pairs
 from meshwright.runtime import check_equal
 from meshwright.strategy import Strategy
 
-_WITH_LIGER = {"layer_norm": replace_layer_norms, "swiglu": replace_swiglus, "rotary": replace_rotaries}
-
 
 class ModuleReplace(Method):
-    """Faster or smaller modules where they compute the same; weights, names, hooks and modes stay.
+    """Replaces modules by faster or smaller ones that compute the same; weights, names, hooks and modes stay.
 
     Config: None for all pairs, built-in and registered; a list of names; or keys. Built in are ``attention``,
-    ``rms_norm``, ``layer_norm``, ``swiglu`` and ``rotary``; ``fused_loss`` is made when it is asked for. Users add
-    theirs with :func:`~meshwright.methods.register_replace_pair`.
+    ``rms_norm``, ``layer_norm``, ``swiglu`` and ``rotary``, and, on request, ``fused_loss``. Users add their own with
+    :func:`~meshwright.methods.register_replace_pair`.
     """
 
     method_name: ClassVar[str] = "module_replace"
@@ -71,9 +63,9 @@ class ModuleReplace(Method):
     exclude: tuple[str, ...] = ()
     """Names of pairs to leave out."""
     attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
-    """What attention becomes; ``auto`` exchanges eager attention for the best at hand and leaves the rest."""
+    """Implementation of attention; ``auto`` replaces eager attention by the best available, and leaves all others."""
     loss: bool | str = False
-    """Whether cross entropies of the head's logits are computed without them; the path of the head names one."""
+    """Whether cross entropies are computed without the head's logits; a string is the path of the head."""
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
@@ -86,8 +78,8 @@ class ModuleReplace(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Take ATorch's ``{name: None, …, "verbose": True}``."""
-        keys.pop("verbose", None)  # what is replaced is always said
+        """Accept ATorch's ``{name: None, …, "verbose": True}``."""
+        keys.pop("verbose", None)  # replacements are always reported
         named = tuple(key for key, value in keys.items() if key not in cls.model_fields and value in (None, {}))
         if named and "include" not in keys:
             keys = {key: value for key, value in keys.items() if key not in named} | {"include": named}
@@ -103,19 +95,19 @@ class ModuleReplace(Method):
         return tuple(dict.fromkeys(ATORCH_NAMES.get(name, name) for name in ordered))
 
     def wants(self, name: str) -> bool:
-        """Return whether a pair is to be exchanged."""
+        """Return whether modules of a pair are to be replaced."""
         return (self.include is None or name in self.include) and name not in self.exclude
 
     def replacement(
         self, model: nn.Module, strategy: Strategy, axes: Mapping[str, int], device: torch.device
     ) -> Replacement:
-        """Find out what is replaced in a plain model; nothing is changed.
+        """Find the changes to a plain model, without making them.
 
         Args:
             model: The model.
-            strategy: All methods of the job, for the precision it computes in.
+            strategy: All methods of the job, for the precision that it computes in.
             axes: Sizes of the mesh axes.
-            device: Where it trains.
+            device: Device of the job.
 
         Raises:
             MeshwrightError: When a pair is unknown, does not fit the job, or cannot be made.
@@ -127,9 +119,8 @@ class ModuleReplace(Method):
             replace_attention(model, self.attention, dtype, device, found, only_sdpa=only_sdpa)
         if self.wants("rms_norm"):
             replace_rms_norms(model, found)
-        for name, replace in _WITH_LIGER.items():
-            if self.wants(name):
-                replace(model, device, found)
+        for name in filter(self.wants, LIGER):
+            replace_by_liger(name, model, device, found)
         if self.fuses_loss:
             replace_head(model, self.loss if isinstance(self.loss, str) else None, found)
         replace_pairs(model, [pair for name, pair in registered_pairs().items() if self.wants(name)], dtype, found)
@@ -153,9 +144,9 @@ class ModuleReplace(Method):
                 )
 
     def check(self, job: Job) -> None:
-        """Refuse DDP options under which outputs are searched for their graphs: logits that are not there have none.
+        """Refuse DDP options that search outputs for their graph: logits that are not computed have none.
 
-        What is replaced was found out before; see :func:`replacement_of`.
+        :func:`~meshwright.methods.composition.replacement_of` has checked the changes before.
         """
         if self.fuses_loss and (job.find_unused_parameters or job.ddp_options.get("static_graph")):
             raise StrategyError(
@@ -166,7 +157,7 @@ class ModuleReplace(Method):
             )
 
     def apply(self, job: Job) -> None:
-        """Put in what was found, and say what."""
+        """Make the changes, and report them."""
         assert job.replacement is not None, "apply_strategy has found it"
         check_equal(
             "What module_replace replaces",
@@ -177,7 +168,7 @@ class ModuleReplace(Method):
         job.notices.append(f"module_replace: {job.replacement}")
 
     def cost(self, step: Step) -> Step:
-        """As it is: a plan is traced and counted on the model with its modules replaced."""
+        """Return the step as it is: a plan traces the model with its modules replaced."""
         return step
 
 

@@ -1,4 +1,4 @@
-"""Register pairs of classes and replace modules of the first by modules of the second."""
+"""Register pairs of module classes, and replace modules of the first class by modules of the second."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from meshwright.methods.base import DType, dtype_name
 from meshwright.methods.replace.model_changes import Replacement, Swap, device_of
 from meshwright.nn import outermost
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 
 BUILT_IN = ("attention", "rms_norm", "layer_norm", "swiglu", "rotary", "fused_loss")
-"""Names of what needs no registration."""
+"""Names of the built-in replacements."""
 
 ATORCH_NAMES = {
     "LayerNorm_Apex": "layer_norm", "MultiheadAttention_FA": "attention", "HF_LlamaAttention_FA": "attention",
     "HF_BertAttention_FA": "attention", "HF_CLIPAttention_FA": "attention", "HF_GPT2Attention_FA": "attention",
 }  # fmt: skip
-"""What ATorch calls some of them."""
+"""ATorch's names for some of them."""
 
 _BUILDING = ("need_src_module", "init_from_attr")
 _ALL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -31,7 +32,7 @@ _ALL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True)
 class Pair:
-    """Modules of class ``old`` become modules of class ``new`` where the job computes in one of ``dtypes``."""
+    """A rule to replace modules of class ``old`` by modules of class ``new`` in jobs that compute in ``dtypes``."""
 
     name: str
     old: type[nn.Module]
@@ -52,12 +53,12 @@ def register_replace_pair(
     """Register a pair for ``module_replace``: call it on every rank, before ``accelerate``. Seed: ATorch.
 
     Args:
-        name: What a strategy calls it; a name that was registered before gets the new pair.
-        kwargs: How a target is made of a source: ``{"need_src_module": True}`` calls ``target(source)``,
-            ``{"init_from_attr": True}`` calls ``target(…)`` with the source's attributes of the names of its arguments.
-            None: ``target.from_module(source)`` where there is one, else from attributes where the source has all that
-            are required, else ``target(source)``.
-        supported_dtypes: The precisions in which the target computes; in others the pair is left out, which is said.
+        name: Name of the pair in strategies; registering it again replaces the pair.
+        kwargs: How a target is built from a source: ``{"need_src_module": True}`` calls ``target(source)``,
+            ``{"init_from_attr": True}`` calls ``target(…)`` with the source's attributes that have the names of its
+            arguments. None: ``target.from_module(source)`` where there is one, else from attributes where the source
+            has all that are required, else ``target(source)``.
+        supported_dtypes: Precisions that the target computes in; in others the pair is left out, with a notice.
         pair_cls: ``(source, target)``. None returns a decorator for the target class, whose source is its
             ``_src_module_cls``, or else the class it derives from.
 
@@ -65,7 +66,7 @@ def register_replace_pair(
         The decorator; it returns the target class.
 
     Raises:
-        ConfigError: When a name, a dtype or a class is none.
+        ConfigError: When a name, a dtype or a class is invalid.
     """
     if name in BUILT_IN or name in ATORCH_NAMES:
         raise ConfigError(
@@ -122,30 +123,30 @@ def _building(name: str, kwargs: Mapping[str, bool] | None) -> str | None:
                 got=repr(key),
                 fix="leave kwargs out, and give the target a classmethod from_module(source) where more is to be said",
             )
-    # As in ATorch, where the source is passed unless its attributes are asked for.
+    # As in ATorch, where init_from_attr takes precedence.
     chosen = [key for key in ("init_from_attr", "need_src_module") if (kwargs or {}).get(key)]
     return chosen[0] if chosen else None
 
 
 def registered_pairs() -> Mapping[str, Pair]:
-    """All registered pairs by name."""
+    """Return all registered pairs by name."""
     return _PAIRS
 
 
-# --- Makes the target of a pair: a module of the new class that has the old one's weights and everything put on it.
+# --- Building a target: a module of the new class with the old one's weights, hooks and mode
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name]
 
 
 def build_target(pair: Pair, source: nn.Module, path: str) -> nn.Module:
-    """Build the module that takes the place of ``source``.
+    """Build the module that replaces ``source``.
 
-    ``pair.building`` says how; without it: ``new.from_module(source)``; else the constructor with attributes of
-    ``source`` where it has all that are required, else ``new(source)``. Parameters and buffers that are equal become
-    the same objects, so that they stay tied, trained or frozen; hooks and the mode (train or eval) are kept.
+    ``pair.building`` chooses how; where it is None, ``new.from_module(source)`` if there is one, else the constructor
+    with attributes of ``source`` if it has all that are required, else ``new(source)``. Parameters and buffers that are
+    equal become the same objects, so that they stay tied, trained or frozen; hooks and the mode (train or eval) stay.
 
     Raises:
-        ModelError: Naming both classes, when the target cannot be made, or would not have the source's weights.
+        ModelError: Naming both classes, when the target cannot be built, or would not have the source's weights.
     """
     try:
         with preserved_rng(), torch.device(device_of(source)):
@@ -159,14 +160,14 @@ def build_target(pair: Pair, source: nn.Module, path: str) -> nn.Module:
     if not isinstance(target, nn.Module):
         raise _cannot(pair, path, f"a {type(target).__name__}", "let from_module return the module")
     _keep_weights(pair, source, target, path, copy=copied)
-    if not any(module is source for module in target.modules()):  # else they run where they are
+    if not any(module is source for module in target.modules()):  # otherwise the source runs its own hooks
         for name in _HOOKS:
             getattr(target, name).update(getattr(source, name))
     return target.train(source.training)
 
 
 def _construct(pair: Pair, source: nn.Module) -> tuple[Any, bool]:
-    """Return the target, and whether its weights are fresh: then they are to be the source's."""
+    """Return the target, and whether its weights are fresh and must become the source's."""
     if pair.building is None and hasattr(pair.new, "from_module"):
         return pair.new.from_module(source), False
     arguments = _from_attributes(pair.new, source)
@@ -186,8 +187,8 @@ def _from_attributes(cls: type[nn.Module], source: nn.Module) -> dict[str, Any] 
             continue
         if hasattr(source, name):
             value = getattr(source, name)
-            # ``bias``, as an argument, says whether there is one.
-            found[name] = value is not None if name in source._parameters else value
+            # An argument ``bias`` says whether there is one.
+            found[name] = value is not None if name in parameters_of(source) else value
         elif parameter.default is parameter.empty:
             return None
     return found
@@ -227,11 +228,11 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     *above, leaf = name.split(".")
     owner = module.get_submodule(".".join(above))
-    (owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers)[leaf] = tensor  # type: ignore[assignment]
+    (parameters_of(owner) if isinstance(tensor, nn.Parameter) else buffers_of(owner))[leaf] = tensor  # type: ignore[assignment]
 
 
 def _check_trained(pair: Pair, source: nn.Module, target: nn.Module, path: str) -> None:
-    """Weights made anew of old ones must at least be trained and typed as those were."""
+    # Weights that are computed from old ones must at least have their dtype and requires_grad.
     before = {(p.requires_grad, p.dtype) for p in source.parameters()}
     kept = {id(p) for p in source.parameters()}
     for name, parameter in target.named_parameters():
@@ -254,23 +255,23 @@ def _cannot(pair: Pair, path: str, got: str, fix: str) -> ModelError:
     )
 
 
-# --- Exchanging the modules of registered pairs.
+# --- Replacing modules
 
 
 def replace_pairs(model: nn.Module, pairs: Iterable[Pair], dtype: str, into: Replacement) -> None:
-    """Add the exchange of every module whose class is exactly the source of a pair.
+    """Add the replacement of every module whose class is exactly the source of a pair.
 
-    A module that an earlier pair replaces is not replaced again, and neither is one inside it.
+    A module that an earlier pair replaces is not replaced again, and neither are the modules inside it.
 
     Raises:
-        ModelError: When a target cannot be made, would break a tie, or the model itself is a source.
+        ModelError: When a target cannot be built or would break a tie, or the model itself is a source.
     """
     taken: list[tuple[str, nn.Module]] = []
     for pair in pairs:
         if dtype not in pair.dtypes:
             into.left.append(f"{pair.name}: computes in {', '.join(sorted(pair.dtypes))}, and the job in {dtype}")
             continue
-        found = [(p, m) for p, m in model.named_modules(remove_duplicate=False) if _is_of(m, pair.old)]
+        found = [(p, m) for p, m in model.named_modules(remove_duplicate=False) if type(m) is pair.old]
         if any(not path for path, _ in found):
             raise ModelError(
                 f"module_replace: the model itself is the {pair.old.__name__} of the pair {pair.name!r}",
@@ -294,14 +295,12 @@ def replace_pairs(model: nn.Module, pairs: Iterable[Pair], dtype: str, into: Rep
         )  # fmt: skip
 
 
-def _is_of(module: nn.Module, cls: type[nn.Module]) -> bool:
-    return type(module) is cls
-
-
 def _check_ties(model: nn.Module, pair: Pair, new_of: dict[nn.Module, nn.Module]) -> None:
-    """Refuse targets that have made a weight anew of one that is also elsewhere in the model."""
+    """Refuse targets with a copy of a weight that is tied to another module of the model."""
     inside = {id(m) for old in new_of for m in old.modules()}
-    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values() if p is not None}
+    outside = {
+        id(p) for m in model.modules() if id(m) not in inside for p in parameters_of(m).values() if p is not None
+    }
     for old, new in new_of.items():
         kept = {id(parameter) for parameter in new.parameters()}
         for name, parameter in old.named_parameters():

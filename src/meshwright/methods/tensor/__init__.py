@@ -1,1 +1,1 @@
-"""How layers are split over the tensor axis: what ``tensor_parallel`` finds out, proves and changes."""
+"""Tensor parallelism: plan which layers are split, prove the split on single blocks, apply it."""

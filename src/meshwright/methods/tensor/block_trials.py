@@ -1,4 +1,8 @@
-"""Run single blocks on random values as the model calls them, and compare the results."""
+"""Record how a model calls its blocks, run single blocks on random values, and compare the results.
+
+The parts that proofs are made of: [Note: proof of a split] in ``split_proof.py``, and of blocks on parts of the tokens
+in ``methods/tokens/token_split.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,48 +15,53 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.split_plan import LINEAR, PlannedLayer
 from meshwright.nn import find_blocks, run_with
-from meshwright.runtime.trees import map_tree
+from meshwright.nn.batches import map_tree
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensorMode
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 @dataclass(frozen=True)
 class SampleRun:
-    """How to run the model once.
+    """Runs a model once on a sample.
 
     Args:
-        inputs_of: ``inputs_of(samples)`` returns a model input of that many samples; None when there is none to be had.
-        forward: ``forward(model, inputs)``.
+        inputs_of: ``inputs_of(samples)`` returns a model input of that many samples, or None.
+        forward: ``forward(model, inputs)`` calls the model.
     """
 
     inputs_of: Callable[[int], Any]
     forward: Callable[[nn.Module, Any], Any]
 
 
-# --- Whether tensors of a trial are equal, up to rounding.
+# --- Comparing tensors up to rounding
 
-_TOLERANCE = 1e-3  # of the norm; a wrong split is off by as much as the values themselves
-_NOISE = 1e-5  # of the largest gradient: what is zero in exact arithmetic, such as a key bias's
+_TOLERANCE = 1e-3  # relative to the norm; a wrong split differs by as much as the values themselves
+_NOISE = 1e-5  # relative to the largest gradient; covers gradients that are zero in exact arithmetic (a key bias's)
 
 
 class Refuted(Exception):
-    """A split does not compute what the whole block computes; says where."""
+    """A split does not compute what the whole block computes; the message says where."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return an exception's type and the first line of its message, shortened."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 
 def split_dim(output: torch.Tensor, expected: torch.Tensor, rank: int, ranks: int) -> int | None:
-    """Return the dim in which a rank has its part of what is expected; None where it has the whole.
+    """Return the dim in which ``output`` is a rank's part of ``expected``; None if it is the whole.
 
     Raises:
-        Refuted: When it has neither.
+        Refuted: When it is neither.
     """
     if output.shape == expected.shape and close(output, expected, 0.0):
         return None
     for dim, size in enumerate(expected.shape):
-        if size == output.shape[dim] * ranks if dim < output.dim() else False:
+        if dim < output.dim() and size == output.shape[dim] * ranks:
             part = expected.chunk(ranks, dim)[rank]
             if part.shape == output.shape and close(output, part, 0.0):
                 return dim
@@ -60,14 +69,14 @@ def split_dim(output: torch.Tensor, expected: torch.Tensor, rank: int, ranks: in
 
 
 def total(parts: Iterable[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
-    """Return the sum of parts; nan where one has another shape."""
+    """Return the sum of parts shaped ``like``; nan if none or one of another shape is among them."""
     present = [part for part in parts if part is not None]
     same = [part for part in present if part.shape == like.shape]
     return torch.stack(same).sum(0) if same and len(same) == len(present) else torch.full_like(like, torch.nan)
 
 
 def close(value: torch.Tensor | None, expected: torch.Tensor, scale: float) -> bool:
-    """Return whether a value is what is expected; ``scale`` is how large such values are."""
+    """Return whether a value equals ``expected`` up to rounding; ``scale`` is the norm of the largest such value."""
     if value is None or value.shape != expected.shape:
         return False
     if not expected.is_floating_point():
@@ -81,14 +90,14 @@ def largest(tensors: Iterable[torch.Tensor | None]) -> float:
     return max((torch.linalg.vector_norm(tensor).item() for tensor in tensors if tensor is not None), default=0.0)
 
 
-# --- Running one block with random values, and what is exchanged in it: the parts that a proof is made of.
+# --- Running one block with random values
 
 _SEED = 5
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """An attribute of a module that counts what a rank has only a part of."""
+    """A new value for a module's attribute that counts heads or features, of which a rank has only a part."""
 
     path: str
     name: str
@@ -97,23 +106,20 @@ class Adjustment:
 
 @dataclass(frozen=True)
 class BlockCall:
-    """The arguments of one block: a tree whose tensors tell shape, type and whether they have a gradient."""
+    """The arguments of one block: a tree whose tensors have shapes, dtypes and ``requires_grad``, but no data."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    split: tuple[tuple[int, int], ...] = ()  # leaves that an earlier block gives split, and their dims
-    fill: tuple[int, bool] = (0, True)  # what integers and booleans are: nobody can tell masks and indices apart
+    split: tuple[tuple[int, int], ...] = ()  # leaves that an earlier block returns split, and their dims
+    fill: tuple[int, bool] = (0, True)  # value of all integers and booleans: masks and indices look the same
 
     def values(self) -> list[Any]:
-        """Random leaves, integers and booleans as ``fill`` says. The same at every call."""
+        """Return random leaves, integers and booleans as ``fill`` says; the same at every call."""
         generator = torch.Generator().manual_seed(_SEED)
         return [_random(leaf, generator, *self.fill) for leaf in tree_leaves((self.args, self.kwargs))]
 
     def filled(self) -> list[BlockCall]:
-        """Return the same with other integers and booleans, where there are any.
-
-        A mask may hide everything, or nothing.
-        """
+        """Return the call with each choice of integers and booleans, since a mask may hide all tokens or none."""
         leaves = tree_leaves((self.args, self.kwargs))
         kinds = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()}
         integers = (0, 1) if kinds - {torch.bool} else (0,)
@@ -121,7 +127,7 @@ class BlockCall:
         return [replace(self, fill=fill) for fill in itertools.product(integers, booleans)]
 
     def tree(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments made of leaves."""
+        """Rebuild the arguments from their leaves."""
         args, kwargs = tree_unflatten(leaves, tree_flatten((self.args, self.kwargs))[1])
         return args, kwargs
 
@@ -135,16 +141,29 @@ def _random(leaf: Any, generator: torch.Generator, integer: int, boolean: bool) 
     return values.requires_grad_(leaf.requires_grad)
 
 
+def random_state(block: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Return random parameters for a block, and its buffers in fp32 on the CPU (zeros if they are on ``meta``)."""
+    generator = torch.Generator().manual_seed(seed)
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in block.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        state[name] = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else values
+    for name, buffer in block.named_buffers():
+        dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        state[name] = torch.zeros(buffer.shape, dtype=dtype) if buffer.is_meta else buffer.detach().cpu().to(dtype)
+    return state
+
+
 @dataclass
 class Exchanged:
-    """What the whole block has at the places where ranks exchange something; of a rank: what it contributes."""
+    """Tensors at the places where ranks exchange something: the whole block's, or one rank's contributions."""
 
     values: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # outputs of row layers
     gradients: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # of inputs of column layers
 
 
-class _Meet(torch.autograd.Function):
-    """Identity; in backward notes the gradient and goes on with ``whole``, as an all-reduce would."""
+class _ReplacedGradient(torch.autograd.Function):
+    """Identity; backward passes the gradient to ``note`` and continues with its result, as after an all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, note: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -158,7 +177,7 @@ class _Meet(torch.autograd.Function):
 
 @contextlib.contextmanager
 def evaluating(block: nn.Module) -> Iterator[None]:
-    """Without dropout; modules go back to the mode they were in."""
+    """Switch to evaluation mode with gradients inside; restore each module's mode afterwards."""
     training = [module for module in block.modules() if module.training]
     block.eval()
     try:
@@ -171,7 +190,7 @@ def evaluating(block: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adjusted(block: nn.Module, adjustments: tuple[Adjustment, ...]) -> Iterator[None]:
-    """Set attributes for a while."""
+    """Set attributes inside; restore them afterwards."""
     before = [(a, getattr(block.get_submodule(a.path), a.name)) for a in adjustments]
     for adjustment in adjustments:
         setattr(block.get_submodule(adjustment.path), adjustment.name, adjustment.value)
@@ -183,8 +202,14 @@ def adjusted(block: nn.Module, adjustments: tuple[Adjustment, ...]) -> Iterator[
 
 
 @contextlib.contextmanager
-def meeting(layers: list[PlannedLayer], own: Exchanged, whole: Exchanged | None) -> Iterator[None]:
-    """Let row layers give what the whole block has, and column layers' inputs the gradients that it has."""
+def exchanging(layers: list[PlannedLayer], own: Exchanged, whole: Exchanged | None) -> Iterator[None]:
+    """Replace exchanges by the whole block's values: outputs of row layers, gradients of column layers' inputs.
+
+    Args:
+        layers: The layers that are split.
+        own: Takes this run's contributions.
+        whole: The whole block's values; None while the whole block runs.
+    """
     hooks = []
     for layer in layers:
         if layer.style.output == "all_reduce":
@@ -201,7 +226,7 @@ def meeting(layers: list[PlannedLayer], own: Exchanged, whole: Exchanged | None)
 def _giving(path: str, own: Exchanged, whole: Exchanged | None) -> Callable[..., torch.Tensor]:
     def give(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         key = (path, sum(1 for known, _ in own.values if known == path))
-        own.values[key] = output.detach().clone()  # it may be changed in place
+        own.values[key] = output.detach().clone()  # the block may change it in place
         if whole is None:
             return output
         expected = whole.values.get(key)
@@ -223,14 +248,14 @@ def _taking(path: str, own: Exchanged, whole: Exchanged | None) -> Callable[...,
             own.gradients[key] = gradient.detach()
             return gradient if whole is None else whole.gradients[key]
 
-        return (_Meet.apply(args[0], note), *args[1:])
+        return (_ReplacedGradient.apply(args[0], note), *args[1:])
 
     return take
 
 
-# --- How a model calls its blocks: one forward pass over tensors without data, on a small sample.
+# --- Recording how a model calls its blocks
 
-_TOKENS = 16  # enough to tell positions apart; made a multiple of the ranks, which may cut them
+_TOKENS = 16  # enough to tell positions apart; rounded up to a multiple of the ranks, which may divide them
 
 
 @dataclass
@@ -242,9 +267,24 @@ class RecordedBlock:
     call: BlockCall | None = None  # None: the block did not run
     given: dict[int, tuple[int, int]] = field(default_factory=dict)  # input leaf -> (earlier block, its output leaf)
 
+    def with_split_inputs(
+        self, dims: list[tuple[int | None, ...]], split: dict[int, int] | None = None
+    ) -> RecordedBlock:
+        """Return the block with its split inputs marked.
+
+        Args:
+            dims: The dims in which earlier blocks return their outputs split (None: whole), such as T5's bias of the
+                attention scores.
+            split: Dims of further leaves that are split.
+        """
+        assert self.call is not None
+        given = {leaf: dims[giver][place] for leaf, (giver, place) in self.given.items()}
+        every = (split or {}) | {leaf: dim for leaf, dim in given.items() if dim is not None}
+        return replace(self, call=replace(self.call, split=tuple(every.items())))
+
 
 def record_calls(model: nn.Module, sample: SampleRun | None, ranks: int) -> list[RecordedBlock]:
-    """Run the model once over fake tensors; the model itself is not touched.
+    """Run the model once over fake tensors and record the calls of its blocks; the model is not changed.
 
     Raises:
         ModelError: When the model has no list of blocks, there is no sample, or it does not run without data.
@@ -259,13 +299,13 @@ def record_calls(model: nn.Module, sample: SampleRun | None, ranks: int) -> list
             block.call, block.given = None, {}
         try:
             _run(model, blocks, inputs, forward)
-        except Exception as error:  # a user's model may do anything; behind the blocks it does not matter
-            reasons.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
+        except Exception as error:  # a user's model may do anything; an error after the blocks does not matter
+            reasons.append(reason_of(error))
         if all(block.call is not None for block in blocks):
             return blocks
     silent = [block.path for block in blocks if block.call is None]
     raise _unknown(
-        f"the data flow of {silent[0]} cannot be read off",
+        f"the data flow of {silent[0]} cannot be found",
         "a dataset or sample_batch that the model runs with",
         (reasons or ["there is no sample" if sample is None else "it does not run with the sample"])[0],
     )
@@ -294,7 +334,7 @@ def _tries(
 
 
 def _short(inputs: Any, tokens: int) -> Any:
-    """Token ids, masks and labels cut to a few positions: a proof of a large block is a matter of seconds then."""
+    """Cut token ids, masks and labels to a few positions, so that proving a large block takes seconds."""
 
     def short(leaf: Any) -> Any:
         is_ids = isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and not leaf.is_floating_point()
@@ -322,8 +362,8 @@ def _run(model: nn.Module, blocks: list[RecordedBlock], inputs: Any, forward: Ca
 
 @contextlib.contextmanager
 def _recording(blocks: list[RecordedBlock]) -> Iterator[None]:
-    made: dict[int, tuple[int, int]] = {}  # tensor -> the block that returned it, and its place in the output
-    alive: list[Any] = []  # ids of tensors mean something while these live
+    made: dict[int, tuple[int, int]] = {}  # id of a tensor -> the block that returned it, and its place in the output
+    alive: list[Any] = []  # keeps these ids unique
     hooks = []
 
     def enter(index: int) -> Callable[..., None]:
@@ -356,7 +396,7 @@ def _recording(blocks: list[RecordedBlock]) -> Iterator[None]:
 
 
 def _without_caches(arguments: Any) -> Any:
-    """Without the caches of keys and values that a model makes for generation."""
+    """Remove key-value caches, which a model makes for generation, from a block's arguments."""
 
     def is_cache(leaf: Any) -> bool:
         return type(leaf).__name__.endswith("Cache")
@@ -366,17 +406,17 @@ def _without_caches(arguments: Any) -> Any:
 
 
 def _described(leaf: Any) -> Any:
-    """A tensor without memory that has the shape, type and need of a gradient of another."""
+    """Return a ``meta`` tensor with a fake tensor's shape, dtype and ``requires_grad``."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from meshwright.runtime.torch_internals.fake_tensors import unset_fake_temporarily
 
     with unset_fake_temporarily():
         return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
 
 def signature(block: RecordedBlock) -> tuple[Any, ...]:
-    """Return what two blocks share that are split alike."""
+    """Return a key that is equal for blocks that can be split alike."""
     assert block.call is not None
     leaves, tree = tree_flatten((block.call.args, block.call.kwargs))
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))

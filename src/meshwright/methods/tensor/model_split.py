@@ -1,4 +1,9 @@
-"""Decide what a tensor axis splits in one model, tokens between blocks included."""
+"""Decide how a tensor axis splits a model: its layers, and the tokens between them for ``sequence=True``.
+
+:func:`split_of` is the entry. Layers come from a plan (``split_plan.py``) or are found in the data flow
+(``split_search.py``). With ``sequence=True`` (Korthikanti et al. 2022) tokens are cut before the first block, gathered
+where a module needs all of them, and gathered again behind the last block; where that is, is proved on single blocks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.axis_exchange import TensorAxis
@@ -36,16 +40,17 @@ from meshwright.methods.tensor.split_plan import (
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, BlockProof, SequenceTrial, first_hidden, with_argument
 from meshwright.methods.tensor.split_search import FoundPlan, find_plan
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Where tokens are cut and put together; paths of modules."""
+    """The places where tokens are cut and gathered, as paths of modules."""
 
     scopes: tuple[str, ...]  # modules, or layers, that take all tokens
     first: tuple[str, ...]  # blocks before which tokens are cut
-    last: tuple[str, ...]  # blocks behind which they are put together
-    summed: tuple[str, ...]  # modules whose parameters are whole and whose gradients are summed over the ranks
+    last: tuple[str, ...]  # blocks behind which they are gathered
+    summed: tuple[str, ...]  # modules with whole parameters whose gradients are summed over the ranks
     blocks: tuple[str, ...]  # all blocks that work on parts of the tokens
 
     def covers(self, path: str) -> bool:
@@ -53,12 +58,12 @@ class SequenceLayout:
         return any(path.startswith(block + ".") for block in self.blocks)
 
     def gathers_above(self, path: str) -> bool:
-        """Return whether a layer gets all tokens from a module around it."""
+        """Return whether a module around a layer gathers all tokens for it."""
         return any(path.startswith(scope + ".") for scope in self.scopes)
 
 
 @dataclass(frozen=True)
-class _Proved:
+class _ProvedBlock:
     scopes: tuple[str, ...]
     summed: tuple[str, ...]
     output_dims: tuple[int | None, ...]
@@ -71,12 +76,12 @@ def sequence_layout(
     ranks: int,
     sample: SampleRun | None,
 ) -> SequenceLayout:
-    """Find where a split model can work on parts of the tokens, and proves it on each kind of block.
+    """Find where a split model can work on parts of the tokens, and prove it on each kind of block.
 
     Raises:
         ModelError: When some block cannot, with the reason.
     """
-    known: dict[Any, _Proved] = {}
+    known: dict[Any, _ProvedBlock] = {}
     dims: list[tuple[int | None, ...]] = []
     scopes: list[str] = []
     summed: list[str] = []
@@ -101,18 +106,13 @@ def sequence_layout(
 
 
 def _with_parts(block: RecordedBlock, dims: list[tuple[int | None, ...]], ranks: int) -> RecordedBlock:
-    """Mark the hidden state as cut along the tokens, and what earlier blocks give split as they give it."""
+    """Mark a block's inputs that are split: the hidden state along the tokens, others as earlier blocks return them."""
     assert block.call is not None
     hidden = first_hidden((block.call.args, block.call.kwargs))
     if hidden is None:
         raise _cannot(block.path, "it takes no tensor (batch, tokens, features)")
     check_tokens(tree_leaves((block.call.args, block.call.kwargs))[hidden], ranks)
-    split = {hidden: TOKENS_DIM}
-    for leaf, (giver, place) in block.given.items():
-        dim = dims[giver][place]
-        if dim is not None:
-            split[leaf] = dim
-    return dataclasses.replace(block, call=dataclasses.replace(block.call, split=tuple(split.items())))
+    return block.with_split_inputs(dims, {hidden: TOKENS_DIM})
 
 
 def _within(path: str, layers: list[PlannedLayer]) -> list[PlannedLayer]:
@@ -134,7 +134,7 @@ def _adjustments_within(path: str, adjustments: tuple[Adjustment, ...]) -> tuple
 
 def _prove(
     block: RecordedBlock, layers: list[PlannedLayer], adjustments: tuple[Adjustment, ...], ranks: int
-) -> _Proved:
+) -> _ProvedBlock:
     assert block.call is not None
     odd = [layer.path for layer in layers if layer.style.splits_input or layer.style.output == "all_gather"]
     if odd:
@@ -150,12 +150,12 @@ def _prove(
         # A row layer adds its bias to a part of the tokens, and sums its gradient itself.
         rows = {layer.path for layer in layers}
         modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in sorted(summed)))
-        return _Proved(scopes, tuple(path for path in modules if path not in rows), tuple(dims))
+        return _ProvedBlock(scopes, tuple(path for path in modules if path not in rows), tuple(dims))
     raise _cannot(block.path, reason)
 
 
 def _scopes(block: nn.Module, layers: list[PlannedLayer]) -> Iterator[tuple[str, ...]]:
-    """What may take all tokens: the modules in which layers split by columns lie, or these layers themselves."""
+    """Yield candidates for where to gather tokens: modules around column layers, or these layers themselves."""
     groups: dict[str, list[str]] = {}
     for layer in layers:
         if layer.style.gradient == "all_reduce":
@@ -183,7 +183,7 @@ def check_tokens(hidden: torch.Tensor, ranks: int) -> None:
     """Refuse a number of tokens that the axis does not divide.
 
     Raises:
-        ModelError: On every rank of the axis: all have the same tokens.
+        ModelError: On every rank of the axis, since all have the same tokens.
     """
     if hidden.shape[TOKENS_DIM] % ranks:
         raise ModelError(
@@ -194,15 +194,15 @@ def check_tokens(hidden: torch.Tensor, ranks: int) -> None:
         )
 
 
-# --- Hooks that cut, gather and put together tokens, for ``sequence=True``.
+# --- Hooks that cut and gather tokens, for ``sequence=True``
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def let_exchange_tokens(model: nn.Module, layout: SequenceLayout, axis: TensorAxis) -> None:
-    """Cut tokens before the first block, gather them where a module needs all, put them together behind the last.
+    """Cut tokens before the first block; gather them where a module needs all of them, and behind the last block.
 
-    Layers that take all tokens themselves are left to the caller, who shares the gathering between them.
+    Linear layers that gather for themselves are left to the caller, since those with one input share the gather.
     """
 
     def cut(hidden: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ def let_exchange_tokens(model: nn.Module, layout: SequenceLayout, axis: TensorAx
 
 
 def change_hidden_input(module: nn.Module, change: Change) -> Any:
-    """Change the hidden state that a module is called with; return the hook."""
+    """Apply ``change`` to the hidden state that a module is called with; return the hook's handle."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_argument(args, kwargs, change)
@@ -228,7 +228,7 @@ def change_hidden_input(module: nn.Module, change: Change) -> Any:
 
 
 def change_hidden_output(module: nn.Module, change: Change) -> Any:
-    """Change the hidden state that a module returns; return the hook."""
+    """Apply ``change`` to the hidden state that a module returns; return the hook's handle."""
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         leaves, tree = tree_flatten(output)
@@ -240,41 +240,41 @@ def change_hidden_output(module: nn.Module, change: Change) -> Any:
     return module.register_forward_hook(leave)
 
 
-# --- What a tensor axis does to one model: the layers it splits, where that was read, and what is said about it.
+# --- The split of a model
 
+# Plans found so far, by model and number of ranks: prediction, check and application ask for the same one.
 _FOUND: weakref.WeakKeyDictionary[nn.Module, dict[int, FoundPlan]] = weakref.WeakKeyDictionary()
 _LAYOUTS: weakref.WeakKeyDictionary[nn.Module, dict[Any, SequenceLayout]] = weakref.WeakKeyDictionary()
-"""Plans found so far, by model and number of ranks: prediction, check and application ask for the same one."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is divided."""
+    """The division of a model over a tensor axis."""
 
     layers: tuple[PlannedLayer, ...]
-    source: str
+    source: str  # where the plan comes from, for the summary
     adjustments: tuple[Adjustment, ...] = ()
     remarks: tuple[str, ...] = ()
-    sequence: SequenceLayout | None = None  # where tokens are cut and put together; None: every rank has all
+    sequence: SequenceLayout | None = None  # where tokens are cut and gathered; None: every rank has all
 
     def of_part(self, model: nn.Module) -> Split:
-        """Return the same for one pipeline rank's part of the model: without what it does not have."""
+        """Return the split of one pipeline rank's part of the model, without layers that the rank does not have."""
         paths = {id(module): path for path, module in model.named_modules()}
-        held = (
+        present = (
             layer
             for layer in self.layers
             if id(layer.module) in paths and next(layer.module.parameters(recurse=False), None) is not None
         )
         adjusted = (each for each in self.adjustments if each.path in paths.values())
-        return replace(self, layers=tuple(held), adjustments=tuple(adjusted))
+        return replace(self, layers=tuple(present), adjustments=tuple(adjusted))
 
     def adjust(self, model: nn.Module) -> None:
-        """Set the attributes that count what a rank has a part of."""
+        """Set the attributes that count heads or features to a rank's share."""
         for adjustment in self.adjustments:
             setattr(model.get_submodule(adjustment.path), adjustment.name, adjustment.value)
 
     def summary(self, model: nn.Module, ranks: int) -> str:
-        """One line: what is split and how, layers of the same name in different blocks once."""
+        """Describe the split in one line; layers of the same name in different blocks appear once."""
         styles: dict[str, list[str]] = {}
         for layer in self.layers:
             name = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", layer.path)
@@ -293,7 +293,7 @@ class Split:
 
 
 def _with_heads(model: nn.Module, layers: list[PlannedLayer], given: Mapping[str, str]) -> list[PlannedLayer]:
-    """Let heads over the vocabulary return logits in parts, unless the user's entries want them gathered."""
+    """Let heads over the vocabulary return logits in parts, unless the user's entries ask for gathered ones."""
     embedding = vocabulary_embedding(model)
     heads = heads_of(model, embedding[1]) if embedding is not None else []
 
@@ -307,9 +307,9 @@ def _with_heads(model: nn.Module, layers: list[PlannedLayer], given: Mapping[str
 def _without_vocabulary(
     model: nn.Module, layers: list[PlannedLayer], given: Mapping[str, str], ranks: int
 ) -> tuple[list[PlannedLayer], tuple[str, ...]]:
-    """Leave embedding and head whole where the axis does not divide the words, unless the user's entries name them.
+    """Leave embedding and head whole if the axis does not divide the vocabulary, unless the user's entries name them.
 
-    Such as a vocabulary to which a token for padding was added.
+    So a vocabulary to which a token for padding was added is no obstacle.
     """
     path, embedding = vocabulary_embedding(model) or ("", None)
     if embedding is None or embedding.num_embeddings % ranks == 0:
@@ -325,7 +325,14 @@ def _without_vocabulary(
 def split_of(
     model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None, *, sequence: bool = False
 ) -> Split:
-    """Return the split of a model, with parts of the tokens between its layers if ``sequence``.
+    """Return the split of a model over a tensor axis.
+
+    Args:
+        model: A plain module.
+        given: The user's entries of a plan.
+        ranks: Size of the axis.
+        sample: Runs the model once, where its plan must be found or ``sequence`` proved.
+        sequence: Whether ranks have a part of the tokens between the layers that are split.
 
     Raises:
         ModelError: When the model cannot be split, with the reason.
@@ -339,7 +346,7 @@ def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun
     if any(layer.place for layer in split.layers):
         raise ModelError(
             "tensor_parallel: adapters and sequence=True do not go together",
-            expected="all tokens where a half of an adapter is whole",
+            expected="all tokens on every rank, for the half of an adapter that is not split",
             got="LoRA adapters, and a part of the tokens between the layers that are split",
             fix="leave sequence=True (split_gather, ring) out",
         )
@@ -355,7 +362,7 @@ def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun
 
 
 def _whole_tokens(model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None) -> Split:
-    """By the user's entries and the model's own plan, else by its data flow."""
+    """Return the split by the user's entries and the model's own plan, else by the model's data flow."""
     if own_plan(model) or given:
         layers = _with_heads(model, planned_layers(model, given), given)
         layers, remarks = _without_vocabulary(model, layers, given, ranks)

@@ -1,4 +1,4 @@
-"""Refuse layers that a tensor axis cannot split, and find the vocabulary embedding and its head."""
+"""Find the layers over the vocabulary, and refuse layers that a tensor axis cannot split."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _SEED = 5
 
 
 def vocabulary_entries(model: nn.Module, ranks: int) -> tuple[dict[str, str], str]:
-    """Return the layers over the vocabulary, with the style that splits each.
-
-    Nothing and a remark where they stay whole.
+    """Return the styles of the layers over the vocabulary, by path; none and a remark if they stay whole.
 
     The vocabulary is that of the largest embedding outside the blocks. A head is a linear layer outside them that is
     tied to it, or has as many outputs.
@@ -40,21 +38,21 @@ def vocabulary_entries(model: nn.Module, ranks: int) -> tuple[dict[str, str], st
 
 
 def stay_whole(paths: Iterable[str], embedding: nn.Embedding, ranks: int) -> str:
-    """Return what is said where the axis does not divide a vocabulary."""
+    """Return the remark for a vocabulary that the axis does not divide."""
     return f"{', '.join(paths)} stay whole: {ranks} ranks do not divide a vocabulary of {embedding.num_embeddings}"
 
 
 def vocabulary_embedding(model: nn.Module) -> tuple[str, nn.Embedding] | None:
-    """Return the largest embedding outside the blocks with a head over it; the largest of all where none has one."""
+    """Return the largest embedding outside the blocks that has a head; the largest of all if none has one."""
     inside = {module for _, block in find_blocks(model) for module in block.modules()}
     found = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding) and m not in inside]
     return max(found, key=lambda pair: (bool(heads_of(model, pair[1])), pair[1].num_embeddings), default=None)
 
 
 def _adds_up(module: nn.Embedding, ranks: int) -> bool:
-    """Return whether what ranks find in their rows, called with ids alone, adds up to what the whole embedding finds.
+    """Return whether lookups in the ranks' rows add up to the whole embedding's, when it is called with ids alone.
 
-    A subclass may shift or clamp ids, or be called with something else, as tables of positions are.
+    A subclass may shift or clamp ids, or take other arguments, as tables of positions do.
     """
     if type(module).forward is nn.Embedding.forward:
         return True
@@ -69,13 +67,13 @@ def _adds_up(module: nn.Embedding, ranks: int) -> bool:
                 * ((ids >= first) & (ids < first + rows)).unsqueeze(-1)
                 for first, part in zip(range(0, len(table), rows), table.split(rows), strict=True)
             ]
-    except Exception:  # the code of a subclass may do anything
+    except Exception:  # a subclass's code may do anything
         return False
     return torch.stack(parts).sum(0).allclose(whole)
 
 
 def heads_of(model: nn.Module, embedding: nn.Embedding) -> list[str]:
-    """Return the paths of the linear layers that put out one logit for each word of an embedding."""
+    """Return the paths of the linear layers with one logit for each row of an embedding."""
     inside = {module for _, block in find_blocks(model) for module in block.modules()}
     return [
         path
@@ -86,7 +84,7 @@ def heads_of(model: nn.Module, embedding: nn.Embedding) -> list[str]:
     ]
 
 
-# --- What tensor parallelism refuses: sizes the axis does not divide, heads it cannot follow, layers left in between.
+# --- Refusals: sizes that the axis does not divide, heads cut through, unplanned layers between split ones
 
 _HEAD_SIZES = ("head_dim", "head_size")
 HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
@@ -94,13 +92,13 @@ _OWN_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_kv_
 
 
 def check_layers(model: nn.Module, layers: list[PlannedLayer], ranks: int, *, proved: bool) -> None:
-    """Refuse what would fail or compute something else on ``ranks`` ranks.
+    """Refuse a split that would fail or compute something else on ``ranks`` ranks.
 
     Args:
         model: The model.
-        layers: What is to be split.
-        ranks: Over how many ranks.
-        proved: The plan was tried out on the model's blocks: what their code does with it is known to be right.
+        layers: The layers to split.
+        ranks: Size of the axis.
+        proved: The plan was proved on the model's blocks, so their code is known to be right with it.
 
     Raises:
         ModelError: Naming the layer.
@@ -132,7 +130,7 @@ def _check_sizes(layer: PlannedLayer, ranks: int) -> None:
 
 
 def _check_head_counts(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> None:
-    """Transformers' attentions view their projections as (…, -1, head_dim): whole heads must fall to every rank."""
+    """Refuse heads that the axis does not divide: transformers' attentions view projections as (…, -1, head_dim)."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -156,7 +154,7 @@ def undivided_heads(name: str, count: int, ranks: int) -> ModelError:
 
 
 def _check_whole_heads(layer: PlannedLayer, ranks: int) -> None:
-    """The same for any attention that knows the size of a head."""
+    """Refuse a cut through heads in any attention that has the size of a head as an attribute."""
     size = next((getattr(layer.parent, name) for name in _HEAD_SIZES if hasattr(layer.parent, name)), None)
     features = getattr(layer.module, "out_features", 0)
     if layer.style.name == "colwise" and isinstance(size, int) and features // ranks % size:
@@ -169,14 +167,14 @@ def _check_whole_heads(layer: PlannedLayer, ranks: int) -> None:
 
 
 def _split_parents(layers: list[PlannedLayer]) -> dict[nn.Module, str]:
-    """Return the modules inside which a rank has a part of the features only, and their paths."""
+    """Return the modules inside which a rank has only a part of the features, with their paths."""
     return {layer.parent: layer.parent_path for layer in layers if layer.style.name == "colwise"}
 
 
 def _check_own_counts(layers: list[PlannedLayer]) -> None:
-    """A module that was told its number of heads would cut a rank's share of the features into that many.
+    """Refuse modules that keep their number of heads: they would view a rank's share of the features as that many.
 
-    Only transformers' modules are trusted: their plans are made for their code.
+    Only transformers' modules are trusted, since their plans are made for their code.
     """
     for parent, path in _split_parents(layers).items():
         counts = [name for name in _OWN_COUNTS if isinstance(getattr(parent, name, None), int)]
@@ -190,7 +188,7 @@ def _check_own_counts(layers: list[PlannedLayer]) -> None:
 
 
 def _check_between(layers: list[PlannedLayer]) -> None:
-    """What lies among split layers may see a part of the features; nothing but the plan can tell."""
+    """Refuse trained modules beside split layers that the plan leaves out: they may see a part of the features."""
     planned = {layer.module for layer in layers}
     for parent, path in _split_parents(layers).items():
         for name, child in parent.named_children():
@@ -213,7 +211,7 @@ def _check_tied(model: nn.Module, layers: list[PlannedLayer]) -> None:
         path, _, name = full.rpartition(".")
         module = model.get_submodule(path)
         if (module, name) not in split and not hasattr(module, "weight"):
-            continue  # another name for it in a module that holds layers, such as BERT's cls.predictions.bias
+            continue  # a second name in a module that is no layer, such as BERT's cls.predictions.bias
         dim = split.get((module, name))
         first, other = dims.setdefault(parameter, (full, dim))
         if other != dim:

@@ -1,7 +1,7 @@
-"""Splitting layers over the tensor axis: the ``apply`` of ``tensor_parallel``. Its twin in numbers is ``trace``.
+"""Split layers over the tensor axis: how ``tensor_parallel`` changes a model. :class:`SplitTrace` is its twin.
 
-Parameters become DTensors, so that they are stored, sharded further and normed as what they are; layers compute with
-local parts. Layers that share an input share its gradient's all-reduce, as in Megatron-LM (Shoeybi et al. 2019, §3);
+Parameters become DTensors, so that saving, further sharding and norms see them as parts of a whole; layers compute with
+local parts. Layers with one input share the all-reduce of its gradient, as in Megatron-LM (Shoeybi et al. 2019, §3);
 tied weights stay tied.
 """
 
@@ -24,17 +24,18 @@ from meshwright.methods.tensor.model_split import Split, let_exchange_tokens
 from meshwright.methods.tensor.split_plan import PlannedLayer, is_transposed
 from meshwright.methods.tensor.split_proof import part_of
 from meshwright.nn import RankOrder, keep_rank_order, without_fast_path, wrap_method
+from meshwright.runtime.torch_internals.modules import PARAMETERS
 
 
 def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, sync: bool = True) -> None:
-    """Make DTensors of the planned parameters, in place, and let the layers exchange what they must.
+    """Turn the planned parameters into DTensors, in place, and add the layers' exchanges.
 
     Args:
         model: A plain module, on ``device`` or the CPU.
-        split: What to split.
+        split: The layers to split.
         axis: The tensor axis.
-        device: Where shards go; a layer is whole there only while it is being split.
-        sync: Take rank 0's values over first; False where the model is one pipeline rank's part.
+        device: Device of the shards; a layer is whole there only while it is being split.
+        sync: Broadcast rank 0's values first; False if the model is one pipeline rank's part.
     """
     if sync:
         broadcast_states(model, device)
@@ -55,14 +56,14 @@ def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch
 
 
 def _scattered_rows(split: Split) -> set[str]:
-    """Row layers whose sums are scattered over the tokens: those inside blocks that work on parts of them."""
+    """Return the row layers whose sums are scattered over tokens: those in blocks that work on parts of them."""
     if split.sequence is None:
         return set()
     return {layer.path for layer in split.layers if layer.style.name == "rowwise" and split.sequence.covers(layer.path)}
 
 
 def _cut(layer: PlannedLayer, name: str, parameter: nn.Parameter, dim: int, axis: TensorAxis) -> None:
-    """All ranks have the same values: each cuts its own part, and none is sent."""
+    """Replace a parameter by this rank's part; all ranks have the same values, so nothing is sent."""
     part = part_of(parameter.detach(), dim, layer.parts, axis.index, axis.size).clone()
     shard: DTensor = DTensor.from_local(
         part, axis.mesh, [Shard(dim)], run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -86,11 +87,11 @@ def _let_exchange(layer: PlannedLayer, axis: TensorAxis, *, scatters: bool) -> N
 
 
 def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callable[..., Any]:
-    """A layer split by columns: its output is this rank's part, put together where the whole is wanted."""
+    """Return the forward of a layer split by columns: its output is this rank's part, gathered if ``wanted``."""
     whole = functools.partial(axis.gather, dim=-1)
 
     def around(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        with lent(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
+        with swapped_parameters(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
             output = forward(*args, **kwargs)
         if wanted == "logits" and torch.is_grad_enabled():
             part = output.shape[-1]
@@ -102,15 +103,15 @@ def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callabl
 
 
 def _adding_up(module: nn.Module, splits_input: bool, scatters: bool, axis: TensorAxis) -> Callable[..., Any]:
-    """A layer split by rows: the ranks' outputs are added up, and its bias once."""
+    """Return the forward of a layer split by rows: the ranks' outputs are summed, and its bias is added once."""
     add = axis.scatter_tokens if scatters else axis.add
 
     def around(forward: Callable[..., torch.Tensor], features: torch.Tensor) -> torch.Tensor:
-        bias = module._parameters["bias"]
+        bias = getattr(module, PARAMETERS)["bias"]
         parts: dict[str, torch.Tensor | None] = {"weight": local(module.weight)}  # type: ignore[arg-type]
         if bias is not None:
             parts["bias"] = torch.zeros_like(bias) if is_transposed(module) else None
-        with lent(module, parts):
+        with swapped_parameters(module, parts):
             output = add(forward(axis.cut(features, -1) if splits_input else features))
         if bias is None:
             return output
@@ -120,7 +121,7 @@ def _adding_up(module: nn.Module, splits_input: bool, scatters: bool, axis: Tens
 
 
 def _looking_up(module: nn.Embedding, axis: TensorAxis) -> Callable[..., Any]:
-    """Every rank looks up the rows it holds; a sum puts them together."""
+    """Return the forward of an embedding split by rows: each rank looks up the rows it has, and a sum follows."""
     rows = local(module.weight).shape[0]
     first = rows * axis.index
     if module.padding_idx is not None:
@@ -129,7 +130,7 @@ def _looking_up(module: nn.Embedding, axis: TensorAxis) -> Callable[..., Any]:
 
     def around(forward: Callable[..., torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         elsewhere = (ids < first) | (ids >= first + rows)
-        with lent(module, {"weight": local(module.weight)}):
+        with swapped_parameters(module, {"weight": local(module.weight)}):
             found = forward((ids - first).masked_fill(elsewhere, 0))
         return axis.add(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
@@ -137,29 +138,29 @@ def _looking_up(module: nn.Embedding, axis: TensorAxis) -> Callable[..., Any]:
 
 
 def _with_summed_gradients(module: nn.Module, axis: TensorAxis) -> Callable[..., Any]:
-    """For a module whose parameters are whole while each rank feeds it other features, such as a norm within heads."""
+    """Return the forward of a whole module that gets other features on each rank, such as a norm within heads."""
 
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with lent(module, {name: axis.copy(p) for name, p in module.named_parameters(recurse=False)}):
+        with swapped_parameters(module, {name: axis.copy(p) for name, p in module.named_parameters(recurse=False)}):
             return forward(*args, **kwargs)
 
     return around
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, through which gradients find their way back to the DTensor."""
+    """Return this rank's part of a DTensor; gradients pass through it. Other tensors are returned as they are."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextlib.contextmanager
-def lent(module: nn.Module, tensors: dict[str, torch.Tensor | None]) -> Iterator[None]:
-    """Let a module compute with other tensors in the place of its parameters."""
-    own = {name: module._parameters[name] for name in tensors}
-    module._parameters.update(tensors)  # type: ignore[arg-type]
+def swapped_parameters(module: nn.Module, tensors: dict[str, torch.Tensor | None]) -> Iterator[None]:
+    """Let a module compute with other tensors in place of its parameters inside."""
+    own = {name: getattr(module, PARAMETERS)[name] for name in tensors}
+    getattr(module, PARAMETERS).update(tensors)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        module._parameters.update(own)
+        getattr(module, PARAMETERS).update(own)
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -170,7 +171,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, names: list[str]) -> None:
-    """Put one parameter under all names again: splitting made a copy of each."""
+    """Register one parameter under all of its names again, since splitting made a copy for each."""
     present = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in present if isinstance(parameter, DTensor)), present[0])
     for name in names:
@@ -179,7 +180,7 @@ def _tie(model: nn.Module, names: list[str]) -> None:
 
 
 def _share_inputs(model: nn.Module, split: Split, axis: TensorAxis) -> None:
-    """Let inputs of layers split by columns be copies whose gradients are summed, one copy for each input."""
+    """Pass column layers a copy of their input whose gradient is summed over ranks: one copy for each input."""
     groups: dict[str, list[PlannedLayer]] = {}
     for layer in split.layers:
         inside = split.sequence is not None and split.sequence.gathers_above(layer.path)
@@ -195,16 +196,16 @@ def _share_inputs(model: nn.Module, split: Split, axis: TensorAxis) -> None:
 
 
 class _SharedInput:
-    """Makes one copy of an input that several layers take, so that its gradient is summed over the ranks once.
+    """Copies an input of several layers once, so that its gradient is summed over the ranks once.
 
     Args:
-        copied: Makes the copy: of the whole, or of all ranks' tokens.
+        copied: Makes the copy: of the input, or of all ranks' tokens.
     """
 
     def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._copied = copied
         self._seen: weakref.ref[torch.Tensor] | None = None  # the input that was copied last
-        self._copy: torch.Tensor | None = None  # what became of it; dropped when the module they lie in is through
+        self._copy: torch.Tensor | None = None  # dropped when the module around the layers has run
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace the first argument."""

@@ -1,4 +1,4 @@
-"""Read which layers a tensor axis splits, and in which style, from the model and the user."""
+"""Read from the model's plan and the user's entries which layers a tensor axis splits, and in which style."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshwright.errors import ModelError, StrategyError, did_you_mean, join_name
 
 @dataclass(frozen=True)
 class Style:
-    """What a tensor axis does to one layer."""
+    """The way in which a tensor axis splits one layer."""
 
     name: str
-    dims: tuple[tuple[str, int], ...] = ()  # the dim of each parameter that is divided; the others stay whole
+    dims: tuple[tuple[str, int], ...] = ()  # parameters that are divided, and in which dim; others stay whole
     gradient: Literal["nothing", "all_reduce", "all_gather"] = "nothing"  # of the layer's input, in backward
     output: Literal["as computed", "all_reduce", "all_gather", "logits"] = "as computed"
-    splits_input: bool = False  # a whole input is cut before the layer; else it comes in cut, if the layer needs it so
+    splits_input: bool = False  # cut a whole input before the layer; else a row layer's input arrives cut
 
 
 LINEAR = {
@@ -49,7 +49,7 @@ _OF_EMBEDDING = {"rowwise": "embedding_rowwise", "rowwise_split_input": "embeddi
 
 
 def style_of(path: str, module: nn.Module, name: str) -> Style:
-    """Return the style that a plan's entry means for one module.
+    """Return the style that a plan's entry stands for on one module.
 
     Raises:
         ModelError: When the style is unknown, or cannot be applied to such a module.
@@ -59,7 +59,7 @@ def style_of(path: str, module: nn.Module, name: str) -> Style:
         name = _OF_EMBEDDING.get(name, name)
     if name not in STYLES:
         raise ModelError(
-            f"tensor_parallel: the plan has a style that is not known for {path}",
+            f"tensor_parallel: the plan has an unknown style for {path}",
             expected=f"one of {join_names([*STYLES, *_OLDER])}",
             got=repr(name),
             fix=f"override it, such as plan={{{path!r}: 'replicate'}}; mixtures of experts are not split yet",
@@ -69,20 +69,17 @@ def style_of(path: str, module: nn.Module, name: str) -> Style:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer.
-
-    Torch's, or transformers' Conv1D, which keeps its weight transposed.
-    """
+    """Return whether a module is torch's linear layer, or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear layer's weight is (in, out): GPT-2's Conv1D in transformers."""
+    """Return whether a linear layer's weight is (in, out), as in transformers' Conv1D (GPT-2)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Input and output features of a linear layer."""
+    """Return the input and output features of a linear layer."""
     weight = module.get_parameter("weight")
     rows, columns = weight.shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
@@ -92,10 +89,10 @@ def _check_kind(path: str, module: nn.Module, name: str) -> None:
     wanted = nn.Linear if name in LINEAR else nn.Embedding if name in EMBEDDING else nn.Module
     if not isinstance(module, wanted) and not (name in LINEAR and is_linear(module)):
         raise ModelError(
-            f"tensor_parallel: {path} is no layer that the style {name} can split",
+            f"tensor_parallel: the style {name} cannot split {path}",
             expected=f"a torch.nn.{wanted.__name__}",
             got=type(module).__name__,
-            fix=f"leave it whole with plan={{{path!r}: 'replicate'}}, and with it the layers that feed it",
+            fix=f"leave it and the layers that feed it whole with plan={{{path!r}: 'replicate'}}",
         )
     if isinstance(module, nn.Embedding) and name in EMBEDDING:
         odd = [key for key in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(module, key)]
@@ -108,18 +105,18 @@ def _check_kind(path: str, module: nn.Module, name: str) -> None:
             )
 
 
-# --- LoRA adapters of peft around layers that a tensor axis splits: they are split as their layer is.
+# --- LoRA adapters of peft
 #
-# A layer split by columns puts out a part of the features, so B is split by columns too, and A is whole; a layer split
-# by rows gets a part, so A is split by rows, and B is whole. What lies between A and B, r features wide, is all that is
-# sent for them.
+# Adapters are split as their layer is. A layer split by columns returns a part of the features, so B is split by
+# columns, too, and A is whole; a layer split by rows takes a part, so A is split by rows, and B is whole. Only the r
+# features between A and B are exchanged for them.
 
 _HALF = {"colwise": "lora_B", "rowwise": "lora_A"}
 _APART = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")
 
 
 def base_path(model: nn.Module) -> str:
-    """Return where the model lies inside a peft model around it; empty for any other."""
+    """Return the path of the base model inside a peft model; empty for any other."""
     find_base = getattr(model, "get_base_model", None)
     if find_base is None:
         return ""
@@ -128,15 +125,15 @@ def base_path(model: nn.Module) -> str:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is adapters around a layer, which is its ``base_layer``."""
+    """Return whether a module is peft's adapters around a layer, its ``base_layer``."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def split_parts(path: str, module: nn.Module, style: Style) -> dict[str, nn.Module]:
-    """Return the layers of an adapted one that are split in its style, by path: its own, and one half of every adapter.
+    """Return the parts of an adapted layer that are split in its style, by path: its base, and a half of each adapter.
 
     Raises:
-        ModelError: When the adapters are of another kind, or around a layer that is split in another way.
+        ModelError: For adapters other than plain LoRA, and layers that are not split by columns or rows.
     """
     if not style.dims:
         return {}
@@ -154,35 +151,35 @@ def split_parts(path: str, module: nn.Module, style: Style) -> dict[str, nn.Modu
     return {f"{path}.{name}": part for name, part in found.items()}
 
 
-# --- Which layers a tensor axis splits: the model's own plan, the user's entries, and the layers both mean.
+# --- The layers of a plan
 
 _FIX = "give plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …} with the names of its layers"
 
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A module and what the tensor axis does to it."""
+    """A layer and the style in which it is split."""
 
     path: str
     module: nn.Module
     style: Style
     parent: nn.Module  # the module it lies in
-    parts: tuple[int, ...] = ()  # output features of what is fused in it (queries, keys, values); empty: one part
-    place: str = ""  # path of the adapters around it, which lie where the plan has it; empty: it lies there itself
+    parts: tuple[int, ...] = ()  # output features of the layers fused in it (queries, keys, values); empty: one
+    place: str = ""  # path of the adapters around it, which the plan names; empty: no adapters
 
     @property
     def parent_path(self) -> str:
-        """Return the path of the module it lies in, or in which its adapters lie."""
+        """Path of the module that holds the layer, or its adapters."""
         return (self.place or self.path).rpartition(".")[0]
 
     @property
     def group(self) -> str:
-        """Return the layers of one group are fed one input: those that lie in one module with a forward of its own."""
+        """Key of the layers that may share an input: those in one module with a forward of its own."""
         contains = isinstance(self.parent, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         return self.path if contains else self.parent_path
 
     def parameters(self) -> list[tuple[str, nn.Parameter, int | None]]:
-        """Return its own parameters: name, parameter, and the dim that is divided (None: whole)."""
+        """Return the layer's parameters: name, parameter, and the dim that is divided (None: whole)."""
         dims = dict(self.style.dims)
         if is_transposed(self.module) and "weight" in dims:
             dims["weight"] = 1 - dims["weight"]
@@ -190,13 +187,13 @@ class PlannedLayer:
 
 
 def planned(model: nn.Module, path: str, style: str) -> PlannedLayer:
-    """One layer of a module."""
+    """Return the layer at ``path``, to be split in a style."""
     module = model.get_submodule(path)
     return PlannedLayer(path, module, style_of(path, module, style), model.get_submodule(path.rpartition(".")[0]))
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan a model carries, as transformers' models do; empty when it carries none."""
+    """Return the plan that a model brings, as transformers' models do; empty without one."""
     for name in ("tp_plan", "_tp_plan"):
         plan = getattr(model, name, None)
         if isinstance(plan, Mapping) and plan:
@@ -210,9 +207,9 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
 
     Args:
         model: A plain module.
-        given: The user's entries ``{name pattern: style}``; they override the model's own. ``*`` stands for one part of
-            a name, such as a layer's number.
-        is_part: The model lacks the parameters of other pipeline ranks: layers without any are passed over.
+        given: The user's entries ``{name pattern: style}``, which override the model's own. ``*`` stands for one part
+            of a name, such as a layer's number.
+        is_part: The model lacks the parameters of other pipeline ranks: layers without any are skipped.
 
     Raises:
         ModelError: When there is no plan, a style is unknown, or a style does not go with its module.
@@ -221,7 +218,7 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
     own = own_plan(model)
     if not own and not given:
         raise ModelError(
-            "tensor_parallel: the model carries no plan that says how its layers are split",
+            "tensor_parallel: the model brings no plan that says how its layers are split",
             expected="a transformers model with a base_model_tp_plan (Llama, Mistral, Qwen, Gemma, Phi, …), or plan=…",
             got=type(model).__name__,
             fix=f"{_FIX}; or shard it with fsdp, which needs no plan",
@@ -232,7 +229,11 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
     _check_bare_parameters(model, entries)
     chosen, places = _chosen(model, entries, is_part)
     _with_tied(model, chosen)
-    layers = [_layer(model, path, *chosen[path], places.get(path, "")) for path in chosen]
+    layers = []
+    for path, (module, style) in chosen.items():
+        place = places.get(path, "")
+        parent = model.get_submodule((place or path).rpartition(".")[0])
+        layers.append(PlannedLayer(path, module, style, parent, place=place))
     if not is_part and not any(layer.style.dims for layer in layers):
         raise ModelError(
             "tensor_parallel: the plan splits no layer of this model",
@@ -246,7 +247,7 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
 def _chosen(
     model: nn.Module, entries: list[tuple[re.Pattern[str], str]], is_part: bool
 ) -> tuple[dict[str, tuple[nn.Module, Style]], dict[str, str]]:
-    """Return the modules that entries name, by path, with their styles; and the paths of the adapters around them."""
+    """Return the modules that entries name, by path, with their styles; and paths of adapters around them."""
     chosen: dict[str, tuple[nn.Module, Style]] = {}
     places: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -262,11 +263,6 @@ def _chosen(
         else:
             chosen[path] = (module, style_of(path, module, style))
     return chosen, places
-
-
-def _layer(model: nn.Module, path: str, module: nn.Module, style: Style, place: str) -> PlannedLayer:
-    parent = model.get_submodule((place or path).rpartition(".")[0])
-    return PlannedLayer(path, module, style, parent, place=place)
 
 
 def matches(entries: Mapping[str, str], path: str) -> bool:
@@ -291,7 +287,7 @@ def _check_named(model: nn.Module, given: Mapping[str, str]) -> None:
 
 
 def _check_bare_parameters(model: nn.Module, entries: list[tuple[re.Pattern[str], str]]) -> None:
-    """Refuse what transformers' plans ask of bare parameters (experts, attention sinks)."""
+    """Refuse entries for parameters of no linear layer, as in transformers' plans for experts or attention sinks."""
     for name, _ in model.named_parameters():
         style = next((style for regex, style in entries if regex.fullmatch(name)), "replicate")
         if style != "replicate":
@@ -305,7 +301,7 @@ def _check_bare_parameters(model: nn.Module, entries: list[tuple[re.Pattern[str]
 
 
 def _with_tied(model: nn.Module, chosen: dict[str, tuple[nn.Module, Style]]) -> None:
-    """Give a layer whose weight is tied to a planned one, and that no entry names, the style that splits it alike."""
+    """Add layers whose weight is tied to a planned one, with the style that splits it in the same way."""
     split = {module.weight: style for module, style in chosen.values() if ("weight", 0) in style.dims}
     for path, module in model.named_modules():
         if path in chosen or getattr(module, "weight", None) not in split:

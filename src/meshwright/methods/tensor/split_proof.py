@@ -1,4 +1,13 @@
-"""Prove a split on one block: run the part of every rank against the whole block."""
+"""Prove a split on one block: run every rank's part, forward and backward, against the whole block.
+
+[Note: proof of a split]
+Ranks run one after the other in one process. What they would exchange is replaced by what the whole block has at that
+place: a row layer returns the whole block's output, a column layer's input gets the whole block's gradient, while each
+rank's own contribution is noted. Then the contributions must add up to the whole, outputs and gradients must be the
+whole's or parts of them. A split that passes computes the same block, whatever its code does with sizes and heads.
+Weights and inputs are random, so that nothing (a bias of zero, a norm of one) hides an error. Running single blocks and
+comparing tensors is in ``block_trials.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.methods.tensor.block_trials import (
     Adjustment,
@@ -20,23 +28,26 @@ from meshwright.methods.tensor.block_trials import (
     adjusted,
     close,
     evaluating,
+    exchanging,
     largest,
-    meeting,
+    random_state,
+    reason_of,
     split_dim,
     total,
 )
 from meshwright.methods.tensor.split_plan import PlannedLayer
 from meshwright.nn import call_with
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 
 def part_of(tensor: torch.Tensor, dim: int, parts: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
-    """Return the part of a whole tensor that one rank holds, along ``dim``; a view where nothing is fused.
+    """Return the part of a whole tensor that one rank holds along ``dim``; a view if nothing is fused in it.
 
     Args:
         tensor: Whole, in the model's own order.
-        dim: What is divided.
-        parts: Sizes of what is fused along it; empty for one thing.
-        rank: Whose part.
+        dim: The dim that is divided.
+        parts: Sizes of the tensors fused along it, such as queries, keys and values; empty if there is one.
+        rank: Index of the rank.
         ranks: Size of the axis; divides every size.
     """
     if len(parts) < 2:
@@ -44,29 +55,33 @@ def part_of(tensor: torch.Tensor, dim: int, parts: Sequence[int], rank: int, ran
     return torch.cat([part.chunk(ranks, dim)[rank] for part in tensor.split(list(parts), dim)], dim)
 
 
-# --- Trying out a split whose blocks hand on a part of the tokens: what is exchanged in it. See ``proof``.
+# --- Hidden states among a module's arguments and outputs
 
 TOKENS_DIM = 1
 Where = int | str
-"""An argument of a module: its place, or its name."""
+"""Position or name of a module's argument."""
+
+
+def is_hidden(value: Any) -> bool:
+    """Return whether a value has the form of a hidden state: floating point, (batch, tokens, features)."""
+    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()
 
 
 def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Where | None:
-    """Return which argument is a hidden state (batch, tokens, features): the first of such a form.
-
-    None when there is none.
-    """
+    """Return which argument is the hidden state: the first that has its form; None without one."""
     every: list[tuple[Where, Any]] = [*enumerate(args), *kwargs.items()]
-    for where, value in every:
-        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point():
-            return where
-    return None
+    return next((where for where, value in every if is_hidden(value)), None)
+
+
+def first_hidden(leaves: Any) -> int | None:
+    """Return the place of the hidden state among the leaves of a tree; None without one."""
+    return next((place for place, leaf in enumerate(tree_leaves(leaves)) if is_hidden(leaf)), None)
 
 
 def with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a module with its hidden state changed."""
+    """Return the arguments of a module with ``change`` applied to its hidden state."""
     where = hidden_argument(args, kwargs)
     if where is None:
         return args, kwargs
@@ -75,8 +90,11 @@ def with_argument(
     return args, {**kwargs, where: change(kwargs[where])}
 
 
+# --- Exchanges of a split whose blocks pass on a part of the tokens
+
+
 class _Exchange(torch.autograd.Function):
-    """Gives ``value`` for a tensor; in backward notes the gradient and goes on with what the note returns."""
+    """Replaces a tensor by ``value``; backward passes the gradient to ``note`` and continues with its result."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, value: torch.Tensor, note: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -89,7 +107,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class SequenceTrial:
-    """Gathers tokens where modules need them all, and scatters sums of row layers.
+    """Replaces the token exchanges of a block: gathers before modules that need all tokens, scatters of row layers.
 
     Args:
         scopes: Paths of the modules that take all tokens.
@@ -98,14 +116,15 @@ class SequenceTrial:
 
     def __init__(self, scopes: tuple[str, ...], ranks: int) -> None:
         self._scopes, self._ranks = scopes, ranks
-        self._inputs: dict[tuple[str, int], torch.Tensor] = {}  # of the whole block's scopes
-        self._slopes: dict[tuple[str, int], torch.Tensor] = {}  # gradients of the whole block's row outputs
+        # Of the whole block: inputs of scopes, and gradients of row layers' outputs.
+        self._inputs: dict[tuple[str, int], torch.Tensor] = {}
+        self._slopes: dict[tuple[str, int], torch.Tensor] = {}
 
     @contextlib.contextmanager
-    def meeting(
+    def exchanging(
         self, block: nn.Module, layers: list[PlannedLayer], own: Exchanged, whole: Exchanged | None, rank: int
     ) -> Iterator[None]:
-        """Around one run; the first one is that of the whole block."""
+        """Replace the exchanges of one run inside; the first run is that of the whole block."""
         hooks = []
         for path in self._scopes:
             hook = self._gathering(path, own, whole, rank)
@@ -171,26 +190,14 @@ class SequenceTrial:
         return scatter
 
 
-def first_hidden(leaves: Any) -> int | None:
-    """Return the place of the hidden state among the leaves of a tree."""
-    for place, leaf in enumerate(tree_leaves(leaves)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() == 3 and leaf.is_floating_point():
-            return place
-    return None
-
-
-# --- Trying out a split on one block: every rank's part runs alone, forward and backward, against the whole block.
-#
-# Weights and inputs are random, so that nothing (a bias of zero, a norm of one) hides what is wrong. What ranks would
-# tell each other is taken from the run of the whole block, and the ranks' contributions must add up to it: a split that
-# passes computes the same block, whatever its code does with sizes and heads.
+# --- The proof
 
 _SEED = 7
 
 
 @dataclass
 class _Run:
-    """One forward and backward pass."""
+    """Results of one forward and backward pass."""
 
     outputs: list[torch.Tensor]
     gradients: dict[str, torch.Tensor | None]  # of parameters
@@ -199,23 +206,25 @@ class _Run:
 
 
 class BlockProof:
-    """A block, one call of it, and the run of the whole that every split is held against.
+    """Compares splits of a block with the whole block, on one call; see [Note: proof of a split].
 
     Args:
-        block: A plain module; its weights are not used, and nothing of it is changed for good.
+        block: A plain module; its weights are not used, and it is left as it was.
         call: How the model calls it.
         ranks: Size of the tensor axis.
     """
 
     def __init__(self, block: nn.Module, call: BlockCall, ranks: int) -> None:
         self.block, self.call, self.ranks = block, call, ranks
-        self.state = _random_state(block)
+        self.state = random_state(block, _SEED)
+        for name, _ in block.named_parameters():
+            self.state[name].requires_grad_()
         self._only_values = False
-        self._known: dict[tuple[tuple[str, str], ...], _Run] = {}  # the last run of the whole, by what was watched
+        self._known: dict[tuple[tuple[str, str], ...], _Run] = {}  # last run of the whole block, by the layers watched
         self.call = self._most_telling(call)
 
     def _most_telling(self, call: BlockCall) -> BlockCall:
-        """Return the call under which most weights count: behind a mask that hides everything any split looks right."""
+        """Return the call in which most weights get a gradient: if a mask hides all tokens, any split looks right."""
         calls = call.filled()
         matrices = sum(tensor.dim() > 1 for tensor in self.state.values() if tensor.requires_grad)
         best, most = call, -1
@@ -227,7 +236,7 @@ class BlockProof:
         return best
 
     def _seen(self, call: BlockCall) -> int:
-        """Return how many weights have a gradient when the whole block is called so; -1 where it cannot be."""
+        """Return how many weights get a gradient in a call of the whole block; -1 if it cannot be called so."""
         try:
             gradients = self._run([], self.state, call.values(), None, []).gradients.values()
         except Refuted:
@@ -239,13 +248,13 @@ class BlockProof:
         return len(self._run([], self.state, self.call.values(), None, []).outputs)
 
     def given(self, split: tuple[tuple[int, int], ...]) -> BlockProof:
-        """Return the same with other inputs split."""
-        other = copy.copy(self)  # weights and the run of the whole are the same
+        """Return a copy with other inputs split; weights and the run of the whole block are shared."""
+        other = copy.copy(self)
         other.call = replace(self.call, split=split)
         return other
 
     def of_values(self) -> BlockProof:
-        """Return the same without gradients: tells hypotheses apart in a third of the time, and proves none."""
+        """Return a copy without backward: it takes a third of the time, and refutes hypotheses but proves none."""
         other = copy.copy(self)
         other._only_values, other._known = True, {}
         return other
@@ -253,15 +262,15 @@ class BlockProof:
     def holds(
         self, layers: list[PlannedLayer], adjustments: tuple[Adjustment, ...], sequence: SequenceTrial | None = None
     ) -> tuple[set[str], list[int | None]]:
-        """Run every rank of a split.
+        """Run every rank of a split, and compare with the whole block.
 
         Args:
-            layers: What is split; paths within the block.
-            adjustments: Attributes that are divided with it.
+            layers: The layers that are split; paths within the block.
+            adjustments: Attributes that are divided with them.
             sequence: Lets the ranks work on parts of the tokens between the layers.
 
         Returns:
-            The parameters that stay whole and whose gradients must be summed over the ranks, and for every tensor that
+            The parameters that stay whole and whose gradients must be summed over the ranks; and for every tensor that
             the block returns the dim in which it is split (None: whole).
 
         Raises:
@@ -279,7 +288,7 @@ class BlockProof:
         return self._summed(layers, whole, runs), dims
 
     def _whole(self, layers: list[PlannedLayer], sequence: SequenceTrial | None) -> _Run:
-        """Return the run of the whole block; hypotheses about the same layers share it."""
+        """Run the whole block; hypotheses about the same layers share the result."""
         if sequence is not None:
             return self._run(layers, self.state, self.call.values(), None, [], sequence=sequence)
         watched = tuple((layer.path, layer.style.name) for layer in layers)
@@ -296,7 +305,7 @@ class BlockProof:
                 if dim is not None:
                     state[key] = _leaf(part_of(state[key], dim, layer.parts, rank, self.ranks))
                 elif layer.style.output == "all_reduce" and rank > 0:
-                    state[key] = _leaf(torch.zeros_like(state[key]))  # a bias is added once
+                    state[key] = _leaf(torch.zeros_like(state[key]))  # a bias is added once, on the first rank
         return state
 
     def _inputs(self, rank: int) -> list[Any]:
@@ -314,16 +323,16 @@ class BlockProof:
         args, kwargs = self.call.tree([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         of_whole = whole.exchanged if whole else None
         if sequence is None:
-            context = meeting(layers, exchanged, of_whole)
+            context = exchanging(layers, exchanged, of_whole)
         else:
-            context = sequence.meeting(self.block, layers, exchanged, of_whole, rank)
+            context = sequence.exchanging(self.block, layers, exchanged, of_whole, rank)
         with evaluating(self.block), context:
             try:
                 result = call_with(self.block, state, args, kwargs)
             except Refuted:
                 raise
-            except Exception as error:  # the code of a block may do anything with sizes
-                raise Refuted(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
+            except Exception as error:  # a block's code may do anything with sizes
+                raise Refuted(reason_of(error)) from error
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             if whole is not None:
                 for index, dim in enumerate(self._output_dims(outputs, whole.outputs, rank)):
@@ -343,7 +352,7 @@ class BlockProof:
         return [split_dim(o, e, rank, self.ranks) for o, e in zip(outputs, expected, strict=True)]
 
     def _backward(self, outputs: list[torch.Tensor], dims: list[int | None], rank: int) -> None:
-        """Backward of the outputs' products with fixed random tensors: rank r's part of a split one sees its part."""
+        """Run backward from the outputs with fixed random gradients; of a split output, with rank r's part of one."""
         generator = torch.Generator().manual_seed(_SEED + 1)
         pairs = []
         for index, output in enumerate(outputs):
@@ -375,7 +384,7 @@ class BlockProof:
             dim, parts = split.get(name, (None, ()))
             is_seen = expected is not None and bool(expected.any())
             if not is_seen and not self._only_values and dim is not None and name.endswith("weight"):
-                raise Refuted(f"nothing that it returns depends on {name}, so that no split of it can be tried out")
+                raise Refuted(f"nothing that it returns depends on {name}, so no split of it can be tried out")
             if expected is None:
                 continue
             found = [run.gradients[name] for run in runs]
@@ -389,20 +398,6 @@ class BlockProof:
                 continue
             raise Refuted(f"the gradient of {name} is not that of the whole block")
         return summed
-
-
-def _random_state(block: nn.Module) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(_SEED)
-    state: dict[str, torch.Tensor] = {}
-    for name, parameter in block.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator)
-        state[name] = (values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else values).requires_grad_()
-    for name, buffer in block.named_buffers():
-        if buffer.device.type == "meta":
-            state[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-        else:
-            state[name] = buffer.detach().cpu().to(torch.float32 if buffer.is_floating_point() else buffer.dtype)
-    return state
 
 
 def _leaf(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""Find a tensor-parallel plan in the data flow of the blocks of a model that brings none."""
+"""Find a tensor-parallel plan in the data flow of a model's blocks, for models that bring none.
+
+For each kind of block: record which layers feed which (:func:`record_flow`), group them into regions of column layers
+and one row layer (:func:`regions`), then try hypotheses about each region (what is fused in its layers, which
+attributes count heads or widths) until one passes the proof ([Note: proof of a split] in ``split_proof.py``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.block_trials import (
@@ -20,6 +24,7 @@ from meshwright.methods.tensor.block_trials import (
     Refuted,
     SampleRun,
     evaluating,
+    reason_of,
     record_calls,
     signature,
 )
@@ -27,41 +32,43 @@ from meshwright.methods.tensor.split_checks import HEAD_COUNTS, undivided_heads,
 from meshwright.methods.tensor.split_plan import PlannedLayer, features, is_linear, is_transposed, planned
 from meshwright.methods.tensor.split_proof import BlockProof
 from meshwright.nn import call_with
+from meshwright.runtime.torch_internals.autograd import split_sizes_of
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 Runs = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Region:
-    """Layers between which a rank has a part of the features only."""
+    """Layers between which a rank has only a part of the features."""
 
     columns: tuple[str, ...]  # linear layers and embeddings whose outputs are split
-    row: str  # the linear layer that puts the parts together
+    row: str  # the linear layer that combines the parts
     fused: tuple[tuple[tuple[int, ...], ...], ...]  # for every column: sizes of parts that its output may consist of
 
     @property
     def name(self) -> str:
-        """All layers of it."""
+        """Paths of all layers, for errors."""
         return " + ".join((*self.columns, self.row))
 
 
 @dataclass
 class Flow:
-    """What feeds what in one forward pass; names are paths of modules, ``""`` stands for an input of the block."""
+    """Data flow between the layers of a block in one forward pass, by path; ``""`` is an input of the block."""
 
-    feeds: dict[str, set[str]] = field(default_factory=dict)  # layer -> what its input is computed from
-    outputs: set[str] = field(default_factory=set)  # what outputs of the block are computed from, nothing in between
+    feeds: dict[str, set[str]] = field(default_factory=dict)  # layer -> the layers its input is computed from directly
+    outputs: set[str] = field(default_factory=set)  # the layers that outputs of the block are computed from directly
     cuts: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)  # layer -> sizes that its output is cut into
-    calls: list[str] = field(default_factory=list)  # layers in the order in which they ran
+    calls: list[str] = field(default_factory=list)  # layers in the order of their calls
 
 
 class _Mark(torch.autograd.Function):
-    """Identity that leaves a name in the graph."""
+    """Identity that leaves a name in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
         ctx.mark = name
-        return tensor.clone()  # a view could not be changed in place, which blocks do
+        return tensor.clone()  # blocks may change it in place, which a view would forbid
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -74,11 +81,11 @@ def mark_input(leaf: Any) -> Any:
 
 
 def record_flow(block: nn.Module, run: Runs) -> Flow:
-    """Run a block and read off what feeds what.
+    """Run a block and record the data flow between its layers.
 
     Args:
-        block: Its modules with parameters of their own are the layers.
-        run: Calls it with inputs of which the whole ones are marked by :func:`mark_input`.
+        block: The block; its modules with parameters of their own are the layers.
+        run: Calls the block with inputs of which the whole ones are marked by :func:`mark_input`.
     """
     flow = Flow()
     with _marking(block, flow):
@@ -119,7 +126,7 @@ def _entering(path: str, flow: Flow) -> Callable[..., None]:
 
 
 def _sources(node: Any, cuts: dict[str, list[tuple[int, ...]]] | None) -> set[str]:
-    """Return the marks reached first from a node of the graph; notes how what lies behind a mark is cut."""
+    """Return the first marks reached from a node of the graph; note in ``cuts`` how marked outputs are cut."""
     found: set[str] = set()
     seen, waiting = {node}, [(node, None)]
     while waiting:
@@ -139,12 +146,12 @@ def _sources(node: Any, cuts: dict[str, list[tuple[int, ...]]] | None) -> set[st
 
 
 def _cut_sizes(node: Any) -> tuple[int, ...]:
-    sizes = getattr(node, "_saved_split_sizes", None)
+    sizes = split_sizes_of(node)
     return tuple(int(size) for size in sizes) if sizes else ()
 
 
 def regions(block: nn.Module, flow: Flow) -> list[Region]:
-    """Return the groups of layers that may be split together, in the order in which their row layers run."""
+    """Return the groups of layers that may be split together, in the order of their row layers' calls."""
     modules = dict(block.named_modules())
     found: list[Region] = []
     taken: set[str] = set()
@@ -163,10 +170,7 @@ def regions(block: nn.Module, flow: Flow) -> list[Region]:
 
 
 def _columns(row: str, modules: dict[str, nn.Module], flow: Flow) -> set[str] | None:
-    """Return the linear layers and embeddings that feed a layer, through norms within heads.
-
-    None when others do, too.
-    """
+    """Return the linear layers and embeddings that feed a layer, also through norms; None if others feed it, too."""
     columns: set[str] = set()
     waiting, seen = list(flow.feeds[row]), set(flow.feeds[row])
     while waiting:
@@ -185,9 +189,9 @@ def _columns(row: str, modules: dict[str, nn.Module], flow: Flow) -> set[str] | 
 
 
 def _escapes(column: str, row: str, flow: Flow, columns: set[str]) -> bool:
-    """Return whether a layer's output goes elsewhere.
+    """Return whether another layer takes a column's output without leading to the row layer.
 
-    A bias of the scores, looked up once, may go on to later blocks.
+    Outputs of the block do not count: a bias of the attention scores, looked up once, may go to later blocks.
     """
     others = {path for path, sources in flow.feeds.items() if column in sources and path != row}
     inside = {path for path in others if _leads_to(path, row, flow)}
@@ -207,7 +211,7 @@ def _leads_to(path: str, row: str, flow: Flow) -> bool:
 
 
 def _part_sizes(module: nn.Module, cuts: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes of the parts that an output may consist of, likeliest first; () for a single part."""
+    """Return the sizes of parts that an output may consist of, likeliest first; () for a single part."""
     if not is_linear(module):
         return ((),)
     outputs = features(module)[1]
@@ -216,14 +220,14 @@ def _part_sizes(module: nn.Module, cuts: list[tuple[int, ...]]) -> tuple[tuple[i
     return tuple(dict.fromkeys([*exact, (), *equal]))
 
 
-# --- A plan for a model that brings none: found in the data flow of its blocks, and proved on each kind of block.
+# --- Finding and proving a plan
 
 _SIZE_WORDS = ("dim", "size", "group", "mask")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One layer of a found plan."""
+    """The style of one layer in a found plan."""
 
     style: str
     parts: tuple[int, ...] = ()
@@ -231,11 +235,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """Plain data: what is split, by path."""
+    """A found plan, by path, as plain data."""
 
     entries: dict[str, Entry]
     adjustments: tuple[Adjustment, ...]
-    remarks: tuple[str, ...]  # what stays whole although one might expect otherwise
+    remarks: tuple[str, ...]  # layers that stay whole although one might expect otherwise
 
 
 @dataclass(frozen=True)
@@ -247,7 +251,7 @@ class _FoundBlock:
 
 
 def find_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> FoundPlan:
-    """Find how the blocks of a model can be split over ``ranks`` ranks; nothing is changed.
+    """Find how a model's blocks can be split over ``ranks`` ranks, without changing the model.
 
     Raises:
         ModelError: When a block cannot be split, with the reason.
@@ -259,7 +263,7 @@ def find_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> FoundPl
     adjustments: list[Adjustment] = []
     whole: dict[str, None] = {}
     for block in blocks:
-        block = _with_split_inputs(block, dims)
+        block = block.with_split_inputs(dims)
         key = signature(block)
         if key not in known:
             known[key] = _find_in_block(block, ranks)
@@ -278,17 +282,6 @@ def find_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> FoundPl
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if name else path
-
-
-def _with_split_inputs(block: RecordedBlock, dims: list[tuple[int | None, ...]]) -> RecordedBlock:
-    """Mark the inputs that earlier blocks give split, such as T5's bias of the scores."""
-    split = []
-    for leaf, (giver, place) in block.given.items():
-        dim = dims[giver][place]
-        if dim is not None:
-            split.append((leaf, dim))
-    assert block.call is not None
-    return dataclasses.replace(block, call=dataclasses.replace(block.call, split=tuple(split)))
 
 
 def _find_in_block(block: RecordedBlock, ranks: int) -> _FoundBlock:
@@ -327,8 +320,7 @@ def _regions(block: RecordedBlock, proof: BlockProof) -> list[Region]:
         try:
             flow = record_flow(block.module, run)
         except Exception as error:
-            reason = f"it does not run by itself: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-            raise _cannot(block.path, reason) from error
+            raise _cannot(block.path, f"it does not run by itself: {reason_of(error)}") from error
     return regions(block.module, flow)
 
 
@@ -340,7 +332,7 @@ def _choose(
     adjustments: tuple[Adjustment, ...],
     ranks: int,
 ) -> tuple[list[PlannedLayer], tuple[Adjustment, ...]]:
-    """Return the first hypothesis about a region that gives the right values, beside what was chosen before."""
+    """Return the layers and adjustments chosen so far with the first hypothesis about a region that is not refuted."""
     _check_heads(block, region, ranks)
     reason = ""
     for more, changes in _hypotheses(block.module, region, ranks, adjustments):
@@ -356,7 +348,7 @@ def _choose(
 
 
 def _subsets(split: tuple[tuple[int, int], ...]) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Split inputs, of which some are for regions that have not had their turn yet."""
+    """Yield subsets of the split inputs, since some may belong to regions that come later."""
     for size in range(len(split), -1, -1):
         yield from itertools.combinations(split, size)
 
@@ -364,8 +356,8 @@ def _subsets(split: tuple[tuple[int, int], ...]) -> Iterator[tuple[tuple[int, in
 def _cannot(path: str, reason: str) -> ModelError:
     return ModelError(
         f"tensor_parallel: {path} cannot be split",
-        expected="linear layers that feed linear layers, in code that reads sizes and heads off its tensors, such as "
-        "view(…, -1, head_dim), or off attributes of its own module",
+        expected="linear layers that feed linear layers, in code that takes sizes and heads from its tensors, such as "
+        "view(…, -1, head_dim), or from attributes of its own module",
         got=reason,
         fix="use a tensor axis that divides the number of heads; or change its code; or give a plan for the layers "
         "that can be split, such as plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}; or use fsdp, which "
@@ -380,7 +372,7 @@ def _check_heads(block: RecordedBlock, region: Region, ranks: int) -> None:
 
 
 def _check_head_counts(block: RecordedBlock, region: Region, ranks: int) -> None:
-    """Say so where no split was found and a transformers config tells of heads that cannot be divided."""
+    """Raise a clearer error if no split was found and a transformers config has heads that cannot be divided."""
     for _, parent in _parents(block.module, region):
         for name in HEAD_COUNTS if "attention" in type(parent).__name__.lower() else ():
             count = getattr(getattr(parent, "config", None), name, None)
@@ -391,7 +383,7 @@ def _check_head_counts(block: RecordedBlock, region: Region, ranks: int) -> None
 def _hypotheses(
     module: nn.Module, region: Region, ranks: int, before: tuple[Adjustment, ...]
 ) -> Iterator[tuple[list[PlannedLayer], tuple[Adjustment, ...]]]:
-    """How a region may be split: what is fused in its layers, and which attributes count a rank's share."""
+    """Yield ways to split a region: what is fused in its layers, and which attributes count a rank's share."""
     row = planned(module, region.row, "rowwise")
     if features(row.module)[0] % ranks:
         return
@@ -414,7 +406,7 @@ def _column(module: nn.Module, path: str, parts: tuple[int, ...]) -> PlannedLaye
 def _adjustments(
     module: nn.Module, region: Region, parts: tuple[tuple[int, ...], ...], ranks: int
 ) -> Iterator[tuple[Adjustment, ...]]:
-    """Set of attributes to divide: those that a layer needs, then with counts of heads, with widths, with both."""
+    """Yield sets of attributes to divide: those that layers need, then with head counts, with widths, with both."""
     own = tuple(
         Adjustment(path, "nf", features(module.get_submodule(path))[1] // ranks)
         for path in region.columns
@@ -437,7 +429,7 @@ def _integers(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def _counts(module: nn.Module, region: Region) -> list[tuple[str, str, int]]:
-    """Return the attributes that count heads, of the modules that the region's layers lie in."""
+    """Return the attributes that count heads, in the modules that hold the region's layers."""
     return [
         (path, name, value)
         for path, parent in _parents(module, region)
@@ -449,7 +441,7 @@ def _counts(module: nn.Module, region: Region) -> list[tuple[str, str, int]]:
 def _widths(
     module: nn.Module, region: Region, parts: tuple[tuple[int, ...], ...], ranks: int
 ) -> list[tuple[str, str, int]]:
-    """Return the attributes as large as what a layer of the region puts out."""
+    """Return the attributes that equal the size of a region's layer's output."""
     sizes = {size for every in parts for size in every}
     sizes |= {
         features(module.get_submodule(path))[1] for path in region.columns if is_linear(module.get_submodule(path))

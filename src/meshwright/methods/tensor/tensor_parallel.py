@@ -1,4 +1,8 @@
-"""Split single layers over the mesh axis `tensor`: the method and its trace."""
+"""Split single layers over the mesh axis `tensor`: the method `tensor_parallel` and its trace.
+
+``model_split.py`` decides the split, ``split_layers.py`` applies it; :class:`SplitTrace` does the same to a model that
+is traced for a prediction, where it sends nothing and notes everything.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final
 
 import torch
 from pydantic import BeforeValidator
 from torch import nn
 
-from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
+from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, Step, send_boundaries
 from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.base import Conflict, Job, Method, Phase
@@ -29,22 +33,21 @@ from meshwright.methods.tensor.model_split import (
 from meshwright.methods.tensor.split_layers import split_layers
 from meshwright.methods.tensor.split_plan import PlannedLayer, is_linear
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
-from meshwright.nn import class_names
+from meshwright.methods.tensor.traffic_log import SaveLog as SaveLog, TrafficLog, tensor_bytes
 from meshwright.runtime import check_equal
-
-SaveLog = list[tuple[nn.Module, ...]]
-"""For every tensor saved for backward so far: the modules that were running."""
-
-_Sent = tuple[Literal["all_reduce", "reduce_scatter", "all_gather"], Literal["forward", "backward"], int, str, int]
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 
 class SplitTrace:
-    """Lets a plain model, with parameters of one rank's shapes, run as one of the ranks of a tensor axis would.
+    """Runs a plain model, with parameters of one rank's shapes, as one rank of a tensor axis would.
 
     Args:
         model: The model.
-        split: What is split; every divided dim is a multiple of ``ranks``.
+        split: The layers that are split; every divided dim is a multiple of ``ranks``.
         ranks: Size of the axis.
+
+    Attributes:
+        dims: The dim of each parameter that the axis divides.
     """
 
     divides_batch: ClassVar[bool] = False
@@ -55,9 +58,8 @@ class SplitTrace:
         self.dims = {
             parameter: dim for layer in self._layers for _, parameter, dim in layer.parameters() if dim is not None
         }
-        """The dim of each parameter that the axis divides."""
-        self._sent: list[_Sent] = []
-        self._inputs: dict[str, list[torch.Tensor]] = {}  # of each group: those whose gradient is accounted for
+        self._traffic = TrafficLog(AXIS)
+        self._inputs: dict[str, list[torch.Tensor]] = {}  # by group: inputs whose exchange is noted already
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Return the shape that one rank holds."""
@@ -66,17 +68,18 @@ class SplitTrace:
 
     @contextlib.contextmanager
     def running(self, log: SaveLog) -> Iterator[None]:
-        """Around one forward pass: inputs and outputs of layers become those of one rank, and are counted.
+        """Give layers one rank's inputs and outputs in a forward pass inside, and note the collectives.
 
         Args:
-            log: Grows while the model runs.
+            log: Grows with every tensor saved for backward.
         """
-        self._sent, self._inputs = [], {}
+        self._traffic.begin(log)
+        self._inputs = {}
         hooks = []
         for layer in self._layers:
-            hooks.append(layer.module.register_forward_pre_hook(self._entering(layer, log), prepend=True))
-            hooks.append(layer.module.register_forward_hook(self._leaving(layer, log)))
-        hooks += self._token_hooks(log)
+            hooks.append(layer.module.register_forward_pre_hook(self._entering(layer), prepend=True))
+            hooks.append(layer.module.register_forward_hook(self._leaving(layer)))
+        hooks += self._token_hooks()
         try:
             with adjusted(self._model, self._adjustments):
                 yield
@@ -85,90 +88,88 @@ class SplitTrace:
                 hook.remove()
             self._inputs = {}
 
-    def _token_hooks(self, log: SaveLog) -> list[Any]:
-        """Return what ``tokens`` does, and counts it."""
+    def _token_hooks(self) -> list[Any]:
+        """Register the twins of the hooks of ``let_exchange_tokens``; return their handles."""
         if self._sequence is None:
             return []
         hooks = []
         for path in self._sequence.first:
             module, above = self._model.get_submodule(path), path.rpartition(".")[0]
-            hooks.append(change_hidden_input(module, functools.partial(self._cut, above, log)))
+            hooks.append(change_hidden_input(module, functools.partial(self._cut, above)))
         for path in self._sequence.last:
             module, above = self._model.get_submodule(path), path.rpartition(".")[0]
-            hooks.append(change_hidden_output(module, functools.partial(self._gathered, above, log, summed=False)))
+            hooks.append(change_hidden_output(module, functools.partial(self._gathered, above, summed=False)))
         for path in self._sequence.scopes:
             module, above = self._model.get_submodule(path), path.rpartition(".")[0]
             if not is_linear(module):
-                hooks.append(change_hidden_input(module, functools.partial(self._gathered, above, log)))
+                hooks.append(change_hidden_input(module, functools.partial(self._gathered, above)))
         return hooks
 
-    def _cut(self, path: str, log: SaveLog, hidden: torch.Tensor) -> torch.Tensor:
+    def _note(self, kind: CollectiveKind, moment: Moment, tensor: torch.Tensor, path: str) -> None:
+        parts = path.split(".")
+        around = [self._model.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
+        self._traffic.note(kind, moment, tensor_bytes(tensor), path, around)
+
+    def _cut(self, path: str, hidden: torch.Tensor) -> torch.Tensor:
         check_tokens(hidden, self._ranks)
         if hidden.requires_grad:
-            self._sent.append(("all_gather", "backward", _bytes(hidden), path, len(log)))
-        # In memory of its own, as each rank keeps it.
+            self._note("all_gather", "backward", hidden, path)
+        # A copy, as each rank keeps it: a view would keep all tokens alive.
         return hidden.chunk(self._ranks, TOKENS_DIM)[0].clone()
 
-    def _gathered(self, path: str, log: SaveLog, hidden: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
+    def _gathered(self, path: str, hidden: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
         whole = torch.cat([hidden] * self._ranks, TOKENS_DIM)
-        self._sent.append(("all_gather", "forward", _bytes(whole), path, len(log)))
+        self._note("all_gather", "forward", whole, path)
         if summed and hidden.requires_grad:
-            self._sent.append(("reduce_scatter", "backward", _bytes(whole), path, len(log)))
+            self._note("reduce_scatter", "backward", whole, path)
         return whole
 
-    def _scattered(self, layer: PlannedLayer, log: SaveLog, output: torch.Tensor) -> torch.Tensor:
-        for moment, kind in (("forward", "reduce_scatter"), ("backward", "all_gather")):
-            self._sent.append((kind, moment, _bytes(output), layer.path, len(log)))  # type: ignore[arg-type]
-        bias = layer.module._parameters["bias"]
+    def _scattered(self, layer: PlannedLayer, output: torch.Tensor) -> torch.Tensor:
+        self._note("reduce_scatter", "forward", output, layer.path)
+        self._note("all_gather", "backward", output, layer.path)
+        bias = parameters_of(layer.module)["bias"]
         if bias is not None and bias.requires_grad:
-            self._sent.append(("all_reduce", "backward", _bytes(bias), layer.path, len(log)))
+            self._note("all_reduce", "backward", bias, layer.path)
         return output.chunk(self._ranks, TOKENS_DIM)[0].clone()
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
-        """Return what the last run sends in one micro-batch."""
-        found = []
-        for kind, moment, size, path, position in self._sent:
-            parts = path.split(".")
-            around = [model.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
-            needed = {module for stack in log[position:] for module in stack}
-            needed_in = _names([each for each in around if each in needed])
-            found.append(Boundary(kind, moment, size, _names(around), needed_in, path))
-        return tuple(found)
+        """Return the collectives of the last run in one micro-batch."""
+        return self._traffic.boundaries()
 
-    def _entering(self, layer: PlannedLayer, log: SaveLog) -> Any:
+    def _entering(self, layer: PlannedLayer) -> Callable[..., tuple[Any, ...]]:
         style = layer.style
 
         def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             if style.name == "replicated_with_grad_allreduce":
                 for parameter in module.parameters(recurse=False):
                     if parameter.requires_grad:
-                        self._sent.append(("all_reduce", "backward", _bytes(parameter), layer.path, len(log)))
+                        self._note("all_reduce", "backward", parameter, layer.path)
             if style.gradient == "nothing":
                 return args
             if self._sequence is not None and self._sequence.gathers_above(layer.path):
                 return args
             tensor, *others = args
             if self._sequence is not None and layer.path in self._sequence.scopes:
-                return (self._gathered_once(layer, log, tensor), *others)
+                return (self._gathered_once(layer, tensor), *others)
             known = self._inputs.setdefault(layer.group, [])
             if tensor.requires_grad and not any(tensor is each for each in known):
                 known.append(tensor)
-                self._sent.append((style.gradient, "backward", _bytes(tensor), layer.path, len(log)))
+                self._note(style.gradient, "backward", tensor, layer.path)
             return (tensor.chunk(self._ranks, -1)[0] if style.splits_input else tensor, *others)
 
         return enter
 
-    def _gathered_once(self, layer: PlannedLayer, log: SaveLog, tensor: torch.Tensor) -> torch.Tensor:
-        """All tokens of an input, gathered once for all layers that take it."""
+    def _gathered_once(self, layer: PlannedLayer, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather the tokens of an input, once for all layers that take it."""
         known = self._inputs.setdefault(layer.group, [])
         for before, whole in itertools.pairwise(known):
             if before is tensor:
                 return whole
-        whole = self._gathered(layer.parent_path, log, tensor)
+        whole = self._gathered(layer.parent_path, tensor)
         self._inputs[layer.group] = [tensor, whole]
         return whole
 
-    def _leaving(self, layer: PlannedLayer, log: SaveLog) -> Any:
+    def _leaving(self, layer: PlannedLayer) -> Callable[..., Any]:
         style = layer.style
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -177,41 +178,37 @@ class SplitTrace:
             if style.output == "logits":
                 return VocabularyShards.of(output, self._vocabulary(output))
             if style.name == "rowwise" and self._sequence is not None and self._sequence.covers(layer.path):
-                return self._scattered(layer, log, output)
+                return self._scattered(layer, output)
             whole = torch.cat([output] * self._ranks, -1) if style.output == "all_gather" else output
-            self._sent.append((style.output, "forward", _bytes(whole), layer.path, len(log)))
+            self._note(style.output, "forward", whole, layer.path)
             return whole
 
         return leave
 
     def _vocabulary(self, part: torch.Tensor) -> Vocabulary:
-        """Return what cross entropy, or whoever wants the whole logits, would send."""
+        """Return a vocabulary that notes what cross entropy, or other use of the whole logits, would send."""
+
+        # The loss is outside the model, which is then counted as if it were all recomputed.
+        def note(kind: CollectiveKind, tensor: torch.Tensor) -> None:
+            self._traffic.note(kind, "forward", tensor_bytes(tensor), "", [self._model], saves_before=0)
 
         def reduced(numbers: torch.Tensor) -> torch.Tensor:
-            self._sent.append(("all_reduce", "forward", _bytes(numbers), "", 0))
+            note("all_reduce", numbers)
             return numbers.clone()
 
         def gathered(part: torch.Tensor) -> torch.Tensor:
             whole = torch.cat([part] * self._ranks, -1)
-            self._sent.append(("all_gather", "forward", _bytes(whole), "", 0))
+            note("all_gather", whole)
             return whole
 
         return Vocabulary(0, part.shape[-1] * self._ranks, reduced, reduced, gathered)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _names(modules: list[nn.Module]) -> tuple[str, ...]:
-    return tuple(sorted({name for module in modules for name in class_names(module)}))
-
-
-# --- ``tensor_parallel``: single layers are split over the mesh axis ``tensor``. Seed: ATorch.
+# --- The method
 
 AXIS: Final = "tensor"
 
-# What ATorch asks to trace and to solve for; the plan says it all.
+# Keys of ATorch's tracer and solver, for which a plan is enough here.
 _REFUSED = ("shard_planner", "tp_ranks", "replacement_map", "leaf_modules", "prop_mode", "use_fake_mode",
             "tracer_backend")  # fmt: skip
 
@@ -224,7 +221,7 @@ class TensorParallel(Method):
     """Splits linear layers in pairs, by columns and by rows, and the vocabulary (Shoeybi et al. 2019, §3).
 
     A plan says which layers: the model's own (transformers' ``base_model_tp_plan``), or one found in the data flow of
-    its blocks and proved on each kind of block. The ranks of a tensor group take the same samples.
+    its blocks and proved on each kind of block. The ranks of a tensor group take the same samples. Seed: ATorch.
 
     Config: None, or ``{"plan": {name pattern: style}}`` to give a plan, or to override entries of the model's own.
     ``*`` in a pattern stands for one part of a name. Styles: ``colwise``, ``colwise_gather_output``, ``rowwise``,
@@ -270,7 +267,7 @@ class TensorParallel(Method):
         for key in _REFUSED:
             if keys.get(key) is not None:
                 raise StrategyError(
-                    f"tensor_parallel: {key!r} configures ATorch's tracer, which there is none of here",
+                    f"tensor_parallel: {key!r} configures ATorch's tracer, which Meshwright does not have",
                     expected="plan, or nothing",
                     got=f"{key}={keys[key]!r}",
                     fix="leave it out; the number of ranks is the size of the axis 'tensor' in parallel_mode",
@@ -284,7 +281,7 @@ class TensorParallel(Method):
         return plan | ({"sequence": True} if self.sequence else {})
 
     def split(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> Split:
-        """Return how it divides a model over ``ranks`` ranks; nothing is changed.
+        """Return the split of a model over ``ranks`` ranks, without changing the model.
 
         Args:
             model: A plain module.
@@ -302,14 +299,14 @@ class TensorParallel(Method):
         return list(self.split(model, ranks, sample).layers)
 
     def trace(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> SplitTrace | None:
-        """Return what predictions need to run the model as one of ``ranks`` ranks; None when nothing is split."""
+        """Return the trace that runs the model as one of ``ranks`` ranks; None if nothing is split."""
         return SplitTrace(model, self.split(model, ranks, sample), ranks) if ranks > 1 else None
 
     def check(self, job: Job) -> None:
         """Refuse models that cannot be split, and plans that the model or the axis cannot follow."""
         if job.size(AXIS) > 1 or self.plan:
             split = self.split(job.model, job.size(AXIS), job.sample)
-            # Kept, since a pipeline will leave this rank with a part of the model.
+            # Stored for apply, where a pipeline has left this rank with a part of the model.
             job.split = split, split.summary(job.model, job.size(AXIS))
 
     def apply(self, job: Job) -> None:
@@ -317,21 +314,21 @@ class TensorParallel(Method):
         if job.size(AXIS) == 1:
             return
         assert job.split is not None, "check has found it"
-        split, said = job.split
+        split, summary = job.split
         if job.pipeline is not None:
             split = split.of_part(job.model)
-        check_equal("The split of the layers", said, "give every rank the same model and the same kind of samples")
-        job.notices.append(said)
+        check_equal("The split of the layers", summary, "give every rank the same model and the same kind of samples")
+        job.notices.append(summary)
         axis = TensorAxis(job.require_mesh()[AXIS])
         split_layers(job.model, split, axis, job.device, sync=job.pipeline is None)
         split.adjust(job.model)
-        job.split = None  # it would keep the blocks of other pipeline ranks
+        job.split = None  # it would keep the blocks of other pipeline ranks alive
         job.is_split = True
         if job.shard_axis is None:
             job.model.to(job.device)
 
     def cost(self, step: Step) -> Step:
-        """A rank's part of the parameters, with all that belongs to them, and the collectives at the boundaries."""
+        """Divide the parameters, with all that depends on them, and add the collectives around split layers."""
         ranks = step.size(AXIS)
         if ranks == 1:
             return step

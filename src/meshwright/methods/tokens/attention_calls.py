@@ -1,4 +1,4 @@
-"""Order tokens over ranks, and answer the attention calls of blocks that see part of them."""
+"""Deal tokens to ranks, and replace attention in blocks that see only a part of them."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ from meshwright.errors import ModelError
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """How the tokens of a sequence are dealt to the ranks of an axis, as one of them sees it."""
+    """The distribution of a sequence's tokens over the ranks of an axis, from the view of one rank."""
 
     method: str
-    """The method that deals them, for errors."""
+    """The method that distributes them, for errors."""
     size: int
     index: int
     balanced: bool = False
     """Zig-zag: of 2 n chunks, rank r has r and 2 n - 1 - r, which see equally many earlier tokens on every rank."""
     within: int = 1
-    """Ranks of another axis among whom this rank's tokens are divided once more."""
+    """Size of another axis that divides this rank's tokens once more."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Return the chunks that this rank has, ascending."""
+        """This rank's chunks, ascending."""
         return (self.index, 2 * self.size - 1 - self.index) if self.balanced else (self.index,)
 
     @property
     def num_chunks(self) -> int:
-        """Equal chunks that a sequence falls into."""
+        """Number of equal chunks of a sequence."""
         return self.size * len(self.chunks)
 
     def at(self, index: int) -> TokenOrder:
-        """Return the same order as another rank sees it."""
+        """Return the same distribution from the view of another rank."""
         return dataclasses.replace(self, index=index)
 
     def part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's tokens along ``dim``, in memory of its own: what keeps it must not keep all tokens."""
+        """Copy this rank's tokens along ``dim``; a view would keep all tokens alive."""
         chunks = whole.chunk(self.num_chunks, dim)
         mine = [chunks[chunk] for chunk in self.chunks]
         return torch.cat(mine, dim) if len(mine) > 1 else mine[0].clone()
 
     def in_order(self, parts: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the parts of all ranks, one behind the other along ``dim``, put into the order of the tokens."""
+        """Sort the concatenated parts of all ranks along ``dim`` into the order of the tokens."""
         if not self.balanced:
             return parts
         chunks = parts.chunk(self.num_chunks, dim)
-        held = [chunk for rank in range(self.size) for chunk in self.at(rank).chunks]
-        return torch.cat([chunks[held.index(chunk)] for chunk in range(self.num_chunks)], dim)
+        order = [chunk for rank in range(self.size) for chunk in self.at(rank).chunks]
+        return torch.cat([chunks[order.index(chunk)] for chunk in range(self.num_chunks)], dim)
 
     def check(self, tokens: int) -> None:
-        """Refuse numbers of tokens that cannot be dealt.
+        """Refuse numbers of tokens that cannot be distributed.
 
         Raises:
-            ModelError: Alike on every rank of the axis.
+            ModelError: On every rank of the axis.
         """
         chunks = self.num_chunks
         # A single query looks like generation, which has no causal mask.
@@ -76,7 +76,7 @@ class TokenOrder:
             )
 
 
-# --- Attention calls of blocks that run on a part of the tokens: who answers them.
+# --- Attention calls of blocks that run on a part of the tokens
 
 Attend = Callable[..., torch.Tensor]
 
@@ -89,7 +89,7 @@ class TokenRanks(ABC):
 
     @abstractmethod
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All tokens, in order, of (batch, tokens / n, features); backward sums gradients, every rank gets its part."""
+        """Gather (batch, tokens / n, features) to all tokens, in order; backward sums gradients and scatters them."""
 
     @abstractmethod
     def attend(
@@ -104,13 +104,13 @@ class TokenRanks(ABC):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """``scaled_dot_product_attention`` of this rank's tokens to all of them.
+        """Compute ``scaled_dot_product_attention`` of this rank's queries over the keys and values of all ranks.
 
         Args:
             query: (batch, heads, tokens / n, features).
             key: (batch, heads, tokens / n, features); fewer heads with ``enable_gqa``.
             value: Like ``key``.
-            attn_mask: For all tokens, as on one device: (…, tokens or 1, tokens).
+            attn_mask: Mask for all tokens, as on one device: (…, tokens or 1, tokens).
             dropout_p: As in torch.
             is_causal: As in torch.
             scale: As in torch.
@@ -120,15 +120,15 @@ class TokenRanks(ABC):
             (batch, heads, tokens / n, features of ``value``).
 
         Raises:
-            ModelError: When it is not attention among these tokens; alike on every rank of the axis.
+            ModelError: When it is not attention among these tokens; on every rank of the axis.
         """
 
 
 class AttentionCalls(TorchFunctionMode):
-    """While it is entered, ``attend`` answers every call of ``scaled_dot_product_attention``, wherever it is made.
+    """Calls ``attend`` in place of ``scaled_dot_product_attention`` wherever it is called inside.
 
     Attributes:
-        count: How many there were.
+        count: Number of such calls.
     """
 
     def __init__(self, attend: Attend) -> None:
@@ -139,7 +139,7 @@ class AttentionCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run any other function as it is."""
+        """Replace attention; run any other function as it is."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.count += 1
@@ -148,9 +148,9 @@ class AttentionCalls(TorchFunctionMode):
 
 @contextlib.contextmanager
 def grouped_keys() -> Iterator[None]:
-    """Let transformers hand attention grouped keys and values as they are: they travel so.
+    """Let transformers pass grouped keys and values to attention, so that they are sent without repetition.
 
-    Otherwise it repeats them where there is a mask, as there is in every pass without data.
+    Otherwise it repeats their heads if there is a mask, as there always is in a pass over fake tensors.
     """
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
     before = os.environ.get(name)
@@ -165,7 +165,7 @@ def grouped_keys() -> Iterator[None]:
 
 
 def answering(path: str, ranks: TokenRanks) -> Callable[..., Any]:
-    """Return what goes around the forward of the block at ``path``, so that its attention is over all tokens."""
+    """Return the wrapper of a block's forward in which ``ranks`` compute attention over all tokens."""
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls = AttentionCalls(ranks.attend)
@@ -179,9 +179,9 @@ def answering(path: str, ranks: TokenRanks) -> Callable[..., Any]:
 
 
 def cannot_intercept(path: str, method: str) -> ModelError:
-    """Return the error for a block in which no attention is seen."""
+    """Return the error for a block that calls no attention that can be replaced."""
     return ModelError(
-        f"{method}: {path} calls no attention that can be taken over",
+        f"{method}: {path} calls no attention that can be replaced",
         expected="calls of torch.nn.functional.scaled_dot_product_attention in every block",
         got="none",
         fix='use it in the block; load a transformers model with attn_implementation="sdpa"',
@@ -189,15 +189,15 @@ def cannot_intercept(path: str, method: str) -> ModelError:
 
 
 def check_among_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, method: str) -> None:
-    """Refuse attention that is not among the tokens that the ranks have parts of.
+    """Refuse attention that is not among the tokens that the ranks divide, such as cross-attention.
 
     Raises:
-        ModelError: Alike on every rank of the axis, since their parts have the same shape.
+        ModelError: On every rank of the axis, since their parts have the same shape.
     """
     shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
     if any(len(shape) != 4 for shape in shapes) or len({(shape[0], shape[2]) for shape in shapes}) > 1:
         raise ModelError(
-            f"{method}: attention is not among the tokens that the ranks have parts of",
+            f"{method}: attention is not among the tokens that the ranks divide",
             expected="queries, keys and values (batch, heads, tokens, features) of the same tokens",
             got=", ".join(map(str, shapes)),
             fix="use fsdp or tensor_parallel; cross-attention is not covered",
@@ -205,10 +205,10 @@ def check_among_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 
 def check_mask(mask: torch.Tensor, tokens: int, method: str) -> None:
-    """Refuse masks that are not for all ``tokens``.
+    """Refuse masks that do not cover all ``tokens``.
 
     Raises:
-        ModelError: Alike on every rank of the axis.
+        ModelError: On every rank of the axis.
     """
     if mask.shape[-1] != tokens or (mask.dim() > 1 and mask.shape[-2] not in (1, tokens)):
         raise ModelError(

@@ -1,4 +1,7 @@
-"""Attend in a ring of ranks that each hold part of the tokens: `context_parallel`, and its trace."""
+"""Attend in a ring of ranks that divide the tokens: the method `context_parallel`, and its trace.
+
+The attention itself is in ``ring_attention.py``; how blocks get a part of the tokens, in ``token_split.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from meshwright.cost import Step, send_boundaries
 from meshwright.errors import ModelError
 from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tensor.traffic_log import tensor_bytes
 from meshwright.methods.tokens.attention_calls import TokenOrder, TokenRanks, check_among_parts, check_mask
 from meshwright.methods.tokens.ring_attention import (
     Arriving,
@@ -21,19 +25,19 @@ from meshwright.methods.tokens.ring_attention import (
     mask_table,
     with_four_dims,
 )
-from meshwright.methods.tokens.sequence_parallel import Ledger, tensor_bytes, traced_gather
+from meshwright.methods.tokens.sequence_parallel import Ledger, traced_gather
 from meshwright.methods.tokens.token_split import check_parts, whole_input_gradients, without_cache, work_on_parts
 
 METHOD = "context_parallel"
 
 
 class ContextRanks(TokenRanks):
-    """Ranks that pass keys and values around; gradients pass through it.
+    """Ranks that pass keys and values around a ring, with gradients.
 
     Args:
         axis: The mesh axis.
         balance: See :class:`TokenOrder`.
-        within: Ranks of the sequence axis; each has a part of the tokens, and in attention all of them for some heads.
+        within: Size of the sequence axis; its ranks divide this rank's tokens, and in attention its heads.
     """
 
     axis: ClassVar[str] = "context"
@@ -43,11 +47,11 @@ class ContextRanks(TokenRanks):
         self.order = TokenOrder(METHOD, axis.size, axis.index, balance, within)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """One all-gather; a reduce-scatter in backward."""
+        """Gather all tokens, in order; reduce-scatter their gradients in backward."""
         return self.order.in_order(self._axis.gather_tokens(hidden), 1)
 
     def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
-        """Start sending tensors to the next rank, and receiving the like from the one before."""
+        """Start sending tensors to the next rank and receiving tensors of the same shapes from the one before."""
         order, group = self.order, self._axis.group
         following, preceding = (order.index + 1) % order.size, (order.index - 1) % order.size
         sent = [tensor.contiguous() for tensor in tensors]
@@ -60,7 +64,7 @@ class ContextRanks(TokenRanks):
         def wait() -> list[torch.Tensor]:
             for work in works:
                 work.wait()
-            sent.clear()  # until here they had to live
+            sent.clear()  # they had to stay alive until here
             return arrived
 
         return wait
@@ -77,7 +81,7 @@ class ContextRanks(TokenRanks):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """See :meth:`TokenRanks.attend`; without dropout, and without gradients of the mask."""
+        """Attend as :meth:`TokenRanks.attend` says, without dropout and gradients of the mask."""
         check_among_parts(query, key, value, METHOD)
         _check_groups(query, key, value, enable_gqa=enable_gqa)
         _check_kernels(dropout_p, attn_mask, is_causal=is_causal)
@@ -94,7 +98,7 @@ class ContextRanks(TokenRanks):
 
 
 def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In the precision in which autocast would run attention."""
+    """Cast tensors to the precision in which autocast would run attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -105,7 +109,7 @@ def _check_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
     heads, groups = query.shape[1], key.shape[1]
     if groups != value.shape[1] or heads % groups or (heads != groups and not enable_gqa):
         raise ModelError(
-            "context_parallel: keys and values do not go with the heads of the queries",
+            "context_parallel: keys and values do not fit the heads of the queries",
             expected=f"{heads} heads of both, or with enable_gqa a divisor of it",
             got=f"{groups} heads of keys and {value.shape[1]} of values",
             fix="pass enable_gqa=True, or expand keys and values to the heads of the queries",
@@ -115,7 +119,7 @@ def _check_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
 def _check_kernels(dropout_p: float, mask: torch.Tensor | None, *, is_causal: bool) -> None:
     if dropout_p > 0:
         raise ModelError(
-            "context_parallel: dropout in attention is not put together from blocks",
+            "context_parallel: a ring does not compute dropout in attention",
             expected="dropout_p=0 in scaled_dot_product_attention",
             got=str(dropout_p),
             fix="switch the dropout of attention weights off (transformers: attention_dropout=0, attn_pdrop=0, "
@@ -130,61 +134,62 @@ def _check_kernels(dropout_p: float, mask: torch.Tensor | None, *, is_causal: bo
         )
     if mask is not None and mask.requires_grad:
         raise ModelError(
-            "context_parallel: an attention mask that is trained gets no gradient from blocks",
+            "context_parallel: a ring computes no gradient for an attention mask that is trained",
             expected="a mask without gradients",
             got="one that requires them",
             fix="use sequence_parallel",
         )
 
 
-# --- A context axis in a trace.
+# --- The trace
 
 
 class TracedContext(ContextRanks):
-    """The first rank of a context axis.
+    """The first rank of a context axis in a trace.
 
     Args:
-        size: Of the axis.
+        size: Size of the axis.
         balance: See :class:`TokenOrder`.
         within: See :class:`ContextRanks`.
-        note: Told what would be sent.
+        note: Notes what would be sent.
     """
 
     def __init__(self, size: int, balance: bool, within: int, note: Ledger) -> None:
         self._note = note
-        self._travelling: list[torch.Tensor] = []  # keys and values of the attention that runs
+        self._travelling: list[torch.Tensor] = []  # keys and values of the attention that runs now
         self.order = TokenOrder(METHOD, size, 0, balance, within)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :func:`traced_gather`."""
+        """Note the gather of tokens; see :func:`traced_gather`."""
         return traced_gather(self, hidden, self._note)
 
     def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
-        """Note what is sent; what arrives has the same shapes."""
+        """Note what is sent; return tensors of the same shapes."""
         self._travelling = tensors
         self._note("context", "send", "forward", sum(map(tensor_bytes, tensors)))
         return lambda: [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Note what travels in backward too."""
+        """Attend, and note what travels in backward."""
         out = super().attend(*args, **kwargs)
         if out.requires_grad:
             self._note("context", "send", "backward", bytes_in_backward(self._travelling, self.order.size))
         return out
 
 
-# --- ``context_parallel``: each rank works on a part of the tokens; keys and values travel around a ring.
+# --- The method
 
 AXIS: Final = "context"
 
 
 class ContextParallel(Method):
-    """Ranks along the axis ``context`` take the same samples; each runs the blocks on a part of the tokens.
+    """Divides the tokens over ranks, each running the blocks on its part; keys and values travel around a ring.
 
-    Inside attention each rank keeps its queries, and keys and values travel around the ring of ranks, the next ones
-    while it attends to those it has; outputs are merged by their log-sum-exp (Liu et al. 2023, Ring Attention). The
-    number of heads does not matter, and grouped keys and values travel as they are. What the model must be like, and
-    what happens before and behind the blocks, is as in ``sequence_parallel``.
+    Ranks along the axis ``context`` take the same samples. Inside attention each rank keeps its queries, and keys and
+    values travel around the ring, the next ones while it attends to those it has; outputs are merged by their
+    log-sum-exp (Liu et al. 2023, Ring Attention). The number of heads does not matter, and grouped keys and values are
+    sent without repetition. Requirements on the model, and what runs before and after the blocks, are as in
+    ``sequence_parallel``.
 
     Config: None, or ``{"balance": False}``.
     """
@@ -199,21 +204,21 @@ class ContextParallel(Method):
     axis: ClassVar[str | None] = AXIS
 
     balance: bool = True
-    """Rank r of n has the chunks r and 2 n - 1 - r of the tokens, so that causal attention is as much work on each.
+    """Give rank r of n the chunks r and 2 n - 1 - r of the tokens, so that causal attention is equal work on each.
 
-    False gives it one contiguous part: half as many chunks for the axis to divide, and the last rank works the most.
+    False gives it one contiguous part: there are half as many chunks, and the last rank works the most.
     """
 
     def _order(self, size: int) -> TokenOrder:
         return TokenOrder(self.method_name, size, 0, self.balance)
 
     def check(self, job: Job) -> None:
-        """Refuse models whose blocks cannot work on a part of the tokens, found out on a sample where there is one."""
+        """Refuse models whose blocks cannot work on a part of the tokens, as tried on a sample if there is one."""
         if job.size(AXIS) > 1:
             check_parts(job, self._order(job.size(AXIS)))
 
     def apply(self, job: Job) -> None:
-        """Cut and gather tokens in hooks around the blocks, and take over attention inside them."""
+        """Cut and gather tokens in hooks around the blocks, and replace attention inside them."""
         if job.size(AXIS) > 1:
             axis = TensorAxis(job.require_mesh()[AXIS])
             work_on_parts(job.model, ContextRanks(axis, balance=self.balance, within=job.size("sequence")))
@@ -221,5 +226,5 @@ class ContextParallel(Method):
             without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:
-        """Return what travels in every micro-batch; activations and operations are traced with a part of the tokens."""
+        """Add what travels in every micro-batch; the trace has seen a part of the tokens already."""
         return send_boundaries(step, AXIS)

@@ -1,4 +1,8 @@
-"""Compute attention while keys and values travel around a ring of ranks."""
+"""Compute attention while keys and values travel around a ring of ranks.
+
+Three parts: which chunks of keys a rank's queries see (tables and views); torch's attention kernels that return the
+log-sum-exp, so that outputs over several blocks of keys can be merged; the ring itself.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +12,38 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.methods.tokens.attention_calls import TokenOrder
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
+from meshwright.runtime.torch_internals.operators import (
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+)
+from meshwright.runtime.torch_internals.tensors import version_of
 
 Table = tuple[tuple[bool, ...], ...]
-"""Whether any query of each of this rank's chunks sees any key of each chunk of the sequence."""
+"""Per chunk of this rank and chunk of the sequence: whether any query of the one sees any key of the other."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What this rank's queries see of one rank's keys: all of the smallest rectangle of chunks that is not masked."""
+    """The smallest rectangle of chunks that holds all keys of one rank which this rank's queries see."""
 
     rows: slice  # of this rank's queries
     columns: slice  # of the other rank's keys
-    is_causal: bool = False  # within it
+    is_causal: bool = False  # within the rectangle
 
     def additive(
         self, mask: torch.Tensor | None, order: TokenOrder, source: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """This rectangle of a mask over all tokens, as torch's kernels add it to the scores."""
+        """Cut this rectangle out of a mask over all tokens, as a tensor that is added to the scores."""
         if mask is None:
             return None
         own = order.part(mask, -2)[..., self.rows, :] if mask.shape[-2] > 1 else mask
@@ -53,17 +66,17 @@ def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
 def mask_table(mask: torch.Tensor, order: TokenOrder) -> Table:
     """Return the table of a mask (…, tokens or 1, tokens).
 
-    A query sees a key where the mask is True, or above minus infinity. The table is made in one look at values, for
-    which a CUDA device is waited for: once for a mask that all layers share. Without values all is visible.
+    A query sees a key where the mask is True, or above minus infinity. Reading the values makes the host wait for a
+    CUDA device, so the table is cached: a mask that all layers share is read once. In a fake tensor all is visible.
     """
     if isinstance(mask, FakeTensor) or mask.is_meta:
         return ((True,) * order.num_chunks,) * len(order.chunks)
-    if mask.is_inference():  # which does not say when it changes
-        return _looked_up(with_four_dims(mask), order)
-    key = mask._version, order
+    if mask.is_inference():  # it has no version, so changes could not be seen
+        return _read_table(with_four_dims(mask), order)
+    key = version_of(mask), order
     known = _tables.get(mask)
     if known is None or known[0] != key:
-        known = _tables[mask] = key, _looked_up(with_four_dims(mask), order)
+        known = _tables[mask] = key, _read_table(with_four_dims(mask), order)
     table: Table = known[1]
     return table
 
@@ -71,7 +84,7 @@ def mask_table(mask: torch.Tensor, order: TokenOrder) -> Table:
 _tables = WeakTensorKeyDictionary()  # mask -> (its version, order), table
 
 
-def _looked_up(mask: torch.Tensor, order: TokenOrder) -> Table:
+def _read_table(mask: torch.Tensor, order: TokenOrder) -> Table:
     seen = mask if mask.dtype == torch.bool else mask != -torch.inf
     columns = seen.flatten(0, 1).any(0).unflatten(-1, (order.num_chunks, -1)).any(-1)
     if columns.shape[0] == 1:
@@ -81,13 +94,13 @@ def _looked_up(mask: torch.Tensor, order: TokenOrder) -> Table:
 
 
 def view_of(table: Table, order: TokenOrder, source: int, tokens: int, *, is_causal: bool) -> View | None:
-    """Return what this rank's queries see of the keys of rank ``source``; None: nothing.
+    """Return what this rank's queries see of the keys of rank ``source``; None if nothing.
 
     Args:
-        table: See above.
-        order: This rank's.
-        source: Whose keys they are.
-        tokens: That each rank has.
+        table: See :data:`Table`.
+        order: This rank's order of tokens.
+        source: The rank whose keys they are.
+        tokens: Number of tokens of each rank.
         is_causal: Whether attention is causal.
     """
     keys = order.at(source).chunks
@@ -103,25 +116,25 @@ def view_of(table: Table, order: TokenOrder, source: int, tokens: int, *, is_cau
     )
 
 
-# --- torch's attention kernels that return the log-sum-exp, so that attention can be put together block by block.
+# --- Attention over one block of keys, by torch's kernels that return the log-sum-exp
 #
-# Backward of one block takes the output and the log-sum-exp of the whole row (Dao et al. 2022, §3.1, and Liu et al.
-# 2023, Ring Attention): then the gradients of all blocks add up to those of the whole.
+# Backward of one block takes the output and the log-sum-exp of whole rows, over all keys (Dao et al. 2022, §3.1, and
+# Liu et al. 2023, Ring Attention): then the gradients of all blocks add up to those of the whole.
 
 _aten: Any = torch.ops.aten
-_FEATURES = 8  # CUDA kernels take multiples of it
-_KEYS = 16  # the memory-efficient kernel wants rows of masks aligned so
-_QUERIES = 32  # it pads the log-sum-exp so
+_FEATURES = 8  # CUDA kernels take multiples of this
+_KEYS = 16  # alignment of a mask's rows in the memory-efficient kernel
+_QUERIES = 32  # padding of its log-sum-exp
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some queries (batch, heads, queries, features) and some keys and values (batch, groups, keys, features).
+    """Attention of some queries (batch, heads, queries, features) over some keys and values (batch, groups, keys, …).
 
-    Without dropout. ``groups`` divides ``heads``. ``mask``, of four dims, is added; it broadcasts to (batch, heads,
-    queries, keys).
+    There is no dropout. ``groups`` divides ``heads``. ``mask``, of four dims, is added to the scores; it broadcasts to
+    (batch, heads, queries, keys).
     """
 
     query: torch.Tensor
@@ -132,43 +145,41 @@ class Block:
     scale: float | None
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output (as queries, features of values), and the log-sum-exp (batch, heads, queries) of its scores.
+        """Return the output (batch, heads, queries, features of values) and the log-sum-exp (batch, heads, queries).
 
         Rows that see no key have the output 0 and the log-sum-exp minus infinity.
         """
         padded = self._padded()
         if self.query.device.type == "cpu":
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            out, lse = flash_attention_on_cpu(
                 *padded.tensors, 0.0, self.is_causal, attn_mask=self.mask, scale=padded.scale
             )
         elif padded._takes_flash():
-            out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-                *padded.tensors, 0.0, self.is_causal, False, scale=padded.scale
-            )
+            out, lse, *_ = flash_attention(*padded.tensors, 0.0, self.is_causal, False, scale=padded.scale)
         else:
-            out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            out, lse, *_ = efficient_attention(
                 *padded._ungrouped(), padded._expanded_mask(), True, 0.0, self.is_causal, scale=padded.scale
             )
             lse = lse[..., : self.query.shape[2]]
         out = out[..., : self.value.shape[-1]]
         if self.mask is None:
             return out, lse
-        blind = (self.mask == -torch.inf).all(-1)  # kernels do not agree on what these rows are
+        blind = (self.mask == -torch.inf).all(-1)  # kernels differ in what they return for these rows
         return out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
 
     def backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         """Return the gradients of query, key and value.
 
         Args:
-            gradient: Of the output of whole rows.
-            out: This output.
+            gradient: Gradient of the output over all keys.
+            out: The output over all keys.
             lse: Its log-sum-exp, finite in every row.
         """
         padded = self._padded()
         gradient, out = (_with_features(tensor, padded.value.shape[-1]) for tensor in (gradient, out))
         lse = lse.contiguous()
         if self.query.device.type == "cpu":
-            grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grads = flash_attention_on_cpu_backward(
                 gradient, *padded.tensors, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=padded.scale
             )
         elif padded._takes_flash():
@@ -183,7 +194,7 @@ class Block:
         return self.query, self.key, self.value
 
     def _padded(self) -> Block:
-        """Return the same with features of one number that the kernels take; zeros add nothing."""
+        """Pad features with zeros, which add nothing, to one number that the kernels take."""
         features = max(self.query.shape[-1], self.value.shape[-1])
         if self.query.device.type != "cpu":
             features = -(-features // _FEATURES) * _FEATURES
@@ -198,17 +209,17 @@ class Block:
         return can_use_flash_attention(SDPAParams(*self.tensors, None, 0.0, self.is_causal, grouped))
 
     def _flash_backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
-        unused = torch.empty(2, dtype=torch.uint64, device=self.query.device)  # the state of a dropout
-        grads: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+        unused = torch.empty(2, dtype=torch.uint64, device=self.query.device)  # random state of dropout
+        grads: Gradients = flash_attention_backward(
             gradient, *self.tensors, out, lse, None, None, self.query.shape[2], self.key.shape[2], 0.0, self.is_causal,
             unused, unused, scale=self.scale,
         )  # fmt: skip
         return grads
 
     def _efficient_backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
-        unused = torch.zeros((), dtype=torch.int64)  # the state of a dropout, which lies on the host
+        unused = torch.zeros((), dtype=torch.int64)  # random state of dropout, on the host for this kernel
         lse = F.pad(lse, (0, -lse.shape[-1] % _QUERIES), value=torch.inf)
-        query, key, value, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        query, key, value, _ = efficient_attention_backward(
             gradient, *self._ungrouped(), self._expanded_mask(), out, lse, unused, unused, 0.0,
             [True, True, True, False], self.is_causal, scale=self.scale,
         )  # fmt: skip
@@ -233,14 +244,14 @@ def _with_features(tensor: torch.Tensor, features: int) -> torch.Tensor:
     return F.pad(tensor, (0, features - tensor.shape[-1])) if tensor.shape[-1] < features else tensor
 
 
-# --- Attention while keys and values travel around a ring of ranks (Liu et al. 2023, Ring Attention).
+# --- The ring (Liu et al. 2023, Ring Attention)
 #
-# Each rank keeps its queries. In each of n steps it attends to the keys and values it holds, while it passes them on to
-# the next rank and those of the rank before arrive. Partial outputs are merged by their log-sum-exp. In backward keys
-# and values travel again, and their gradients with them, one step behind, until they are home.
+# Each rank keeps its queries. In each of n steps it attends to the keys and values it has, while it sends them to the
+# next rank and receives those of the rank before. Partial outputs are merged by their log-sum-exp. In backward keys and
+# values travel once more, and their gradients follow one step behind, until they arrive at their own rank.
 
 Arriving = Callable[[], list[torch.Tensor]]
-"""Waits for what is on its way."""
+"""Waits for the tensors that are on their way and returns them."""
 
 
 class Ring(Protocol):
@@ -249,16 +260,16 @@ class Ring(Protocol):
     order: TokenOrder
 
     def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
-        """Start sending tensors to the next rank, and receiving the like from the one before."""
+        """Start sending tensors to the next rank and receiving tensors of the same shapes from the one before."""
 
 
 class _Merged:
-    """Outputs of some queries over the keys seen so far, and their log-sum-exp, in fp32 (fp64 where the inputs are)."""
+    """Outputs over the keys seen so far, and their log-sum-exp, in fp32 (fp64 for fp64 inputs)."""
 
     def __init__(self, query: torch.Tensor, features: int) -> None:
         batch, heads, tokens, _ = query.shape
         dtype = _wide(query)
-        # Laid out as (batch, tokens, heads, features): what goes on with heads side by side needs no copy.
+        # Laid out as (batch, tokens, heads, features): concatenating the heads afterwards needs no copy.
         self.out = query.new_zeros((batch, tokens, heads, features), dtype=dtype).transpose(1, 2)
         self.lse = query.new_full((batch, heads, tokens), -torch.inf, dtype=dtype)
 
@@ -272,7 +283,7 @@ class _Merged:
 
 
 class RingAttention(Function):
-    """Of (batch, heads, tokens / n, features) and keys and values of as many tokens, to all tokens."""
+    """Attention of queries (batch, heads, tokens / n, features) over the keys and values of all ranks."""
 
     @staticmethod
     def forward(
@@ -286,17 +297,17 @@ class RingAttention(Function):
         is_causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        """``mask`` is for all tokens; ``table`` tells what can be skipped, None: nothing."""
+        """Return the output; ``mask`` is for all tokens, ``table`` says what can be skipped (None: nothing)."""
         ctx.ring, ctx.table, ctx.is_causal, ctx.scale = ring, table, is_causal, scale
-        merged, held, order = _Merged(query, value.shape[-1]), [key, value], ring.order
+        merged, pair, order = _Merged(query, value.shape[-1]), [key, value], ring.order
         for step in range(order.size):
-            arriving = ring.pass_on(held) if step < order.size - 1 else None
+            arriving = ring.pass_on(pair) if step < order.size - 1 else None
             source = (order.index - step) % order.size
             view = _view(ctx, source, query.shape[2])
             if view is not None:
-                merged.add(view.rows, *_block(ctx, view, query, held, mask, source).forward())
+                merged.add(view.rows, *_block(ctx, view, query, pair, mask, source).forward())
             if arriving is not None:
-                held = arriving()
+                pair = arriving()
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, out, merged.lse)
         return out
@@ -307,33 +318,33 @@ class RingAttention(Function):
         """Return the gradients of query, key and value."""
         query, key, value, mask, out, lse = ctx.saved_tensors
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-        lse = lse.masked_fill(lse == -torch.inf, 0)  # kernels compute with it, also in rows that see nothing
+        lse = lse.masked_fill(lse == -torch.inf, 0)  # kernels compute with it even in rows that see no key
         wide, order = _wide(query), ctx.ring.order
-        own, held, returning = torch.zeros_like(query, dtype=wide), [key, value], None
+        own, pair, returning = torch.zeros_like(query, dtype=wide), [key, value], None
         for step in range(order.size):
-            arriving = ctx.ring.pass_on(held) if step < order.size - 1 else None
+            arriving = ctx.ring.pass_on(pair) if step < order.size - 1 else None
             source = (order.index - step) % order.size
             view, parts = _view(ctx, source, query.shape[2]), None
             if view is not None:
                 rows = [tensor[:, :, view.rows] for tensor in (gradient, out, lse)]
-                parts = _block(ctx, view, query, held, mask, source).backward(*rows)
-            # Those of this source's keys and values, from the ranks that held them before.
-            grads = returning() if returning else [t.new_zeros(t.shape, dtype=wide) for t in held]
+                parts = _block(ctx, view, query, pair, mask, source).backward(*rows)
+            # Gradients of this source's keys and values, summed by the ranks that had them before.
+            grads = returning() if returning else [t.new_zeros(t.shape, dtype=wide) for t in pair]
             if view is not None and parts is not None:
                 own[:, :, view.rows] += parts[0]
                 grads[0][:, :, view.columns] += parts[1]
                 grads[1][:, :, view.columns] += parts[2]
             returning = ctx.ring.pass_on(grads)
-            held = arriving() if arriving is not None else held
+            pair = arriving() if arriving is not None else pair
         assert returning is not None
         key_gradient, value_gradient = returning()
         return own.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype), *(None,) * 5
 
 
-def bytes_in_backward(held: list[torch.Tensor], size: int) -> int:
-    """Return what a rank of a ring of ``size`` sends in backward: keys and values once more, and their gradients."""
-    elements = sum(tensor.numel() for tensor in held)
-    return (size - 1) * elements * held[0].element_size() + size * elements * _wide(held[0]).itemsize
+def bytes_in_backward(pair: list[torch.Tensor], size: int) -> int:
+    """Return the bytes that a rank of a ring sends in backward: keys and values once more, and their gradients."""
+    elements = sum(tensor.numel() for tensor in pair)
+    return (size - 1) * elements * pair[0].element_size() + size * elements * _wide(pair[0]).itemsize
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
@@ -347,8 +358,8 @@ def _view(ctx: Any, source: int, tokens: int) -> View | None:
 
 
 def _block(
-    ctx: Any, view: View, query: torch.Tensor, held: list[torch.Tensor], mask: torch.Tensor | None, source: int
+    ctx: Any, view: View, query: torch.Tensor, pair: list[torch.Tensor], mask: torch.Tensor | None, source: int
 ) -> Block:
-    key, value = (tensor[:, :, view.columns] for tensor in held)
+    key, value = (tensor[:, :, view.columns] for tensor in pair)
     cut = view.additive(mask, ctx.ring.order, source, query.dtype)
     return Block(query[:, :, view.rows], key, value, cut, view.is_causal, ctx.scale)

@@ -1,9 +1,12 @@
-"""Exchange tokens for heads around attention (Ulysses): `sequence_parallel`, and its trace."""
+"""Exchange tokens for heads around attention (Ulysses): the method `sequence_parallel`, and its trace.
+
+:class:`TokensTrace` also traces the context axis: it runs a model on one rank's tokens and notes what ranks would send.
+How blocks get a part of the tokens, in real runs and traces: [Note: parts of the tokens] in ``token_split.py``.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar, Final, Protocol
@@ -19,6 +22,7 @@ from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.replace.model_changes import one_sequence_per_sample
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
+from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, tensor_bytes
 from meshwright.methods.tokens.attention_calls import (
     AttentionCalls,
     TokenOrder,
@@ -36,18 +40,17 @@ from meshwright.methods.tokens.token_split import (
     without_cache,
     work_on_parts,
 )
-from meshwright.nn import class_names
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
 
 METHOD = "sequence_parallel"
 
 
 class SequenceRanks(TokenRanks):
-    """Ranks that exchange tokens for heads; gradients pass through it.
+    """Ranks that exchange tokens for heads, with gradients.
 
     Args:
         axis: The mesh axis.
-        ring: Ranks of the context axis, whose ring goes around these: together they have all tokens.
+        ring: Size of the context axis; its ranks and these together have all tokens.
     """
 
     axis: ClassVar[str] = "sequence"
@@ -57,12 +60,12 @@ class SequenceRanks(TokenRanks):
         self.order = TokenOrder(METHOD, axis.size, axis.index)
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """All-to-all of ``parts`` (n, elements): row r goes to rank r, and row r of the result is from rank r."""
+        """Send row r of ``parts`` (n, elements) to rank r; row r of the result comes from rank r."""
         arrived: torch.Tensor = _Exchange.apply(parts, self._axis.group)
         return arrived
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """One all-gather; a reduce-scatter in backward."""
+        """Gather all tokens; reduce-scatter their gradients in backward."""
         return self._axis.gather_tokens(hidden)
 
     def attend(
@@ -77,14 +80,14 @@ class SequenceRanks(TokenRanks):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """See :meth:`TokenRanks.attend`; the axis must divide the heads."""
+        """Attend as :meth:`TokenRanks.attend` says; the axis must divide the heads."""
         n = self.order.size
         check_among_parts(query, key, value, METHOD)
         check_heads(query, n)
         if attn_mask is not None:
             check_mask(attn_mask, query.shape[2] * n * self._ring, METHOD)
             attn_mask = self._own_heads(attn_mask, query.shape[1])
-        if key.shape[1] % n:  # groups would be torn
+        if key.shape[1] % n:  # a group of heads would lie on several ranks
             key, value = _ungrouped(query, key, value)
         q, k, v = self._heads_of_tokens((query, key, value))
         if attn_mask is not None and k.shape[1] != q.shape[1] and self._ring == 1:
@@ -95,7 +98,7 @@ class SequenceRanks(TokenRanks):
         return self._tokens_of_heads(output)
 
     def _heads_of_tokens(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """CollectiveLog tokens for heads, all tensors in one message."""
+        """Exchange tokens for heads, all tensors in one message."""
         n = self.order.size
         # (n, batch, heads / n, tokens / n, features)
         parts = [tensor.unflatten(1, (n, -1)).transpose(0, 1) for tensor in tensors]
@@ -120,7 +123,7 @@ class SequenceRanks(TokenRanks):
 
 
 class _Exchange(Function):
-    """Its own backward: what row r became of came from rank r."""
+    """All-to-all of equal rows, which is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -139,7 +142,7 @@ def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _ungrouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values with one head for each of the query's."""
+    """Repeat the heads of keys and values to as many as the query has."""
     return (
         key.repeat_interleave(query.shape[1] // key.shape[1], 1),
         value.repeat_interleave(query.shape[1] // value.shape[1], 1),
@@ -150,7 +153,7 @@ def check_heads(query: torch.Tensor, ranks: int) -> None:
     """Refuse queries (batch, heads, …) whose heads the axis does not divide.
 
     Raises:
-        ModelError: Alike on every rank of the axis.
+        ModelError: On every rank of the axis.
     """
     if query.shape[1] % ranks:
         raise ModelError(
@@ -161,30 +164,30 @@ def check_heads(query: torch.Tensor, ranks: int) -> None:
         )
 
 
-# --- Axes that divide the tokens in a trace: one rank's part of them, and what it would send. For predictions.
+# --- Traces of axes that divide the tokens
 
 
 class Ledger(Protocol):
-    """Notes what would be sent."""
+    """Notes collectives that would be sent."""
 
     def __call__(self, axis: BoundaryAxis, kind: CollectiveKind, moment: Moment, num_bytes: int) -> None:
         """Note one collective."""
 
 
 class Ranks(Protocol):
-    """Makes the ranks of a trace, which send nothing and note all."""
+    """Makes ranks that send nothing and note what they would send."""
 
     def __call__(self, note: Ledger) -> TokenRanks:
-        """Ranks that note what they would send."""
+        """Make the ranks of one axis."""
 
 
 class TracedSequence(SequenceRanks):
-    """The first rank of a sequence axis.
+    """The first rank of a sequence axis in a trace.
 
     Args:
-        size: Of the axis.
+        size: Size of the axis.
         ring: See :class:`SequenceRanks`.
-        note: Told what would be sent.
+        note: Notes what would be sent.
     """
 
     def __init__(self, size: int, ring: int, note: Ledger) -> None:
@@ -199,12 +202,12 @@ class TracedSequence(SequenceRanks):
         return parts.contiguous().clone()
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :func:`traced_gather`."""
+        """Note the gather of tokens; see :func:`traced_gather`."""
         return traced_gather(self, hidden, self._note)
 
 
 def traced_gather(ranks: TokenRanks, hidden: torch.Tensor, note: Ledger) -> torch.Tensor:
-    """Note the gathering of the tokens and the sum of their gradients."""
+    """Note the gather of tokens and the reduce-scatter of their gradients; return as many tokens."""
     whole = torch.cat([hidden] * ranks.order.size, TOKENS_DIM)
     note(ranks.axis, "all_gather", "forward", tensor_bytes(whole))  # type: ignore[arg-type]
     if hidden.requires_grad:
@@ -213,11 +216,14 @@ def traced_gather(ranks: TokenRanks, hidden: torch.Tensor, note: Ledger) -> torc
 
 
 class TokensTrace:
-    """Lets a plain model run as the first of the ranks would that have parts of its tokens; all they send is counted.
+    """Runs a plain model as the first of the ranks that divide its tokens, and notes what they would send.
 
     Args:
         model: The model.
         axes: The ranks of each axis, the innermost first.
+
+    Attributes:
+        dims: The dims of parameters that the axes divide: none.
     """
 
     divides_batch: ClassVar[bool] = True
@@ -226,29 +232,26 @@ class TokensTrace:
         self._every = [axis(self._note) for axis in axes]
         self._lists = block_lists(model, self._every[0].order.method)
         self.dims: dict[nn.Parameter, int] = {}
-        """The dims of parameters that the axes divide: none."""
         self._path = ""  # of the block that runs, or ran last
-        self._stack: list[nn.Module] = []  # the modules that run, blocks and what is in them
-        self._log: list[tuple[nn.Module, ...]] = []
-        self._sent: list[tuple[Boundary, int, tuple[nn.Module, ...]]] = []
+        self._stack: list[nn.Module] = []  # the blocks and modules in them that run now
+        self._traffic = TrafficLog(AXIS)
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Return the shape that one rank holds."""
         return tuple(parameter.shape)
 
     def _note(self, axis: BoundaryAxis, kind: CollectiveKind, moment: Moment, num_bytes: int) -> None:
-        self._sent.append(
-            (Boundary(kind, moment, num_bytes, axis=axis, path=self._path), len(self._log), (*self._stack,))
-        )
+        self._traffic.note(kind, moment, num_bytes, self._path, self._stack, axis)
 
     @contextlib.contextmanager
-    def running(self, log: list[tuple[nn.Module, ...]]) -> Iterator[None]:
-        """Around one forward pass, with what :func:`cut_tokens` and ``answering`` do.
+    def running(self, log: SaveLog) -> Iterator[None]:
+        """Cut tokens and answer attention in a forward pass inside, as the methods do in real runs.
 
         Args:
             log: Grows with every tensor saved for backward.
         """
-        self._log, self._sent, self._stack, self._path = log, [], [], ""
+        self._traffic.begin(log)
+        self._stack, self._path = [], ""
         hooks = []
         for blocks in self._lists:
             for path, block in blocks:
@@ -291,47 +294,34 @@ class TokensTrace:
             block.register_forward_hook(stop, prepend=True, always_call=True),
         ]
 
-    def boundaries(self, model: nn.Module, log: list[tuple[nn.Module, ...]]) -> tuple[Boundary, ...]:
-        """Return what the last run sends in one micro-batch."""
-        found = []
-        for boundary, position, around in self._sent:
-            needed = {module for stack in log[position:] for module in stack}
-            needed_in = _names([module for module in around if module in needed])
-            found.append(dataclasses.replace(boundary, inside=_names(around), needed_in=needed_in))
-        return tuple(found)
+    def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
+        """Return the collectives of the last run in one micro-batch."""
+        return self._traffic.boundaries()
 
 
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of its elements."""
-    return tensor.numel() * tensor.element_size()
-
-
-def _names(modules: Any) -> tuple[str, ...]:
-    return tuple(sorted({name for module in modules for name in class_names(module)}))
-
-
-# --- ``sequence_parallel``: each rank works on a part of the tokens; attention exchanges tokens for heads (Ulysses).
+# --- The method
 
 AXIS: Final = "sequence"
 
-# What ATorch asks for: a size, and the method of the model's modules that it calls with it.
+# Keys of ATorch: the size of the axis, and the modules' method that it calls with it.
 _REFUSED = frozenset({"sp_size", "module", "set_sp_func_name", "batch_sp_processing_fn"})
 
 
 class SequenceParallel(Method):
-    """Ranks along the axis ``sequence`` take the same samples; each runs the blocks on a contiguous part of the tokens.
+    """Divides the tokens over ranks, each running the blocks on a contiguous part; attention exchanges them for heads.
 
-    Inside attention an all-to-all exchanges tokens for heads, and another one goes back (Jacobs et al. 2023,
-    DeepSpeed-Ulysses). The model stays as it is: its blocks lie in an ``nn.ModuleList`` and call
-    ``torch.nn.functional.scaled_dot_product_attention``, as plain models do and transformers' with ``sdpa``.
+    Ranks along the axis ``sequence`` take the same samples. Inside attention an all-to-all exchanges tokens for heads,
+    and another one reverses it (Jacobs et al. 2023, DeepSpeed-Ulysses). The model is not changed: its blocks lie in an
+    ``nn.ModuleList`` and call ``torch.nn.functional.scaled_dot_product_attention``, as plain models do, and
+    transformers' with ``sdpa``.
 
-    What is before the blocks (embeddings, masks, positions) and behind them (norm, head, loss) runs on all tokens on
-    every rank: tokens are cut before the first block and gathered behind the last, so that positions, masks and a loss
-    across the cut (the next token's) are those of one process. Every rank computes the same loss; averaging gradients
-    over the axis, as over ``data``, gives those of one process, since each collective's backward is its transpose.
+    Code before the blocks (embeddings, masks, positions) and after them (norm, head, loss) runs on all tokens on every
+    rank: tokens are cut before the first block and gathered behind the last, so that positions, masks and a loss across
+    the cut (the next token's) are those of one process. Every rank computes the same loss; averaging gradients over the
+    axis, as over ``data``, gives those of one process, since each collective's backward is its transpose.
 
-    Beside ``context_parallel`` the tokens of each context rank are divided once more, and the ring goes around these
-    ranks (Fang and Zhao 2024, USP).
+    Together with ``context_parallel`` the tokens of each context rank are divided once more, and the ring connects
+    ranks with the same heads (Fang and Zhao 2024, USP).
     """
 
     method_name: ClassVar[str] = "sequence_parallel"
@@ -345,7 +335,7 @@ class SequenceParallel(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse ATorch's keys, of which the mesh says one and the model none."""
+        """Refuse ATorch's keys: the mesh has the size, and no method of the model is needed."""
         given = sorted(_REFUSED.intersection(keys))
         if given:
             raise StrategyError(
@@ -357,14 +347,14 @@ class SequenceParallel(Method):
         return keys
 
     def check(self, job: Job) -> None:
-        """Refuse models whose blocks cannot work on a part of the tokens, found out on a sample where there is one."""
+        """Refuse models whose blocks cannot work on a part of the tokens, as tried on a sample if there is one."""
         size = job.size(AXIS)
         if size > 1:
-            divisor = size * job.size("tensor")  # which has divided the heads before
+            divisor = size * job.size("tensor")  # the tensor axis divides the heads, too
             check_parts(job, TokenOrder(self.method_name, size, 0), functools.partial(check_heads, ranks=divisor))
 
     def apply(self, job: Job) -> None:
-        """Cut and gather tokens in hooks around the blocks, and take over attention inside them."""
+        """Cut and gather tokens in hooks around the blocks, and replace attention inside them."""
         if job.size(AXIS) > 1:
             axis = TensorAxis(job.require_mesh()[AXIS])
             work_on_parts(job.model, SequenceRanks(axis, job.size("context")))
@@ -372,8 +362,5 @@ class SequenceParallel(Method):
             without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:
-        """Return what is exchanged in every micro-batch.
-
-        Activations and operations are traced with a part of the tokens.
-        """
+        """Add the exchanges of every micro-batch; the trace has seen a part of the tokens already."""
         return send_boundaries(step, AXIS)

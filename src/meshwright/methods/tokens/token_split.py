@@ -1,4 +1,14 @@
-"""Give each rank part of the tokens between the first and the last block, and prove that it may."""
+"""Give each rank a part of the tokens between the first and the last block, and prove that blocks allow it.
+
+[Note: parts of the tokens]
+Hooks cut the hidden state before the first block of a list, and whatever else goes with tokens (positions, cosines and
+sines) before each block; masks stay whole. In each block, calls of ``scaled_dot_product_attention`` go to the ranks
+(:class:`TokenRanks`), which compute attention over all tokens. A hook behind the last block gathers the hidden state.
+All other code runs unchanged on all tokens. That is right only if tokens meet nowhere in a block but in attention, and
+if nothing in it depends on positions that it counts itself, so each kind of block is tried first: it runs once on all
+tokens, with random values, and once on each part. A part's attention is answered from the run on all tokens, if its
+queries, keys and values are the parts of that run's; then the part's output must be, too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +21,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
 from meshwright.methods.base import Job
@@ -23,6 +32,8 @@ from meshwright.methods.tensor.block_trials import (
     SampleRun,
     close,
     evaluating,
+    random_state,
+    reason_of,
     record_calls,
     signature,
 )
@@ -37,20 +48,21 @@ from meshwright.methods.tokens.attention_calls import (
     grouped_keys,
 )
 from meshwright.nn import call_with, require_blocks, without_caches, wrap_method
-from meshwright.runtime.trees import map_tree
+from meshwright.nn.batches import map_tree
+from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
 
 _OF_POSITIONS = ("position", "rotary", "rope", "freqs", "cos", "sin")  # in names of arguments that go with tokens
 
 BlockList = list[tuple[str, nn.Module]]
 
 Place = Literal["first", "following", "staged"]
-"""Of a block: the first one gets all tokens; one of a pipeline's stage gets a part, from who knows where."""
+"""Position of a block: the first gets all tokens; the first in a later pipeline stage gets a part already."""
 
 
 def work_on_parts(model: nn.Module, ranks: TokenRanks) -> None:
-    """Cut and gather tokens in hooks around the blocks, and let ``ranks`` answer attention inside them.
+    """Cut and gather tokens in hooks around the blocks, and let ``ranks`` compute attention inside them.
 
-    Of several axes the innermost comes first: what is cut later is cut before it, and is gathered after it.
+    With several axes call it for the innermost first: an axis applied later cuts before it, and gathers after it.
     """
     for blocks in block_lists(model, ranks.order.method):
         for path, block in blocks:
@@ -78,12 +90,12 @@ def block_lists(model: nn.Module, method: str) -> list[BlockList]:
 
 
 def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] = (False, False)) -> list[Any]:
-    """Cut tokens before the first block, and put them together behind the last; return the hooks.
+    """Cut tokens before the first block and gather them behind the last; return the hooks' handles.
 
     Args:
-        blocks: The blocks.
-        ranks: Who has which tokens.
-        others: Whether other pipeline ranks have blocks before and after these, and do one or the other.
+        blocks: The blocks of one list.
+        ranks: The ranks that divide the tokens.
+        others: Whether other pipeline ranks have blocks before and after these; they cut or gather then.
     """
     tokens, (before, after) = TokenParts(ranks.order), others
     following: Place = "staged" if before or after else "following"
@@ -106,26 +118,25 @@ def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] =
 
 
 class TokenParts:
-    """Gives the blocks of one list this rank's part of whatever goes with tokens.
+    """Gives the blocks of one list this rank's part of the arguments that go with tokens.
 
     Args:
-        order: Which tokens they are.
+        order: This rank's tokens.
     """
 
     def __init__(self, order: TokenOrder) -> None:
         self._order = order
-        self._count = 0  # all tokens of the sequence that runs
-        self._known: dict[
-            tuple[int, int], tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # what several blocks take: whole, and part
+        self._count = 0  # tokens of the whole sequence that runs
+        # By id and dim: arguments that several blocks take, whole and in part; keeping the whole keeps its id unique.
+        self._known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def enter(
         self, path: str, place: Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the block at ``path``.
+        """Return this rank's part of the arguments of the block at ``path``.
 
         Raises:
-            ModelError: When there is no hidden state, or not that of this rank's tokens.
+            ModelError: Without a hidden state, or with one of another number of tokens than this rank's.
         """
         where = hidden_argument(args, kwargs)
         if where is None:
@@ -149,11 +160,11 @@ class TokenParts:
         return positional, {name: argument(name, kwargs[name]) for name in kwargs}
 
     def forget(self) -> None:
-        """Let go of what blocks have shared, behind the last of them."""
+        """Drop the cached arguments, behind the last block."""
         self._known = {}
 
     def _whole(self, hidden: torch.Tensor) -> int:
-        """Return the tokens of the whole sequence, told by the part that goes from block to block."""
+        """Return the number of tokens of the whole sequence, given the part that goes from block to block."""
         return int(hidden.shape[TOKENS_DIM]) * self._order.size * self._order.within
 
     def _part(self, name: str, leaf: Any) -> Any:
@@ -179,9 +190,7 @@ def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def tokens_dim(name: str, tensor: torch.Tensor, tokens: int) -> int | None:
-    """Return which dim of a block's argument counts the tokens that go with the hidden state; None.
-
-    It is for attention.
+    """Return the dim of a block's argument that goes with the tokens; None if it stays whole.
 
     Hidden states, and cosines and sines of positions, are (…, tokens, features); position ids (…, tokens). Masks
     (…, tokens or 1, tokens) stay whole, since attention is over all tokens.
@@ -193,10 +202,7 @@ def tokens_dim(name: str, tensor: torch.Tensor, tokens: int) -> int | None:
     return tensor.dim() - 1 if named and tensor.dim() and tensor.shape[-1] == tokens else None
 
 
-# --- Trying out blocks on parts of the tokens: one that counts positions by the tokens it sees would be wrong silently.
-#
-# Each kind of block runs once on all tokens, with random values, and once on each part. A part's attention is answered
-# from the run of the whole: its queries, keys and values must be those of the whole, and so must its output.
+# --- Trying blocks on parts of the tokens
 
 _TOKENS_DIM = 2  # of queries, keys and values
 _SEED = 11
@@ -208,27 +214,27 @@ def prove_blocks(
     order: TokenOrder,
     check_queries: Callable[[torch.Tensor], None] = lambda queries: None,
 ) -> str | None:
-    """Hold every kind of block against the same block on parts of the tokens.
+    """Compare every kind of block on all tokens with the same block on parts of them.
 
     Args:
-        model: A plain module; its weights are not used, and nothing of it is changed.
-        sample: Runs the model once, to see how it calls its blocks.
-        order: How tokens are dealt; every rank's part is tried out.
+        model: A plain module; its weights are not used, and it is not changed.
+        sample: Runs the model once, to record how it calls its blocks.
+        order: The distribution of tokens; every rank's part is tried.
         check_queries: Refuses queries (batch, heads, tokens, features) of whole blocks.
 
     Returns:
-        What there is to say when no sample runs; None when all is proved.
+        A notice when no sample runs; None when all blocks are proved.
 
     Raises:
         ModelError: When a block does not compute the same on parts of the tokens, with the reason.
     """
-    unknown = f"{order.method}: there is no sample to see that blocks treat parts of the tokens as the whole"
+    unknown = f"{order.method}: there is no sample to check that blocks compute the same on parts of the tokens"
     try:
         blocks = record_calls(model, sample, 2 * order.size)
     except ModelError:
         return unknown
     if any(not _divides(block, order) for block in blocks):
-        return unknown  # a model's own dummy input, say; real inputs are checked when they come
+        return unknown  # such as a model's own dummy input; real inputs are checked in training
     known = set()
     for block in blocks:
         key = signature(block)
@@ -240,15 +246,15 @@ def prove_blocks(
         except Refuted as refuted:
             raise ModelError(
                 f"{order.method}: {block.path} does not compute the same on a part of the tokens",
-                expected="a block in which tokens meet in attention only, and positions are handed in from outside",
+                expected="a block in which tokens meet in attention only, and positions come in as arguments",
                 got=str(refuted),
-                fix="make what depends on positions before the first block; or use fsdp or tensor_parallel",
+                fix="compute what depends on positions before the first block; or use fsdp or tensor_parallel",
             ) from None
     return None
 
 
 def _divides(block: RecordedBlock, order: TokenOrder) -> bool:
-    """Return whether the sample's tokens can be cut; blocks without a hidden state are left to the proof."""
+    """Return whether a block's tokens can be cut; blocks without a hidden state are left to the proof."""
     assert block.call is not None
     leaves = tree_leaves((block.call.args, block.call.kwargs))
     place = first_hidden(leaves)
@@ -275,34 +281,36 @@ def _prove(block: RecordedBlock, order: TokenOrder, check_queries: Callable[[tor
         try:
             part = _run(block.module, part_args, part_kwargs, AttentionCalls(attend))
         except (RuntimeError, ValueError, IndexError) as error:
-            raise Refuted(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}") from error
+            raise Refuted(reason_of(error)) from error
         if part is None or output is None or not close(part, place.part(output, TOKENS_DIM), 0.0):
-            raise Refuted("its output is another one")
+            raise Refuted("its output differs")
 
 
 class _Whole:
-    """Attention of the whole block: what each call got and gave."""
+    """Attention in the run on all tokens: inputs and output of each call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[Any], torch.Tensor]] = []
 
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute and notes it."""
+        """Compute attention, and note its inputs and output."""
         output = scaled_dot_product_attention(*args, **kwargs)
         self.calls.append((_inputs(*args, **kwargs), output))
         return output
 
     def answer(self, place: TokenOrder, calls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the part of the next output, when the inputs are the parts of the whole's."""
+        """Return the part of the next call's output, if its inputs are the parts of that call's.
+
+        Raises:
+            Refuted: If they are not.
+        """
         inputs, output = next(calls, (None, None))
         found = _inputs(*args, **kwargs)
         if inputs is None or output is None:
             raise Refuted("it calls attention more often")
         for what, mine, expected in zip(("queries", "keys", "values"), found[:3], inputs[:3], strict=True):
             if expected.dim() != 4 or not close(mine, place.part(expected, _TOKENS_DIM), 0.0):
-                raise Refuted(
-                    f"the {what} of its attention are others: positions, or something else, are counted inside"
-                )
+                raise Refuted(f"the {what} of its attention differ: positions, or something else, are counted inside")
         mask, expected = found[3], inputs[3]
         same = (mask is None) == (expected is None) and (mask is None or close(mask, expected, 0.0))
         if not same or found[4:] != inputs[4:]:
@@ -324,32 +332,24 @@ def _inputs(
 
 
 def _run(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls: AttentionCalls) -> torch.Tensor | None:
-    """Return the block's hidden state, with random weights."""
-    generator = torch.Generator().manual_seed(_SEED)
-    state: dict[str, torch.Tensor] = {}
-    for name, parameter in block.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator)
-        state[name] = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else values
-    for name, buffer in block.named_buffers():
-        wide = torch.float32 if buffer.is_floating_point() else buffer.dtype
-        state[name] = torch.zeros(buffer.shape, dtype=wide) if buffer.is_meta else buffer.detach().cpu().to(wide)
+    """Run a block with random weights; return its hidden state."""
     with evaluating(block), torch.no_grad(), grouped_keys(), calls:
-        leaves = tree_leaves(call_with(block, state, args, kwargs))
+        leaves = tree_leaves(call_with(block, random_state(block, _SEED), args, kwargs))
     place = first_hidden(leaves)
     return None if place is None else leaves[place]
 
 
-# --- What the methods that divide tokens have in common before and after they do.
+# --- Common steps of the methods that divide tokens
 
 
 def check_parts(
     job: Job, order: TokenOrder, check_queries: Callable[[torch.Tensor], None] = lambda queries: None
 ) -> None:
-    """Refuse models whose blocks cannot work on a part of the tokens; say so where there is no sample to find out.
+    """Refuse models whose blocks cannot work on a part of the tokens; add a notice if there is no sample to try.
 
     Args:
         job: The job; its model is not changed.
-        order: How tokens are dealt.
+        order: The distribution of tokens.
         check_queries: See :func:`prove_blocks`.
 
     Raises:
@@ -358,7 +358,7 @@ def check_parts(
     config = getattr(job.model, "config", None)
     if getattr(config, "output_router_logits", False):
         raise ModelError(
-            f"{order.method}: a loss of routers over all tokens is not computed from parts of them",
+            f"{order.method}: the routers' loss over all tokens cannot be computed from parts of them",
             expected="output_router_logits=False",
             got="True",
             fix="switch it off in the model's config",
@@ -370,9 +370,10 @@ def check_parts(
 
 
 def whole_input_gradients(model: nn.Module, axis: TensorAxis) -> None:
-    """Give a gradient that leaves the model through its inputs (a discriminator's) the tokens of all ranks.
+    """Average gradients that leave the model through its inputs (a discriminator's) over the ranks of the axis.
 
-    Behind the cut a rank has n times the gradient of its own tokens, which for weights the averaging evens out.
+    Before the cut a rank has n times the gradient of its own tokens and none of the others'. For weights, averaging
+    over the axis corrects that; for inputs nothing else does.
     """
 
     def whole(value: Any) -> Any:
@@ -385,6 +386,6 @@ def whole_input_gradients(model: nn.Module, axis: TensorAxis) -> None:
 
 
 def without_cache(job: Job, method: str) -> None:
-    """Switch key-value caches off: a rank has a part of the tokens."""
+    """Switch off key-value caches, since a rank has only a part of the tokens."""
     if without_caches(job.model):
         job.notices.append(f"{method}: config.use_cache was set to False; a rank has a part of the tokens")

@@ -32,6 +32,7 @@ from meshwright.optim.checks import bad_value, check_at_least_zero, check_betas,
 from meshwright.optim.dtensors import HALF_TYPES, local_tensor
 from meshwright.optim.offload_storage import CudaCopies
 from meshwright.optim.pipeline_state_dict import ShardedStateDict
+from meshwright.runtime.torch_internals.optim import step_post_hooks_of, step_pre_hooks_of
 
 _BUCKET_ELEMENTS = 2**24
 
@@ -449,5 +450,5 @@ class AdamOffloadOptimizer(AdamBase):
                 yield
             if self.record_delta:
                 self._delta.reduce()
-        for hook in (*self._optimizer_step_pre_hooks.values(), *self._optimizer_step_post_hooks.values()):
+        for hook in (*step_pre_hooks_of(self).values(), *step_post_hooks_of(self).values()):
             hook(self, (), {})

@@ -12,6 +12,7 @@ from torch.optim.adam import adam
 
 from meshwright.errors import CheckpointError, MeshwrightError, ModelError, join_names
 from meshwright.optim.dtensors import is_dense, local_tensor, wrapped_like
+from meshwright.runtime.torch_internals.optim import foreach_div_, fused_adam_, fused_adamw_
 
 WeightDecayRule = Literal["decoupled", "coupled", "bmtrain"]
 WEIGHT_DECAY_RULES: tuple[str, ...] = get_args(WeightDecayRule)
@@ -91,12 +92,12 @@ class AdamRule:
         tensors: Any = weights, gradients, exp_avgs, exp_avg_sqs, []
         if device.type not in _FUSED_DEVICES:
             if scale != 1.0:
-                torch._foreach_div_(gradients, scale)
+                foreach_div_(gradients, scale)
             before = [torch.tensor(float(step - 1), dtype=torch.float32) for _ in weights]
             unfused: Any = adam
             unfused(*tensors, before, foreach=True, decoupled_weight_decay=self.decoupled, **options)
             return
-        kernel: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        kernel: Any = fused_adamw_ if self.decoupled else fused_adam_
         # One tensor for all: the kernels read the step number and leave it as it is.
         steps = [torch.full((), float(step), dtype=torch.float32, device=device)] * len(weights)
         grad_scale = torch.full((), scale, dtype=torch.float32, device=device) if scale != 1.0 else None

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from meshwright.optim.adam.adam_rule import AdamRule, AdamStates, Shards
 from meshwright.optim.dtensors import local_tensor, num_replicas, placement_of, reduced
 from meshwright.optim.offload_storage import Copies, Event
+from meshwright.runtime.torch_internals.optim import foreach_copy_
 
 # Kernels work on vectors of a few elements: cuts at multiples of this leave every element in its vector lane.
 _ALIGNMENT = 1024
@@ -198,7 +199,7 @@ class Link:
     def send(self, ticket: Ticket, weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
         """Begin to round masters into the weights, to nearest with ties to even; this ends the bucket."""
         if weights:
-            torch._foreach_copy_(weights, masters)
+            foreach_copy_(weights, masters)
 
     def drop(self, ticket: Ticket) -> None:
         """Release a bucket whose ``receive`` or ``send`` failed."""
@@ -256,7 +257,7 @@ class StagedLink(Link):
         if slot.sent is not None:
             slot.sent.synchronize()
         host = _taken_by_type(slot.weights, weights, masters)
-        torch._foreach_copy_(host, masters)
+        foreach_copy_(host, masters)
         slot.sent = self._copies.to_device(weights, host, ticket.start)
         self._free.put(slot)
 
@@ -297,7 +298,7 @@ def as_fp32(gradients: list[torch.Tensor], likes: list[torch.Tensor], scratch: A
             places.setdefault(gradient.device, []).append(place)
     for device, group in places.items():
         copies = scratch.take([likes[place] for place in group], torch.float32, device)
-        torch._foreach_copy_(copies, [gradients[place] for place in group])
+        foreach_copy_(copies, [gradients[place] for place in group])
         for place, copy in zip(group, copies, strict=True):
             result[place] = copy
     return result

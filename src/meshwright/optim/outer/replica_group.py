@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.comm.transport import all_gather_flat, groups_of_ranks
 from meshwright.errors import ConfigError, LaunchError, join_names
 from meshwright.runtime import bit_sums, gather_objects, print_rank, world_size
+from meshwright.runtime.torch_internals.c10d import default_store
 
 _PATIENCE_S = 3.0  # to wait for the marks of ranks that are alive but slow
 
@@ -198,7 +199,7 @@ def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
 
 def _store() -> Any:
     try:
-        return dist.distributed_c10d._get_default_store()
+        return default_store()
     except (RuntimeError, ValueError):
         return None
 

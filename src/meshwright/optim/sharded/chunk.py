@@ -16,6 +16,19 @@ from meshwright.errors import CheckpointError, ModelError, join_names
 from meshwright.optim.dtensors import HALF_TYPES, local_tensor
 from meshwright.optim.mixed_precision import MASTER, round_stochastically_, shard_generator
 from meshwright.optim.sharded.tensor_layout import Kept, Layout
+from meshwright.runtime.torch_internals.optim import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+    foreach_rsqrt,
+    foreach_sqrt,
+    foreach_sqrt_,
+)
 
 _Item = TypeVar("_Item")
 Operand = Any
@@ -41,15 +54,15 @@ class TensorList:
         return iter(self.tensors)
 
     def __mul__(self, other: Operand) -> TensorList:
-        return TensorList(torch._foreach_mul(self.tensors, self._operand(other)))
+        return TensorList(foreach_mul(self.tensors, self._operand(other)))
 
     def sqrt(self) -> TensorList:
         """Return √x."""
-        return TensorList(torch._foreach_sqrt(self.tensors))
+        return TensorList(foreach_sqrt(self.tensors))
 
     def rsqrt(self) -> TensorList:
         """Return 1/√x."""
-        return TensorList(torch._foreach_rsqrt(self.tensors))
+        return TensorList(foreach_rsqrt(self.tensors))
 
     def in_fp32(self) -> TensorList:
         """Return the tensors in fp32; the list itself if all are fp32."""
@@ -68,39 +81,39 @@ class TensorList:
     def add_(self, other: Operand, alpha: float = 1.0) -> TensorList:
         """Compute x += alpha · other."""
         if isinstance(other, TensorList):
-            torch._foreach_add_(self.tensors, other.tensors, alpha=alpha)
+            foreach_add_(self.tensors, other.tensors, alpha=alpha)
         else:
-            torch._foreach_add_(self.tensors, self._operand(other if alpha == 1.0 else other * alpha))
+            foreach_add_(self.tensors, self._operand(other if alpha == 1.0 else other * alpha))
         return self
 
     def mul_(self, other: Operand) -> TensorList:
         """Compute x *= other."""
-        torch._foreach_mul_(self.tensors, self._operand(other))
+        foreach_mul_(self.tensors, self._operand(other))
         return self
 
     def div_(self, other: Operand) -> TensorList:
         """Compute x /= other."""
-        torch._foreach_div_(self.tensors, self._operand(other))
+        foreach_div_(self.tensors, self._operand(other))
         return self
 
     def sqrt_(self) -> TensorList:
         """Compute x = √x."""
-        torch._foreach_sqrt_(self.tensors)
+        foreach_sqrt_(self.tensors)
         return self
 
     def lerp_(self, end: TensorList, weight: float) -> TensorList:
         """Compute x += weight · (end − x), an exponential moving average."""
-        torch._foreach_lerp_(self.tensors, end.tensors, weight)
+        foreach_lerp_(self.tensors, end.tensors, weight)
         return self
 
     def addcmul_(self, first: TensorList, second: Operand, value: float = 1.0) -> TensorList:
         """Compute x += value · first · second."""
-        torch._foreach_addcmul_(self.tensors, first.tensors, self._listed(second), value=value)
+        foreach_addcmul_(self.tensors, first.tensors, self._listed(second), value=value)
         return self
 
     def squares(self) -> torch.Tensor:
         """Return Σx² of every tensor, shape ``(len,)``, in fp32."""
-        norms = torch._foreach_norm(self.tensors)
+        norms = foreach_norm(self.tensors)
         return torch.stack(norms).square_() if norms else torch.zeros(0)
 
     def sum(self, *dims: int) -> TensorList:
@@ -381,7 +394,7 @@ class Chunk:
         """Copy states back from a chunk made by :meth:`with_states_here`, behind the device's work."""
         for name, values in self.states.items():
             if values is not visiting.states[name]:
-                torch._foreach_copy_(values.tensors, visiting.states[name].tensors, non_blocking=True)
+                foreach_copy_(values.tensors, visiting.states[name].tensors, non_blocking=True)
 
     def without_values(self) -> Chunk:
         """Return the chunk on the meta device: its update asks in the right shapes and changes nothing."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.optim.sharded.tensor_layout import Layout, Region, ShardGroup
+from meshwright.runtime.torch_internals.optim import foreach_copy_, foreach_zero_
 
 
 @dataclass(frozen=True)
@@ -292,9 +293,9 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     zeros = [target for target, source in pairs if source is None]
     filled = [(target, source) for target, source in pairs if source is not None]
     if zeros:
-        torch._foreach_zero_(zeros)
+        foreach_zero_(zeros)
     if filled:
-        torch._foreach_copy_([target for target, _ in filled], [source for _, source in filled])
+        foreach_copy_([target for target, _ in filled], [source for _, source in filled])
 
 
 def _deliver(

@@ -30,6 +30,7 @@ from meshwright.optim.sharded.chunk import (
 )
 from meshwright.optim.sharded.tensor_layout import Kept, Layout
 from meshwright.optim.sharded.whole_tensors import Presence, Update, WholeAnswers, run_updates
+from meshwright.runtime.torch_internals.dtensor import spec_of
 
 
 class ShardedOptimizer(ShardedStateDict):
@@ -253,7 +254,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
             got=f"a tensor of shape {tuple(gradient.shape)}",
             fix="let backward make the gradients, or distribute them like their parameters",
         )
-    if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:
+    if spec_of(gradient) is not spec_of(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return gradient.to_local()
 

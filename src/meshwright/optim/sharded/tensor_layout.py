@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.errors import ModelError
 from meshwright.optim.dtensors import local_tensor
+from meshwright.runtime.torch_internals.dtensor import DTensorSpec, StridedShard, TensorMeta
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Layout:
 def _split_dim(placement: Placement) -> int | None:
     if isinstance(placement, Replicate):
         return None
-    if isinstance(placement, Shard | _StridedShard):
+    if isinstance(placement, Shard | StridedShard):
         return placement.dim
     what = "an unreduced partial sum" if isinstance(placement, Partial) else "placed in an unknown way"
     raise ModelError(
@@ -158,8 +157,8 @@ def _moved(placement: Placement, dims: tuple[int | None, ...]) -> Placement:
     if dim is None or dim not in dims:
         return Replicate()
     here = dims.index(dim)
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(here, split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(here, split_factor=placement.split_factor)
     return Shard(here)
 
 
@@ -231,9 +230,9 @@ def _cutting_order(placements: Sequence[Placement]) -> list[int]:
 
     def rank(axis: int) -> tuple[int, int]:
         placement = placements[axis]
-        return (int(placement.split_factor) if isinstance(placement, _StridedShard) else 0, axis)
+        return (int(placement.split_factor) if isinstance(placement, StridedShard) else 0, axis)
 
-    cutting = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard | _StridedShard)]
+    cutting = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard | StridedShard)]
     return sorted(cutting, key=rank)
 
 

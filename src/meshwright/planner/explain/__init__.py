@@ -1,4 +1,4 @@
-"""Why a plan: what binds it, what would change it, how two plans differ; as text, JSON, a page and a trace."""
+"""Explanations of plans: what limits them, what would change them, how they differ; as text, JSON, HTML or trace."""
 
 from typing import TYPE_CHECKING
 

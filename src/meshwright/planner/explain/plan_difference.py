@@ -1,4 +1,4 @@
-"""What differs between two plans, and what each change does to time and memory."""
+"""Compare two plans: their differences, and the effect of each on time and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.methods import Method
-from meshwright.planner.explain.plan_figures import plan_entry
+from meshwright.planner.explain.plan_figures import on_device, plan_entry
 from meshwright.planner.plans import Plan, Subject
 from meshwright.strategy import Strategy
 from meshwright.strategy.method_config import METHOD_CONFIGS
@@ -21,12 +21,12 @@ _MESH = "mesh"
 
 @dataclass(frozen=True)
 class Effect:
-    """What one change does, after those before it.
+    """Effect of one change, after those before it.
 
     Args:
         change: Lines of ``-``, ``+`` or ``~``.
-        step_time_s: Seconds more, or less; None where no cluster is known.
-        needed_bytes: Bytes of memory more, or less.
+        step_time_s: Change of the step's seconds; None without a cluster.
+        needed_bytes: Change of the memory in bytes.
     """
 
     change: str
@@ -36,15 +36,15 @@ class Effect:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two plans.
+    """Differences of two plans.
 
     Args:
-        first: The first in one line.
-        second: The other.
-        changes: Lines of ``-``, ``+`` or ``~``: how to get from the first to the second.
-        seconds: By part of the step, what the second takes more (negative: less).
-        num_bytes: By class of memory at the peak, what the second holds more.
-        effects: Change by change, where the plans could be predicted one by one; they add up to the whole.
+        first: The first plan in one line.
+        second: The second plan in one line.
+        changes: Lines of ``-``, ``+`` or ``~`` that lead from the first to the second.
+        seconds: Change by part of the step.
+        num_bytes: Change by class of memory at the peak.
+        effects: Effect of each change, where the plans between could be predicted; they add up to the whole.
     """
 
     first: str
@@ -59,23 +59,23 @@ def diff(first: Plan, second: Plan, subject: Subject | None = None) -> Differenc
     """Compare two plans for one model.
 
     Args:
-        first: The one.
-        second: The other.
-        subject: What both are for; given it, the changes are made one after the other and each is predicted. Changes
-            that cannot be made alone are made together.
+        first: The plan to start from.
+        second: The plan to compare with it.
+        subject: The subject of both. Given it, the changes are applied one after the other and each is predicted;
+            changes that are invalid alone are applied together.
     """
     found = entries_diff(plan_entry(first), plan_entry(second))
     return dataclasses.replace(found, effects=_effects(first, second, subject)) if subject is not None else found
 
 
 def entries_diff(first: Mapping[str, Any], second: Mapping[str, Any]) -> Difference:
-    """Return the same of two plans as ``--json`` has them, without the effect of each change."""
+    """Compare two plans of ``--json``, without the effect of each change."""
     times: dict[str, float] = {}
     if first["time"] is not None and second["time"] is not None:
         ours, theirs = first["time"]["parts_s"], second["time"]["parts_s"]
         times = {part: theirs.get(part, 0.0) - ours.get(part, 0.0) for part in dict.fromkeys((*ours, *theirs))}
-    held, other = _classes(first), _classes(second)
-    sizes = {name: other.get(name, 0) - held.get(name, 0) for name in dict.fromkeys((*held, *other))}
+    before, after = _classes(first), _classes(second)
+    sizes = {name: after.get(name, 0) - before.get(name, 0) for name in dict.fromkeys((*before, *after))}
     return Difference(
         first=f"{first['summary']}; {_cut(first)}",
         second=f"{second['summary']}; {_cut(second)}",
@@ -86,15 +86,9 @@ def entries_diff(first: Mapping[str, Any], second: Mapping[str, Any]) -> Differe
 
 
 def _classes(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes on the device at the peak of the rank that holds most."""
-    every = [
-        (held, sum(_on_device(held).values())) for rank in entry["memory"]["ranks"] for held in rank["moments"].values()
-    ]
-    return _on_device(max(every, key=lambda each: each[1])[0])
-
-
-def _on_device(held: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in held.items() if not name.startswith(("host_", "disk_"))}
+    """Return the bytes by class on the device at the highest peak of any rank."""
+    every = (on_device(sizes) for rank in entry["memory"]["ranks"] for sizes in rank["moments"].values())
+    return max(every, key=lambda sizes: sum(sizes.values()))
 
 
 def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, ...]:
@@ -117,31 +111,30 @@ def _cut(entry: Mapping[str, Any]) -> str:
 
 
 def _effects(first: Plan, second: Plan, subject: Subject) -> tuple[Effect, ...]:
-    """Walk from the first to the second, one group of changes after the other."""
+    """Apply the changes from the first to the second plan group by group, and predict each."""
     found: list[Effect] = []
     here = first
     strategy, parts = first.strategy, first.step.num_micro_batches
     for names in _groups(first.strategy, second.strategy):
-        strategy = functools.reduce(functools.partial(_taken_over, second.strategy), names, strategy)
+        strategy = functools.reduce(functools.partial(_with_method_of, second.strategy), names, strategy)
         there = _planned(subject, strategy, parts)
         if there is not None:
             found.append(_effect(here, there))
             here = there
-    found.append(_effect(here, second))  # what could not be made alone, and how the batch is cut
+    found.append(_effect(here, second))  # changes that are invalid alone, and the micro-batches
     return tuple(effect for effect in found if effect.change)
 
 
-def _taken_over(goal: Strategy, strategy: Strategy, name: str) -> Strategy:
+def _with_method_of(goal: Strategy, strategy: Strategy, name: str) -> Strategy:
     method = goal.get(name)
     return strategy.without(name) if method is None else strategy.with_method(method)
 
 
 def _planned(subject: Subject, strategy: Strategy, num_micro_batches: int) -> Plan | None:
     try:
-        plan = subject.plan(strategy, num_micro_batches)
+        return subject.plan(strategy, num_micro_batches)
     except MeshwrightError:
-        return None  # the change needs the next one, too
-    return plan
+        return None  # the change is valid only with the next one
 
 
 def _effect(here: Plan, there: Plan) -> Effect:
@@ -154,13 +147,14 @@ def _effect(here: Plan, there: Plan) -> Effect:
 
 
 def _groups(first: Strategy, second: Strategy) -> Sequence[list[str]]:
-    """Names of methods that differ; those of the mesh together, and those of one phase, of which only one can be."""
+    """Group the methods that differ: those of the mesh, and those of each phase, which exclude each other."""
     groups: dict[object, list[str]] = {}
     names = [name for name in dict.fromkeys((*first.names, *second.names)) if first.get(name) != second.get(name)]
     shards = [{name for name in each.names if _shards(name)} for each in (first, second)]
     for name in names:
-        moved = bool(shards[0]) != bool(shards[1]) and _shards(name)  # sharding comes and goes with its axis
-        groups.setdefault(_MESH if moved else _group(name), []).append(name)
+        # A change to or from sharding needs the change of its axis.
+        with_mesh = bool(shards[0]) != bool(shards[1]) and _shards(name)
+        groups.setdefault(_MESH if with_mesh else _group(name), []).append(name)
     return list(groups.values())
 
 

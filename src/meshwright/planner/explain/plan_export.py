@@ -24,6 +24,7 @@ FORMAT = "meshwright.plans"
 COMPARISON_FORMAT = "meshwright.comparison"
 SCHEMA_VERSION = 1
 _DRAWN_EVENTS = 3000
+_OF_EVENT = ("rank", "lane", "name", "start_s", "end_s", "critical")
 
 
 def found_document(
@@ -37,11 +38,11 @@ def found_document(
     """Return a search's result with its reasons, as plain values.
 
     Args:
-        found: With at least one plan.
-        model: What was planned for: name and whatever describes it.
-        objective: What the plans are ranked by.
-        what_ifs: Of :func:`~meshwright.planner.explain.what_if`.
-        subject: Given it, the difference to the second plan is told change by change.
+        found: The result, with at least one plan.
+        model: Name and description of the model.
+        objective: The objective that ranks the plans.
+        what_ifs: Result of :func:`~meshwright.planner.explain.what_if`.
+        subject: Given it, the difference to the second plan has the effect of each change.
     """
     best, reasons = found.plans[0], why(found)
     return {
@@ -63,7 +64,7 @@ def found_document(
         "too_large": [plan_entry(plan) | {"against_limit": too_large(plan)} for plan in found.too_large],
         "why": list(reasons.chosen),
         "what_if": [_what_if(each) for each in what_ifs],
-        "differences": [_difference(diff(best, plan, subject)) for plan in found.plans[1:2]],
+        "differences": [dataclasses.asdict(diff(best, plan, subject)) for plan in found.plans[1:2]],
         "timeline": timeline_document(best),
     }
 
@@ -93,12 +94,8 @@ def _what_if(each: WhatIf) -> dict[str, Any]:
     }
 
 
-def _difference(difference: Difference) -> dict[str, Any]:
-    return dataclasses.asdict(difference)
-
-
 def timeline_document(plan: Plan) -> dict[str, Any] | None:
-    """Return the step laid out in time, in few enough events to draw; None where no cluster is known."""
+    """Return the step's timeline in few enough events to draw; None without a cluster."""
     if plan.forecast is None:
         return None
     events = step_events(every_step(plan), plan.forecast.cluster, plan.forecast.calibration)
@@ -107,37 +104,27 @@ def timeline_document(plan: Plan) -> dict[str, Any] | None:
         "summary": short(plan),
         "step_time_s": plan.forecast.time.step_time_s,
         "num_events": len(events),
-        "events": [
-            {
-                "rank": event.rank,
-                "lane": event.lane,
-                "name": event.name,
-                "start_s": event.start_s,
-                "end_s": event.end_s,
-                "critical": event.critical,
-            }
-            for event in drawn
-        ],
+        "events": [{name: getattr(event, name) for name in _OF_EVENT} for event in drawn],
     }
 
 
 def comparison_document(entries: Sequence[Mapping[str, Any]], differences: Sequence[Difference]) -> dict[str, Any]:
-    """Plans beside each other, with the difference of each to the first."""
+    """Return plans with the difference of each to the first, as plain values."""
     return {
         "format": COMPARISON_FORMAT,
         "schema_version": SCHEMA_VERSION,
         "plans": [dict(entry) for entry in entries],
-        "differences": [_difference(each) for each in differences],
+        "differences": [dataclasses.asdict(each) for each in differences],
     }
 
 
-# --- Reads documents of plans that ``--json`` has written, and refuses those in which something else stands.
+# --- Reading documents of ``--json``
 
 _Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class _Part(BaseModel):
-    """What is shown and compared; documents hold more than that."""
+    """Base of the parts that are shown and compared; documents contain more."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -182,14 +169,14 @@ class _Document(_Part):
 
 
 def read_document(text: str, name: str) -> dict[str, Any] | None:
-    """Read what ``--json`` has written; None where the text is something else, such as a strategy.
+    """Read a document of ``--json``; None where the text is something else, such as a strategy.
 
     Args:
-        text: Of the file.
-        name: Of the file, for errors.
+        text: Content of the file.
+        name: Name of the file, for errors.
 
     Raises:
-        ConfigError: When it is such a document, of a version that is not known, or not as it was written.
+        ConfigError: When it is such a document, but damaged or of an unknown version.
     """
     try:
         found = json.loads(text)
@@ -212,18 +199,18 @@ def _unreadable(name: str, got: str) -> ConfigError:
         f"The plans in {name} cannot be read",
         expected=f"schema_version {SCHEMA_VERSION}, and at least one plan with its figures",
         got=got,
-        fix="write the file anew with meshwright plan --json",
+        fix="write the file again with meshwright plan --json",
     )
 
 
-# --- One self-contained HTML page about plans: it draws the JSON that it carries, and loads nothing.
+# --- The self-contained HTML page, which draws the JSON in it and loads nothing
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Return the page of a document; all its figures are in its element ``#plans``, which holds the document as it is.
+    """Return the HTML page of a document, whose element ``#plans`` contains the document unchanged.
 
     Args:
-        document: Of :func:`~meshwright.planner.explain.found_document`.
+        document: Result of :func:`~meshwright.planner.explain.found_document`.
 
     Raises:
         ConfigError: When plotly, whose script draws the figures, is not installed.
@@ -232,7 +219,7 @@ def page(document: Mapping[str, Any]) -> str:
         "title": html.escape(_title(document)),
         "style": _part("page.css"),
         "plotly": _plotly(),
-        # The one way out of a script element is its closing tag.
+        # Only a closing tag could end the script element.
         "plans": json.dumps(document, indent=1).replace("<", "\\u003c"),
         "script": _part("page.js"),
     }
@@ -262,7 +249,7 @@ def _plotly() -> str:
     return get_plotlyjs()
 
 
-# --- The simulated step as a trace that Perfetto and Chrome read (Trace Event Format, JSON).
+# --- The simulated step in the Trace Event Format, for Perfetto and Chrome
 
 _LANES = ("compute", "collective", "gather", "reduce", "send", "copy", "update", "host")
 _COLORS = {
@@ -274,7 +261,7 @@ _CRITICAL = "critical path"
 
 
 def trace(plan: Plan) -> dict[str, Any]:
-    """A process for every rank of the pipeline, a thread for each of its streams, and one for the critical path.
+    """Return a trace with a process per pipeline rank, a thread per stream, and a process for the critical path.
 
     Raises:
         ConfigError: When the plan has no forecast.
@@ -306,7 +293,7 @@ def trace(plan: Plan) -> dict[str, Any]:
 
 
 def _end_to_end(path: list[StepEvent]) -> list[StepEvent]:
-    """Each from where the one before has ended: reductions that outlast the backward beside them are critical, too."""
+    """Let each event start after the one before: reductions that outlast backward overlap with it."""
     found: list[StepEvent] = []
     for event in sorted(path, key=lambda each: (each.start_s, each.end_s)):
         start = max(event.start_s, found[-1].end_s if found else 0.0)

@@ -4,51 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cost import Calibration, Cluster, Link, Step, Traffic, fitted, moments, seconds_of
-from meshwright.cost.traffic import group_of
+from meshwright.cost.device_time import group_of
 from meshwright.planner.plans import Plan, short_strategy, time_parts
 
 MOMENTS = {
-    "gather": "as weights or buffers arrive for forward",
-    "loss": "as the loss runs backward",
-    "recomputation": "as the last block runs backward",
-    "reduction": "as the last gradients are reduced",
+    "gather": "while weights or buffers are gathered for forward",
+    "loss": "at the start of backward (loss)",
+    "recomputation": "in the backward of the last block",
+    "reduction": "at the reduction of the last gradients",
     "update": "at the update",
 }
 _BILLION = 1e9
 
 
 def short(plan: Plan) -> str:
-    """A strategy in one line: its axes, and the methods with what is not their default."""
+    """Format a plan's strategy in one line: its axes, and the methods with their non-default keys."""
     return short_strategy(plan.strategy, plan.step.axes)
 
 
 def with_micro_batches(plan: Plan) -> str:
-    """:func:`short`, and how a batch is cut."""
+    """Format :func:`short` with the micro-batches."""
     return f"{short(plan)}; {plan.step.num_micro_batches} x {plan.micro_batch}"
 
 
 def every_step(plan: Plan) -> tuple[Step, ...]:
-    """Return the step of every rank of the pipeline, or the one step of all."""
+    """Return the step of every pipeline rank, or the one step of all ranks."""
     return plan.steps or (plan.step,)
 
 
 def per_gpu(plan: Plan) -> float | None:
-    """Return the tokens per second and device.
-
-    None where a sample has no number of tokens, or nothing is known of time.
-    """
+    """Return the tokens per second and device; None where samples are no tokens, or time is unknown."""
     whole = plan.forecast.tokens_per_s if plan.forecast is not None else None
     return whole / plan.forecast.cluster.num_devices if whole is not None and plan.forecast is not None else None
 
 
 def model_flops_per_s(plan: Plan) -> float | None:
-    """FLOP/s per device that the model needs: forward and backward, recomputation not counted.
+    """Return the model's FLOP/s per device: forward and backward, without recomputation.
 
-    Of attention's scores under a causal mask only the half that is needed counts. None where FLOPs or time are unknown.
+    Under a causal mask only the needed half of attention's scores counts. None where FLOPs or time are unknown.
     """
     steps = every_step(plan)
     if plan.forecast is None or any(step.flops is None for step in steps):
@@ -58,7 +56,7 @@ def model_flops_per_s(plan: Plan) -> float | None:
 
 
 def mfu(plan: Plan) -> float | None:
-    """Model FLOPs utilisation (Chowdhery et al. 2022): of the dense peak of the precision that products run in."""
+    """Return the model FLOPs utilisation (Chowdhery et al. 2022), of the dense peak in the products' precision."""
     rate = model_flops_per_s(plan)
     if rate is None or plan.forecast is None:
         return None
@@ -74,7 +72,7 @@ def _precision(plan: Plan) -> str:
 
 
 def price_per_billion_tokens(plan: Plan) -> float | None:
-    """US dollars for 1e9 tokens; None where the device has no price, or a sample no number of tokens."""
+    """Return US dollars per 1e9 tokens; None where the device has no price, or samples are no tokens."""
     known = plan.forecast
     if known is None or known.price_per_step is None or known.tokens_per_sample is None:
         return None
@@ -82,13 +80,17 @@ def price_per_billion_tokens(plan: Plan) -> float | None:
 
 
 def memory_classes(plan: Plan) -> dict[str, int]:
-    """Return the bytes by class on the device at the peak of the rank that holds most, without what is empty."""
-    held = plan.forecast.peak.memory if plan.forecast is not None else plan.memory
-    every = ((field.name, getattr(held, field.name)) for field in dataclasses.fields(held))
-    return {name: size for name, size in every if size and not name.startswith(("host_", "disk_"))}
+    """Return the nonzero bytes by class on the device at the highest peak of any rank."""
+    memory = plan.forecast.peak.memory if plan.forecast is not None else plan.memory
+    return on_device(_nonzero(memory))
 
 
-# --- Which collectives a step runs, over which links, and how long each would take alone.
+def on_device(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the classes of memory that are on the device."""
+    return {name: size for name, size in sizes.items() if not name.startswith(("host_", "disk_"))}
+
+
+# --- Collectives by link
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,14 @@ class LinkTime:
     """One kind of collective in a step.
 
     Args:
-        kind: As in ``Traffic``.
-        axis: Over which ranks.
-        moment: When.
-        between_nodes: Whether the ranks lie in several nodes.
-        seconds: Of a step, were it alone.
-        hidden: Whether it can run beside computing.
+        kind: Kind of ``Traffic``.
+        axis: Mesh axis of its ranks.
+        moment: Forward, backward or update.
+        between_nodes: Whether the ranks span several nodes.
+        seconds: Seconds per step if nothing else ran.
+        hidden: Whether it can overlap with computing.
         bound_inside: Whether faster links inside nodes would help more than faster ones between them, though the ranks
-            lie in several nodes.
+            span several nodes.
     """
 
     kind: str
@@ -121,7 +123,7 @@ class LinkTime:
 
 
 def links(plan: Plan) -> tuple[LinkTime, ...]:
-    """Return the collectives of a plan, longest first; of a pipeline's ranks the slowest counts."""
+    """Return the collectives of a plan, longest first; the slowest pipeline rank counts."""
     if plan.forecast is None:
         return ()
     known = plan.forecast.calibration or plan.forecast.cluster.calibration or fitted()
@@ -142,28 +144,30 @@ def links(plan: Plan) -> tuple[LinkTime, ...]:
 
 
 def _is_bound_inside(step: Step, traffic: Traffic, cluster: Cluster, known: Calibration) -> bool:
-    """A ring runs on both tiers of links at once, and waits for the slower: as seen by what each would do if faster."""
-
-    def faster(link: Link) -> Link:
-        return dataclasses.replace(link, bytes_per_s=2 * link.bytes_per_s)
-
-    inside = dataclasses.replace(cluster, intra=faster(cluster.intra))
-    between = dataclasses.replace(cluster, inter=faster(cluster.inter))
+    # A ring uses both tiers of links at once and waits for the slower one: find it by doubling the speed of each.
+    inside, between = with_faster_link(cluster, "intra"), with_faster_link(cluster, "inter")
     return seconds_of(step, traffic, inside, known) < seconds_of(step, traffic, between, known)
 
 
+def with_faster_link(cluster: Cluster, tier: str) -> Cluster:
+    """Return the cluster with links twice as fast, inside nodes (``intra``) or between them (``inter``)."""
+    link: Link = getattr(cluster, tier)
+    faster: Any = {tier: dataclasses.replace(link, bytes_per_s=2 * link.bytes_per_s)}
+    return dataclasses.replace(cluster, **faster)
+
+
 def slowest_link(plan: Plan, *, hidden: bool) -> LinkTime | None:
-    """Return the collective that takes longest, of those that can hide or of those that blocks wait for."""
+    """Return the longest collective, of those that can overlap with computing or of those that cannot."""
     return next((link for link in links(plan) if link.hidden == hidden and link.kind != "send"), None)
 
 
-# --- One plan as plain values.
+# --- Plans as plain values
 
 _OF_LINK = ("kind", "axis", "moment", "between_nodes", "bound_inside", "hidden")
 
 
 def plan_entry(plan: Plan) -> dict[str, Any]:
-    """One plan with all its figures."""
+    """Return a plan with all its figures as plain values."""
     return {
         "summary": short(plan),
         "strategy": json.loads(plan.strategy.to_json()),
@@ -182,7 +186,7 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
 
 
 def time_entry(plan: Plan) -> dict[str, Any] | None:
-    """Return the seconds and what follows from them; None where no cluster is known."""
+    """Return the seconds and the rates; None without a cluster."""
     known = plan.forecast
     if known is None:
         return None
@@ -216,13 +220,12 @@ def _memory(plan: Plan) -> dict[str, Any]:
                 "moment": peaks[rank].moment if peaks else None,
                 "allocated_bytes": peaks[rank].allocated_bytes if peaks else None,
                 "reserved_bytes": peaks[rank].reserved_bytes if peaks else None,
-                "moments": {name: _classes(held) for name, held in moments(step).items()},
+                "moments": {name: _nonzero(memory) for name, memory in moments(step).items()},
             }
             for rank, step in enumerate(steps)
         ],
     }
 
 
-def _classes(held: Any) -> dict[str, int]:
-    """Without what is empty."""
-    return {name: size for name, size in dataclasses.asdict(held).items() if size}
+def _nonzero(memory: Any) -> dict[str, int]:
+    return {name: size for name, size in dataclasses.asdict(memory).items() if size}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.cost import Cluster, Link
+from meshwright.cost import Cluster
 from meshwright.errors import MeshwrightError, readable_bytes
 from meshwright.methods import SAMPLED
 from meshwright.planner.explain.plan_figures import (
@@ -17,6 +18,7 @@ from meshwright.planner.explain.plan_figures import (
     price_per_billion_tokens,
     short,
     slowest_link,
+    with_faster_link,
     with_micro_batches,
 )
 from meshwright.planner.plans import (
@@ -34,20 +36,20 @@ from meshwright.planner.search.search_state import figure_of_plan
 from meshwright.runtime.lazy import paused_collection
 from meshwright.strategy import Strategy
 
-_TOLD = 0.02  # of the step: smaller parts are not worth a word
+_LEAST_SHARE = 0.02  # of the step: smaller parts are not mentioned
 _REFUSALS = 8
 _LABELS = dict(MEMORY_CLASSES)
 
 
 @dataclass(frozen=True)
 class Why:
-    """The reasons, as sentences.
+    """Reasons as sentences.
 
     Args:
-        chosen: What the first plan reaches and what binds it.
-        others: Of every other plan that fits, where it loses.
-        too_large: Of plans that do not fit, by how much and which memory.
-        refused: Strategies that cannot train this model here.
+        chosen: The speed of the first plan, and what limits it.
+        others: Where every other plan that fits loses.
+        too_large: By how much plans do not fit, and in which memory.
+        refused: Strategies that cannot train this model on this cluster.
     """
 
     chosen: tuple[str, ...]
@@ -60,24 +62,24 @@ def why(found: Found) -> Why:
     """Explain a search's result.
 
     Args:
-        found: With at least one plan, in the order of its objective.
+        found: The result, with at least one plan, in the order of its objective.
     """
     best = found.plans[0]
     intro = f"{short(best)} is the strategy given."
     if found.num_considered > 1 or len(found.plans) > 1:
-        looked = f" ({found.num_considered:,} strategies considered, {found.num_predicted:,} simulated)"
-        more = "" if found.is_complete else "; there are more that could be better"
-        intro = f"{short(best)} comes first{looked if found.num_considered else ''}{more}."
+        searched = f" ({found.num_considered:,} strategies considered, {found.num_predicted:,} simulated)"
+        more = "" if found.is_complete else "; not all strategies were considered"
+        intro = f"{short(best)} comes first{searched if found.num_considered else ''}{more}."
     return Why(
         chosen=(intro, *time_sentences(best), memory_sentence(best)),
-        others=_told_once((with_micro_batches(plan), against(plan, best)) for plan in found.plans[1:]),
+        others=_merged((with_micro_batches(plan), against(plan, best)) for plan in found.plans[1:]),
         too_large=tuple(f"{with_micro_batches(plan)}: {too_large(plan)}" for plan in found.too_large),
         refused=tuple(f"{strategy}: {reason}" for strategy, reason in found.refused[:_REFUSALS]),
     )
 
 
-def _told_once(lines: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Plans and their reasons; one line for plans of the same reason."""
+def _merged(lines: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Merge plans with the same reason into one line."""
     plans: dict[str, list[str]] = {}
     for plan, reason in lines:
         plans.setdefault(reason, []).append(plan)
@@ -85,25 +87,25 @@ def _told_once(lines: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def time_sentences(plan: Plan) -> tuple[str, ...]:
-    """Return how fast a plan is, and where its time goes; nothing where no cluster is known."""
+    """Describe a plan's speed, and where its time goes; nothing without a cluster."""
     if plan.forecast is None:
         return ()
     time, rate, used = plan.forecast.time, per_gpu(plan), mfu(plan)
-    said = [f"A step takes {seconds(time.step_time_s)}"]
+    speeds = [f"A step takes {seconds(time.step_time_s)}"]
     known = plan.forecast.samples_per_s
-    said.append(f"{number(known)} samples/s" if rate is None else f"{number(rate)} tokens/s per device")
-    said += [f"MFU {percent(used, 1)}"] if used is not None else []
+    speeds.append(f"{number(known)} samples/s" if rate is None else f"{number(rate)} tokens/s per device")
+    speeds += [f"MFU {percent(used, 1)}"] if used is not None else []
     parts = sorted(time_parts(time).items(), key=lambda part: -part[1])
     shares = [
         f"{percent(spent / time.step_time_s)} {part_name(part)}{_link(plan, part)}"
         for part, spent in parts
-        if spent > _TOLD * time.step_time_s
+        if spent > _LEAST_SHARE * time.step_time_s
     ]
-    return ", ".join(said) + ".", f"Of the step: {', '.join(shares)}."
+    return ", ".join(speeds) + ".", f"Of the step: {', '.join(shares)}."
 
 
 def _link(plan: Plan, part: str) -> str:
-    """Return the collective behind a part of the step."""
+    """Name the collective behind a part of the step."""
     if part not in ("inline_s", "exposed_s"):
         return ""
     link = slowest_link(plan, hidden=part == "exposed_s")
@@ -111,24 +113,24 @@ def _link(plan: Plan, part: str) -> str:
 
 
 def memory_sentence(plan: Plan) -> str:
-    """Return what a plan holds at its peak, when, and what is left."""
-    held = f"The peak is {_with_gaps(plan)}"
+    """Describe a plan's peak memory: how much, when, of what, and how much is left."""
+    text = f"The peak is {_with_gaps(plan)}"
     if plan.limit_bytes is not None:
         left = plan.limit_bytes - plan.needed_bytes
-        held += f" of the {readable_bytes(plan.limit_bytes)} that tensors can have"
-        held += f" ({readable_bytes(left)} left)" if left >= 0 else f" ({readable_bytes(-left)} too much)"
+        text += f" of the {readable_bytes(plan.limit_bytes)} of usable device memory"
+        text += f" ({readable_bytes(left)} left)" if left >= 0 else f" ({readable_bytes(-left)} too much)"
     when = f", {MOMENTS[plan.forecast.peak.moment]}" if plan.forecast is not None else ""
-    return f"{held}{when}: {_largest_classes(plan)}.{_on_host(plan)}"
+    return f"{text}{when}: {_largest_classes(plan)}.{_on_host(plan)}"
 
 
 def _on_host(plan: Plan) -> str:
-    """Return what offloading needs beside the device."""
+    """Describe the host memory that offloading needs."""
     if not plan.host_bytes:
         return ""
-    room = "see that it is there"
+    room = "make sure that it is available"
     if plan.host_limit_bytes is not None:
-        room = f"of the {readable_bytes(plan.host_limit_bytes)} that each can have of its node's"
-    return f" Host memory holds {readable_bytes(plan.host_bytes)} for every device: {room}."
+        room = f"of the {readable_bytes(plan.host_limit_bytes)} that its node has for each"
+    return f" Offloading needs {readable_bytes(plan.host_bytes)} of host memory per device: {room}."
 
 
 def _with_gaps(plan: Plan) -> str:
@@ -147,7 +149,7 @@ def _largest_classes(plan: Plan, most: int = 3) -> str:
 
 
 def too_large(plan: Plan) -> str:
-    """By how much a plan does not fit, and what takes the memory."""
+    """Describe by how much a plan does not fit, and what takes the memory."""
     if plan.fits_device and not plan.fits_host:
         return f"needs more host memory than there is: {plan.host_text()}"
     over = plan.needed_bytes - (plan.limit_bytes or 0)
@@ -156,7 +158,7 @@ def too_large(plan: Plan) -> str:
 
 
 def against(plan: Plan, best: Plan) -> str:
-    """Return where a plan loses against the first one, in one line."""
+    """Describe in one line where a plan loses against the first one."""
     if plan.forecast is None or best.forecast is None:
         return _memory_against(plan, best)
     ours, theirs = plan.forecast.time, best.forecast.time
@@ -172,11 +174,11 @@ def _slower(share: float) -> str:
 
 
 def _deltas(plan: Plan, deltas: dict[str, float], step_time_s: float) -> str:
-    told = [(part, delta) for part, delta in deltas.items() if abs(delta) > 1e-3 * step_time_s]
-    told.sort(key=lambda each: -abs(each[1]))
+    largest = [(part, delta) for part, delta in deltas.items() if abs(delta) > 1e-3 * step_time_s]
+    largest.sort(key=lambda each: -abs(each[1]))
     words = [
         f"{'+' if delta > 0 else '-'}{seconds(abs(delta))} {part_name(part)}{_link(plan, part) if delta > 0 else ''}"
-        for part, delta in told[:3]
+        for part, delta in largest[:3]
     ]
     return ", ".join(words) or "no part of the step differs by more than a thousandth"
 
@@ -189,34 +191,34 @@ def _memory_against(plan: Plan, best: Plan) -> str:
 
 
 def sentences(reasons: Why) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Return the reasons under their headings, without what is empty."""
+    """Return the reasons by heading, without empty ones."""
     every = (
         ("Why this plan", reasons.chosen),
         ("Why not the others", reasons.others),
         ("What does not fit", reasons.too_large),
-        ("What cannot be", reasons.refused),
+        ("What is refused", reasons.refused),
     )
     return [(heading, lines) for heading, lines in every if lines]
 
 
-# --- What would change the result: more devices, a larger batch, faster links, more memory.
+# --- What-if: more devices, a larger batch, faster links, more memory
 
 SubjectOf = Callable[[Cluster, int], Subject]
-"""Makes what plans are made for, on a cluster and for so many samples per step."""
+"""``subject_of(cluster, samples)`` returns the subject to predict for, with so many samples per step."""
 
-_NOTHING = 5e-4  # of the speed
-_FARTHEST = 2  # times as many devices: a step beyond need not be called the next
+_NOTHING = 5e-4  # relative change of speed that counts as none
+_FARTHEST = 2  # times the devices, up to which the next number of devices is tried
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One change of the circumstances.
+    """One change of the circumstances and its outcome.
 
     Args:
-        change: In words.
-        outcome: What it would do, in words.
-        plan: The best that was found then; None when nothing fits.
-        speed_up: Samples per second then over those now; None when nothing fits.
+        change: The change in words.
+        outcome: The outcome in words.
+        plan: The best plan under the change; None when nothing fits.
+        speed_up: Samples per second under the change over those now; None when nothing fits.
     """
 
     change: str
@@ -229,45 +231,42 @@ class WhatIf:
 def what_if(subject_of: SubjectOf, found: Found, objective: Objective = "tokens_per_s") -> tuple[WhatIf, ...]:
     """Predict the strategies that were found, and those that did not fit, under changed circumstances.
 
-    Nothing is searched anew: a strategy that no search has met is not met here either.
+    Nothing is searched again: only strategies that the search has found are considered.
 
     Args:
-        subject_of: Makes the subject for a cluster and a number of samples per step.
-        found: With at least one plan that has a forecast.
-        objective: What its plans are ranked by: the best then is the best by the same.
+        subject_of: Returns the subject for a cluster and a number of samples per step.
+        found: The result, with at least one plan that has a forecast.
+        objective: The objective that ranks its plans, and those under each change.
     """
     best = found.plans[0]
     if best.forecast is None:
         return ()
     cluster, samples = best.forecast.cluster, best.forecast.samples
 
-    def told(change: str, where: Cluster, number: int) -> WhatIf:
-        return _told(change, best, _best(_replanned(subject_of(where, number), found, number), objective))
+    def outcome(change: str, where: Cluster, number: int) -> WhatIf:
+        return _outcome(change, best, _best(_replanned(subject_of(where, number), found, number), objective))
 
     every = [_more_devices(subject_of, found, cluster, samples, objective)]
-    every.append(told(f"twice the batch, {2 * samples} samples", cluster, 2 * samples))
-    every += [told(words, faster, samples) for words, faster in _faster_links(cluster)]
+    every.append(outcome(f"twice the batch, {2 * samples} samples", cluster, 2 * samples))
+    every += [outcome(words, faster, samples) for words, faster in _faster_links(cluster)]
     roomier = dataclasses.replace(
         cluster, device=dataclasses.replace(cluster.device, memory_bytes=2 * cluster.device.memory_bytes)
     )
-    every.append(told("twice the memory on every device", roomier, samples))
+    every.append(outcome("twice the memory on every device", roomier, samples))
     return tuple(each for each in every if each is not None)
 
 
 def _faster_links(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    def faster(link: Link) -> Link:
-        return dataclasses.replace(link, bytes_per_s=2 * link.bytes_per_s)
-
     if cluster.num_devices > cluster.devices_per_node:
-        yield "links between nodes twice as fast", dataclasses.replace(cluster, inter=faster(cluster.inter))
+        yield "links between nodes twice as fast", with_faster_link(cluster, "inter")
     if min(cluster.num_devices, cluster.devices_per_node) > 1:
-        yield "links inside a node twice as fast", dataclasses.replace(cluster, intra=faster(cluster.intra))
+        yield "links inside a node twice as fast", with_faster_link(cluster, "intra")
 
 
 def _more_devices(
     subject_of: SubjectOf, found: Found, cluster: Cluster, samples: int, objective: Objective
 ) -> WhatIf | None:
-    """Return the next number of devices over which some strategy spreads the batch evenly."""
+    """Predict the next number of devices over which some strategy divides the batch evenly."""
     now, per_node = cluster.num_devices, cluster.devices_per_node
     whole_nodes = now % per_node == 0 and now > per_node
     for more in range(now + 1, _FARTHEST * now + 1):
@@ -277,29 +276,22 @@ def _more_devices(
         wider = (each for plan in _every(found) for each in _spread(plan, now, more, samples))
         plan = _best((_planned(subject, strategy, parts) for strategy, parts in wider), objective)
         if plan is not None:
-            return _told(f"{more} devices instead of {now}", found.plans[0], plan)
+            return _outcome(f"{more} devices instead of {now}", found.plans[0], plan)
     return None
 
 
 def _spread(plan: Plan, now: int, more: int, samples: int) -> Iterator[tuple[Strategy, int]]:
-    """A strategy with one axis of samples lengthened, where the batch divides evenly; as many samples at once."""
+    """Yield a strategy with one data-parallel axis enlarged, where the batch still divides evenly."""
     for axis, size in plan.step.axes:
         if axis not in SAMPLED or (more * size) % now:
             continue
         longer = more * size // now
         axes = [(name, longer if name == axis else length) for name, length in plan.step.axes]
-        replicas = _product(length for name, length in axes if name in SAMPLED)
+        replicas = math.prod(length for name, length in axes if name in SAMPLED)
         parts = {plan.step.num_micro_batches, max(1, round(plan.step.num_micro_batches * now / more))}
         for number_of_parts in sorted(parts):
             if samples % (replicas * number_of_parts) == 0:
                 yield plan.strategy.with_method(("parallel_mode", {"axes": axes})), number_of_parts
-
-
-def _product(sizes: Iterable[int]) -> int:
-    whole = 1
-    for size in sizes:
-        whole *= size
-    return whole
 
 
 def _replanned(subject: Subject, found: Found, samples: int) -> Iterator[Plan | None]:
@@ -309,7 +301,7 @@ def _replanned(subject: Subject, found: Found, samples: int) -> Iterator[Plan | 
 
 
 def _cuts(plan: Plan, samples: int) -> set[int]:
-    """As many micro-batches as before; of a larger batch, also as many more."""
+    """Return the same number of micro-batches, and for a larger batch also proportionally more."""
     before = plan.forecast.samples if plan.forecast is not None else samples
     return {plan.step.num_micro_batches, plan.step.num_micro_batches * max(1, samples // before)}
 
@@ -325,11 +317,10 @@ def _planned(subject: Subject, strategy: Strategy, num_micro_batches: int) -> Pl
     try:
         return subject.plan(strategy, num_micro_batches)
     except MeshwrightError:
-        return None  # what cannot be there is no answer
+        return None  # invalid under this change
 
 
 def _best(plans: Iterable[Plan | None], objective: Objective) -> Plan | None:
-    """Of those that fit."""
     fitting = [plan for plan in plans if plan is not None and plan.fits and plan.forecast is not None]
     return min(fitting, key=lambda plan: figure_of_plan(plan, objective), default=None)
 
@@ -338,7 +329,7 @@ def _samples_per_s(plan: Plan) -> float:
     return plan.forecast.samples_per_s if plan.forecast is not None else 0.0
 
 
-def _told(change: str, before: Plan, after: Plan | None) -> WhatIf:
+def _outcome(change: str, before: Plan, after: Plan | None) -> WhatIf:
     if after is None or after.forecast is None or before.forecast is None:
         return WhatIf(change, "none of these strategies fits then")
     faster = after.forecast.samples_per_s / before.forecast.samples_per_s
@@ -347,14 +338,11 @@ def _told(change: str, before: Plan, after: Plan | None) -> WhatIf:
     pair = (now, rate) if now is not None and rate is not None else (_samples_per_s(before), _samples_per_s(after))
     if abs(faster - 1) < _NOTHING and after.strategy == before.strategy:
         return WhatIf(change, "no difference", after, faster)
-    words = f"{number(pair[1])} {unit} instead of {number(pair[0])} ({_signed(faster - 1)})"
+    sign = "+" if faster >= 1 else "-"
+    words = f"{number(pair[1])} {unit} instead of {number(pair[0])} ({sign}{percent(abs(faster - 1), 1)})"
     words += f", {seconds(after.forecast.time.step_time_s)} a step"
     price, earlier = price_per_billion_tokens(after), price_per_billion_tokens(before)
     if price is not None and earlier is not None and abs(price / earlier - 1) > 1e-3:
         words += f", {price:,.0f} instead of {earlier:,.0f} USD per 1e9 tokens"
     words += "" if short(after) == short(before) else f"; best then: {short(after)}"
     return WhatIf(change, words, after, faster)
-
-
-def _signed(share: float) -> str:
-    return f"{'+' if share >= 0 else '-'}{percent(abs(share), 1)}"

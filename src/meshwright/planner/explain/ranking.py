@@ -1,4 +1,4 @@
-"""Plans for the terminal: the ranked table, and the reasons below it."""
+"""Lay out plans for the terminal: the ranked table, the reasons below it, and differences."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from meshwright.planner.explain.plan_reasons import WhatIf, Why, sentences
 from meshwright.planner.plans import MEMORY_CLASSES, Plan, number, part_name, percent, seconds
 
 _BINDS = {"tensor or sequence collectives": "blocks' collectives", "pipeline bubble": "bubble"}
-_TOLD_S = 1e-6
+_LEAST_S = 1e-6  # smaller differences are not shown
 _WIDE = 120
-_DISPENSABLE = ("per device", "allocated", "$/1e9 tokens", "batch")  # on narrow terminals, in this order
-_STRATEGY, _BINDING, _GAP = 34, 10, 2  # characters: a strategy in two or three lines, what binds, between columns
-_LEAST_STRATEGY, _LEAST_BINDING, _BETWEEN = 18, 7, 3  # the same where not even these leave room
+_DISPENSABLE = ("per device", "allocated", "$/1e9 tokens", "batch")  # left out on narrow terminals, in this order
+# Characters for a strategy in two or three lines, for what binds, and between columns; and the least of each.
+_STRATEGY, _BINDING, _GAP = 34, 10, 2
+_LEAST_STRATEGY, _LEAST_BINDING, _LEAST_GAP = 18, 7, 3
 _LABELS = dict(MEMORY_CLASSES)
 
 
 def ranked_table(plans: Sequence[Plan], title: str = "Plans", width: int = _WIDE) -> Table:
-    """One row for each plan, in the order given.
+    """Return a table with one row per plan, in the given order.
 
     Args:
         plans: The plans.
-        title: Above them.
-        width: Characters of a line; on narrow ones some columns are left out.
+        title: The title above them.
+        width: Characters per line; narrow tables have fewer columns.
     """
     return entries_table([plan_entry(plan) for plan in plans], title, width)
 
 
 def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", width: int = _WIDE) -> Table:
-    """Return the same of plans as ``--json`` has them."""
+    """Return the table of plans of ``--json``."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold", min_width=_LEAST_STRATEGY)
@@ -55,29 +56,29 @@ def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", wi
     limits = {entry["memory"]["limit_bytes"] for entry in entries}
     if len(limits) == 1 and None not in limits:
         limit = readable_bytes(limits.pop())
-        table.caption = f"a x b: a micro-batches of b samples; tensors can have {limit} of a device"
+        table.caption = f"a x b: a micro-batches of b samples; usable device memory: {limit}"
         table.caption_justify = "left"
     return table
 
 
 def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
     """Return the columns that leave room for a strategy."""
-    kept = dict(columns)
+    shown = dict(columns)
     for name in _DISPENSABLE:
-        if _taken(kept, _GAP) + _STRATEGY + _BINDING + 4 * _GAP <= width:
-            return kept
-        kept.pop(name, None)
-    while kept and _taken(kept, _BETWEEN) + _LEAST_STRATEGY + _LEAST_BINDING + 4 * _BETWEEN > width:
-        kept.pop("MFU" if "MFU" in kept else [*kept][-1])
-    return kept
+        if _width(shown, _GAP) + _STRATEGY + _BINDING + 4 * _GAP <= width:
+            return shown
+        shown.pop(name, None)
+    while shown and _width(shown, _LEAST_GAP) + _LEAST_STRATEGY + _LEAST_BINDING + 4 * _LEAST_GAP > width:
+        shown.pop("MFU" if "MFU" in shown else [*shown][-1])
+    return shown
 
 
-def _taken(columns: Mapping[str, Sequence[str]], gap: int) -> int:
+def _width(columns: Mapping[str, Sequence[str]], gap: int) -> int:
     return sum(max(map(len, (title, *cells))) + gap for title, cells in columns.items())
 
 
 def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the cells by column; a column without any is not shown."""
+    """Return the cells by column; empty columns are not shown."""
     tokens = any(_of(entry, "tokens_per_s") is not None for entry in entries)
     rate = "tokens/s" if tokens else "samples/s"
     figures: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -93,7 +94,9 @@ def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         found[name] = ["" if value is None else text(value) for value in values]
     for kind in ("allocated", "reserved"):
         found[kind] = [_most(entry, f"{kind}_bytes") for entry in entries]
-    found["memory"] = [] if any(found["reserved"]) else [_needed(entry) for entry in entries]
+    found["memory"] = (
+        [] if any(found["reserved"]) else [readable_bytes(entry["memory"]["needed_bytes"]) for entry in entries]
+    )
     return found
 
 
@@ -104,10 +107,6 @@ def _cut(entry: Mapping[str, Any]) -> str:
 def _most(entry: Mapping[str, Any], kind: str) -> str:
     sizes = [rank[kind] for rank in entry["memory"]["ranks"] if rank[kind] is not None]
     return readable_bytes(max(sizes)) if sizes else ""
-
-
-def _needed(entry: Mapping[str, Any]) -> str:
-    return readable_bytes(entry["memory"]["needed_bytes"])
 
 
 def _of(entry: Mapping[str, Any], figure: str) -> Any:
@@ -122,12 +121,12 @@ def _binds(entry: Mapping[str, Any]) -> str:
 
 
 def reasons(why: Why, what_ifs: Sequence[WhatIf] = (), most: int = 5) -> Group:
-    """Return the reasons under their headings; of the longer lists the first few.
+    """Lay out reasons under their headings, with the first few of longer lists.
 
     Args:
-        why: Of :func:`~meshwright.planner.explain.why`.
-        what_ifs: Of :func:`~meshwright.planner.explain.what_if`.
-        most: Lines under each heading.
+        why: Result of :func:`~meshwright.planner.explain.why`.
+        what_ifs: Result of :func:`~meshwright.planner.explain.what_if`.
+        most: Maximum number of lines under each heading.
     """
     parts: list[RenderableType] = []
     for heading, lines in sentences(why):
@@ -149,7 +148,7 @@ def _section(heading: str, lines: Iterable[str]) -> list[RenderableType]:
 
 
 def difference_table(difference: Difference) -> Group:
-    """Return the changes from one plan to another, with what each does, and the sums by part and by class."""
+    """Lay out the changes from one plan to another with their effects, and the sums by part and by class."""
     title = Text(f"From {difference.first}\n  to {difference.second}", style="italic")
     if not difference.changes:
         return Group(title, Text("no difference"))
@@ -163,7 +162,7 @@ def difference_table(difference: Difference) -> Group:
         table.add_row(Text("\n".join(difference.changes)), "", "")
     table.add_section()
     for part, delta in difference.seconds.items():
-        if abs(delta) > _TOLD_S:
+        if abs(delta) > _LEAST_S:
             table.add_row(part_name(part), _more_s(delta), "")
     table.add_section()
     for name, size in difference.num_bytes.items():

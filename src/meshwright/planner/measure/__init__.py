@@ -1,4 +1,4 @@
-"""What a real machine does: its kernels and links, and short runs of the best few plans."""
+"""Measurements on the real machine: its kernels and links, and short runs of the best few plans."""
 
 from typing import TYPE_CHECKING
 

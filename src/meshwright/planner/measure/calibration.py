@@ -1,4 +1,4 @@
-"""Measures a machine: its kernels, its links and what lies between, as a cluster that plans can be made for."""
+"""Measure a machine's kernels, links and training steps, as a cluster with a calibration for predictions."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ from meshwright.runtime import (
 
 FAMILY = "measured"
 _KERNEL_WINDOW_S, _LINK_WINDOW_S = 0.03, 0.03
-_DISTURBED = 1.1  # wall over CPU time from which other programs have taken part of the machine
+_DISTURBED = 1.1  # ratio of wall to CPU time from which other programs count as disturbing
 _DISK_BYTES = 2**26
 _ACCUMULATION = 3.0  # a further gradient and the sum are read, the sum is written
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A machine as it was measured.
+    """A measured machine.
 
     Args:
-        cluster: With its calibration.
-        clock: ``"cpu"`` where other programs kept a CPU busy: seconds are then those in which a process computed.
-        disturbed: Wall time over CPU time of the kernels, the median: 1 on an idle machine.
-        residuals: How far the model is off what was measured, by part.
-        samples: Everything that was timed, with what the model says of it: ``(part, label, measured, predicted)``.
-        notes: Where the figures come from.
+        cluster: The cluster with its calibration.
+        clock: ``"cpu"`` where other programs kept the CPU busy: seconds are then CPU time.
+        disturbed: Median ratio of wall to CPU time of the kernels: 1 on an idle machine.
+        residuals: Errors of the cost model by part.
+        samples: All timed samples: ``(part, label, measured, predicted)``, in seconds.
+        notes: Provenance of the figures.
     """
 
     cluster: Cluster
@@ -79,7 +79,7 @@ class Calibrated:
     notes: dict[str, Any]
 
     def document(self) -> dict[str, Any]:
-        """Return what a cluster file says of how it was made."""
+        """Return the provenance and the errors for the cluster file."""
         off = {
             each.part: {"samples": each.num_samples, "median": each.median, "worst": each.worst}
             for each in self.residuals
@@ -87,7 +87,7 @@ class Calibrated:
         return {**self.notes, "residuals": off}
 
     def figures(self) -> dict[str, str]:
-        """Return what was found out, for people, by the parts of the residuals."""
+        """Return the figures for people, by the parts of the residuals."""
         device, known = self.cluster.device, self.cluster.calibration
         assert known is not None
         efficiency, constants = known.of(FAMILY), known.constants
@@ -115,48 +115,48 @@ def calibrate(
 ) -> Calibrated:
     """Measure the devices of this world and the links between them in about a minute; collective.
 
-    All ranks measure at once, so that what they share, such as the memory's bandwidth on CPUs, counts. A rank alone
-    measures no links: those of its cluster are the usual ones.
+    All ranks measure at once, so that contention for shared resources counts, such as the memory's bandwidth on CPUs.
+    A single rank measures no links: its cluster has the default ones.
 
     Args:
-        scale: Of the time that each measurement takes.
-        clock: Which clock counts; None: the wall's, unless other programs keep the CPU busy.
-        on_progress: Called on every rank with what comes next, how many are done, and of how many.
+        scale: Factor on the time of each measurement.
+        clock: The clock that counts; None: wall time, unless other programs keep the CPU busy.
+        on_progress: Called on every rank with the next measurement's name, and the numbers done and in total.
 
     Returns:
-        The machine, alike on every rank; without ``init_distributed``, as one rank alone has it.
+        The machine, equal on every rank; without ``init_distributed``, that of a single rank.
     """
     now = settings()
     start_s = time.perf_counter()
-    tell = on_progress or (lambda what, done, total: None)
-    kernels, links = _measure(now, scale, tell)
+    report = on_progress or (lambda what, done, total: None)
+    kernels, links = _measure(now, scale, report)
     chosen, disturbed = _clock(kernels, now, clock)
     kernels = [_in_turn(each, now) for each in kernels]
     machine = _with_fp8(fit_kernels(kernels, _device(now), fitted().constants, chosen))
-    step_s = _of(small_step_s(now.device), chosen)
+    step_s = slowest(gather_objects(small_step_s(now.device))).of(chosen)
     constants = dataclasses.replace(
         machine.constants, step_s=step_s, accumulation=_ACCUMULATION, per_core=ranks_per_core(now.local_world_size)
     )
     known = fit_links(links, Links(_cluster(now, machine), machine.efficiency, constants), chosen)
     known = dataclasses.replace(known, constants=_overlapping(now, known, chosen))
-    tell("whole steps", 0, 1)
+    report("whole steps", 0, 1)
     known = dataclasses.replace(known, constants=constants_in_step(now, _calibrated(known), chosen, scale))
     cluster = dataclasses.replace(_calibrated(known), host_link=host_copies(now.device) or known.cluster.host_link)
     machine = Machine(cluster.device, known.efficiency, known.constants)
     residuals = (*kernel_residuals(kernels, machine, chosen), *link_residuals(links, known, chosen))
-    tell("", 1, 1)
+    report("", 1, 1)
     notes = _notes(now, chosen, disturbed, time.perf_counter() - start_s)
     return Calibrated(cluster, chosen, disturbed, residuals, _rows(kernels, links, machine, known, chosen), notes)
 
 
 def _measure(
-    now: Settings, scale: float, tell: Callable[[str, int, int], None]
+    now: Settings, scale: float, report: Callable[[str, int, int], None]
 ) -> tuple[list[Sample], list[LinkSample]]:
     tiers = tiers_of(now)
     total = num_probes(now.device) + len(tiers) * 5 * len(link_sizes(now.device))
     kernels: list[Sample] = []
     for sample in kernel_probes(now.device):
-        tell(sample.part, len(kernels), total)
+        report(sample.part, len(kernels), total)
         assert sample.run is not None
         how = time_of if sample.part == "gap" else cold_time_of
         timing = how(sample.run, now.device, window_s=_KERNEL_WINDOW_S * scale)
@@ -170,12 +170,12 @@ def _measure(
     for tier in tiers:
         for link in link_samples(tier, now.device, window_s=_LINK_WINDOW_S * scale):
             links.append(link)
-            tell(link.kind, len(kernels) + len(links), total)
+            report(link.kind, len(kernels) + len(links), total)
     return kernels, links
 
 
 def _in_turn(sample: Sample, now: Settings) -> Sample:
-    """As in a step where ranks take turns on a core: one short call alone is over before another's turn comes."""
+    """Scale wall time to that of a step in which ranks share a core: a short call ends before the others' turn."""
     turns = ranks_per_core(now.local_world_size)
     if sample.timing is None or turns == 1.0 or not tells_cpu_time(now.device):
         return sample
@@ -183,7 +183,7 @@ def _in_turn(sample: Sample, now: Settings) -> Sample:
 
 
 def _clock(samples: Sequence[Sample], now: Settings, wanted: Clock | None) -> tuple[Clock, float]:
-    """Return the clock that counts, and how far the two are apart beyond what our own ranks do to each other."""
+    """Return the clock that counts, and the ratio of wall to CPU time beyond the effect of our own ranks."""
     ratios = [each.timing.wall_s / each.timing.cpu_s for each in samples if each.timing is not None]
     disturbed = statistics.median(ratios) / ranks_per_core(now.local_world_size)
     if wanted is not None:
@@ -192,7 +192,7 @@ def _clock(samples: Sequence[Sample], now: Settings, wanted: Clock | None) -> tu
 
 
 def _with_fp8(machine: Machine) -> Machine:
-    """Return what is not measured, products in 8 bits, as the preset of the device has it; without one, as in half."""
+    """Take the rate of 8-bit products, which is not measured, from the device's preset; else that of half precision."""
     try:
         preset = find_device(machine.device.name)
     except ConfigError:
@@ -204,10 +204,6 @@ def _with_fp8(machine: Machine) -> Machine:
         device=dataclasses.replace(machine.device, fp8_flops_per_s=preset.fp8_flops_per_s),
         efficiency=dataclasses.replace(machine.efficiency, fp8=fitted().of(preset.efficiency).fp8),
     )
-
-
-def _of(timing: Any, clock: Clock) -> float:
-    return slowest(gather_objects(timing)).of(clock)
 
 
 def _device(now: Settings) -> Device:
@@ -229,7 +225,7 @@ def _cluster(now: Settings, machine: Machine) -> Cluster:
 
 
 def _overlapping(now: Settings, links: Links, clock: Clock) -> Constants:
-    """Return what collectives and computing beside each other cost one another."""
+    """Return the constants of how overlapping collectives and computing slow each other down."""
     constants = links.constants
     if world_size() == 1:
         return constants
@@ -248,7 +244,7 @@ def _calibrated(links: Links) -> Cluster:
 
 
 def disk_rates(folder: str | None = None) -> tuple[float, float]:
-    """Return the bytes per second of writing a file (until it is on the disk) and of reading it back, in a folder."""
+    """Return the bytes per second of writing a file in a folder (with fsync), and of reading it back."""
     data = os.urandom(2**20)
     with tempfile.TemporaryFile(dir=folder) as file:
         start_s = time.perf_counter()
@@ -257,7 +253,7 @@ def disk_rates(folder: str | None = None) -> tuple[float, float]:
         file.flush()
         os.fsync(file.fileno())
         written_s = time.perf_counter() - start_s
-        if hasattr(os, "posix_fadvise"):  # else it would be read from memory
+        if hasattr(os, "posix_fadvise"):  # otherwise the page cache would serve the reads
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         start_s = time.perf_counter()

@@ -8,24 +8,21 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from meshwright.cost import Cluster, Constants, Device, Efficiency, Link
-from meshwright.cost.device_time import Machine
-from meshwright.cost.traffic import Group, Network, collective_s
+from meshwright.cost.device_time import Group, Machine, Network, collective_s
 from meshwright.planner.measure.timing import Clock, LinkSample, Residual, Sample, fitted_factor, residual
 
 _NEVER_BINDS = 1e30  # a rate at which nothing takes time
-_CACHES = tuple(2**power for power in range(18, 25))  # bytes that a CPU's core may find in its caches
+_CACHES = tuple(2**power for power in range(18, 25))  # candidate cache sizes of a CPU core, in bytes
 
 
 def fit_kernels(samples: Sequence[Sample], device: Device, start: Constants, clock: Clock) -> Machine:
-    """Return the machine whose kernels take what was measured.
-
-    Its peaks are the best rates seen, and efficiencies below 1.
+    """Fit a machine to measured kernels: its peaks are the best measured rates, its efficiencies below 1.
 
     Args:
-        samples: Timed.
-        device: Its name and memory; all rates are replaced.
-        start: Constants that nothing here measures.
-        clock: Which of the two clocks counts.
+        samples: Timed samples.
+        device: Name and memory; all rates are replaced.
+        start: Constants that no sample measures.
+        clock: The clock that counts.
     """
     fitting = _Fitting(samples, clock)
     (chain,) = fitting.of("gap")
@@ -47,7 +44,7 @@ def fit_kernels(samples: Sequence[Sample], device: Device, start: Constants, clo
 
 
 def kernel_residuals(samples: Sequence[Sample], machine: Machine, clock: Clock) -> list[Residual]:
-    """Of every part, in the order of the samples."""
+    """Return the errors of every part, in the order of the samples."""
     parts = dict.fromkeys(sample.part for sample in samples)
     fitting = _Fitting(samples, clock)
     return [residual(part, fitting.pairs(part, _updating(machine) if part == "update" else machine)) for part in parts]
@@ -69,12 +66,12 @@ class _Fitting:
         return [(sample.predicted_s(machine), self.seconds(sample)) for sample in self.of(part)]
 
     def rate(self, part: str, machine: Machine, change: Callable[[float], Machine], **which: bool) -> Machine:
-        """Return the machine with the rate that fits a part; as it was where nothing was measured."""
+        """Return the machine with the rate that fits a part; unchanged where nothing was measured."""
         x = self._solve(self.of(part, **which), change(_NEVER_BINDS), change(1.0))
         return change(1 / x) if x > 0 else machine
 
     def factor(self, part: str, machine: Machine, change: Callable[[float], Machine]) -> Machine:
-        """Return the same for a constant that time is proportional to."""
+        """Return the machine with the constant that fits a part, where time is proportional to it."""
         return change(self._solve(self.of(part), change(0.0), change(1.0))) if self.of(part) else machine
 
     def _solve(self, samples: Iterable[Sample], without: Machine, with_one: Machine) -> float:
@@ -86,7 +83,7 @@ class _Fitting:
 
 
 def _fit_products(fitting: _Fitting, machine: Machine) -> Machine:
-    """Their rates, and on a CPU what each takes beside: in turns, each given the other."""
+    """Fit the rates of products, and on a CPU the seconds per product, in turns, each given the other."""
     for _ in range(12):
         known = machine
         machine = fitting.rate("fp32 products", known, lambda rate, now=known: _with_device(now, fp32_flops_per_s=rate))  # type: ignore[misc]
@@ -99,10 +96,7 @@ def _fit_products(fitting: _Fitting, machine: Machine) -> Machine:
 
 
 def _fit_memory(fitting: _Fitting, machine: Machine) -> Machine:
-    """Return the memory's rate.
-
-    And on a CPU, of the sizes that its cache may have, the one that fits best, with its rate.
-    """
+    """Fit the memory's rate, and on a CPU the best candidate cache size with its rate."""
     none = fitting.rate("memory", machine, lambda rate: _with_device(machine, bandwidth_bytes_per_s=rate))
     if not machine.device.name.startswith("CPU"):
         return none
@@ -112,20 +106,20 @@ def _fit_memory(fitting: _Fitting, machine: Machine) -> Machine:
         for _ in range(8):  # each rate given the other
             cached = fitting.rate("memory", whole, lambda rate, now=whole: _with_efficiency(now, cached=rate))  # type: ignore[misc]
             whole = fitting.rate("memory", cached, lambda rate, now=cached: _with_memory(now, rate))  # type: ignore[misc]
-        if whole.efficiency.cached >= 1:  # else it is noise that the sizes tell apart
+        if whole.efficiency.cached >= 1:  # a slower cache than memory would fit noise
             tried.append(whole)
     return min(tried, key=lambda each: sum((p / t - 1) ** 2 for p, t in fitting.pairs("memory", each)))
 
 
 def _with_memory(machine: Machine, rate: float) -> Machine:
-    """Return another rate of the memory, and the same of the cache."""
+    """Change the memory's rate, but not the cache's."""
     ratio = machine.device.bandwidth_bytes_per_s / rate
     changed = _with_device(machine, bandwidth_bytes_per_s=rate)
     return _with_efficiency(changed, cached=machine.efficiency.cached * ratio)
 
 
 def _fit_attention(fitting: _Fitting, machine: Machine) -> Machine:
-    """Return its rate in either precision, how that falls with the width of heads, and the rates of backward."""
+    """Fit attention's rates in either precision, forward and backward, and how they fall with narrower heads."""
     machine = _with_constants(machine, narrow=_narrow(fitting, machine))
     for dtype, suffix in (("half", ""), ("fp32", "_fp32")):
         for name, backward in ((f"attention{suffix}", False), (f"attention_backward{suffix}", True)):
@@ -139,10 +133,7 @@ def _fit_attention(fitting: _Fitting, machine: Machine) -> Machine:
 
 
 def _narrow(fitting: _Fitting, machine: Machine) -> float:
-    """Return the exponent by which narrower heads are slower, from the mean rates of two widths.
-
-    As it was without them.
-    """
+    """Return the exponent by which narrower heads are slower, from the mean rates of two widths if there are two."""
     rates: dict[int, list[float]] = {}
     for sample in fitting.of("fp32 attention", backward=False) + fitting.of("half attention", backward=False):
         peak = machine.device.peak_flops_per_s(sample.op.dtype)
@@ -155,7 +146,7 @@ def _narrow(fitting: _Fitting, machine: Machine) -> float:
 
 
 def _as_fractions(fitting: _Fitting, machine: Machine) -> Machine:
-    """Return the same machine with peaks that were reached, and efficiencies below them."""
+    """Return the same machine with the best measured rates as peaks, and efficiencies below them."""
     best = max(s.op.flops * (3 if s.backward else 1) / fitting.seconds(s) for s in fitting.of("fp32 products"))
     largest = max(s.op.num_bytes for s in fitting.of("memory"))
     streamed = max(s.op.num_bytes / fitting.seconds(s) for s in fitting.of("memory") if s.op.num_bytes == largest)
@@ -182,7 +173,7 @@ def _as_fractions(fitting: _Fitting, machine: Machine) -> Machine:
 
 
 def _updating(machine: Machine) -> Machine:
-    """Return the machine as the update meets it: ``cost.update`` divides by both."""
+    """Return the machine at the update, where ``cost.update`` divides by both efficiencies."""
     return _with_efficiency(machine, memory=machine.efficiency.memory * machine.efficiency.update)
 
 
@@ -198,17 +189,16 @@ def _with_efficiency(machine: Machine, **changes: float) -> Machine:
     return dataclasses.replace(machine, efficiency=dataclasses.replace(machine.efficiency, **changes))
 
 
-# --- From the seconds of collectives to links: what a call and a hop take, and the rate of every kind.
+# --- Links: seconds per call and per hop, and the rate of every kind of collective
 
-_NEVER_BINDS_of_fit_links = 1e30
-_MIN_S = 1e-7  # files know no link without latency
-_SMALL_BYTES = 2**15  # of messages that tell what a collective costs beside its bytes
+_MIN_S = 1e-7  # cluster files allow no link without latency
+_SMALL_BYTES = 2**15  # up to this size messages measure latency, not bandwidth
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What collectives take on a cluster."""
+    """A cluster with the efficiency and constants of its collectives."""
 
     cluster: Cluster
     efficiency: Efficiency
@@ -216,11 +206,11 @@ class Links:
 
     @property
     def network(self) -> Network:
-        """As the cost model knows it."""
+        """Return the network of the cost model."""
         return Network(self.cluster, self.efficiency, self.constants)
 
     def predicted_s(self, sample: LinkSample) -> float:
-        """Return what the cost model says of a sample."""
+        """Return the cost model's seconds for a sample."""
         return collective_s(sample.kind, sample.num_bytes, self._group(sample), self.network)
 
     def _group(self, sample: LinkSample) -> Group:
@@ -232,10 +222,10 @@ class Links:
 
 
 def fit_links(samples: Sequence[LinkSample], start: Links, clock: Clock) -> Links:
-    """Return the links whose collectives take what was measured; as they were, where nothing was.
+    """Fit links to measured collectives; tiers without samples stay unchanged.
 
-    Kinds share what a call and a hop take. They differ in the rate they reach, of which the best is the link's own;
-    those of the nodes' own links count between nodes, too, where both were measured.
+    Kinds of collectives share the seconds per call and per hop. They differ in their rates, of which the best is the
+    link's own; the ratios inside nodes hold between nodes, too, where both were measured.
     """
     links = start
     for tier in ("intra", "inter"):
@@ -246,7 +236,7 @@ def fit_links(samples: Sequence[LinkSample], start: Links, clock: Clock) -> Link
 
 
 def link_residuals(samples: Sequence[LinkSample], links: Links, clock: Clock) -> list[Residual]:
-    """By tier and kind."""
+    """Return the errors by tier and kind."""
     keys = dict.fromkeys((sample.tier, sample.kind) for sample in samples)
     return [
         residual(
@@ -258,9 +248,10 @@ def link_residuals(samples: Sequence[LinkSample], links: Links, clock: Clock) ->
 
 
 def _fit_tier(tier: str, samples: Sequence[LinkSample], links: Links, clock: Clock, *, first: bool) -> Links:
-    links = _with_link(links, tier, Link(_NEVER_BINDS_of_fit_links, _MIN_S))
+    links = _with_link(links, tier, Link(_NEVER_BINDS, _MIN_S))
     if first:
-        links = dataclasses.replace(links, efficiency=_equal_kinds(links.efficiency))
+        equal = dataclasses.replace(links.efficiency, **dict.fromkeys(_KINDS, 1.0))
+        links = dataclasses.replace(links, efficiency=equal)
     links = dataclasses.replace(
         links,
         efficiency=dataclasses.replace(links.efficiency, **{tier: 1.0}),
@@ -272,7 +263,7 @@ def _fit_tier(tier: str, samples: Sequence[LinkSample], links: Links, clock: Clo
     large = [sample for sample in samples if sample.num_bytes > _SMALL_BYTES]
     rates = {kind: _rate(tier, [s for s in large if s.kind == kind], links, clock) for kind in _KINDS}
     known = {kind: rate for kind, rate in rates.items() if rate is not None}
-    if not first:  # the kinds' fractions are known: the link has the rate at which most of them fit
+    if not first:  # the fractions of the kinds are known: take the median of the rates
         return _with_link(links, tier, Link(statistics.median(known.values()), _link(links, tier).latency_s))
     best = max(known.values())
     fractions = {kind: rate / best for kind, rate in known.items()}
@@ -281,31 +272,28 @@ def _fit_tier(tier: str, samples: Sequence[LinkSample], links: Links, clock: Clo
 
 
 def _fit_latency(tier: str, samples: Iterable[LinkSample], links: Links, clock: Clock, *, calls: bool) -> Links:
-    """Return what a call takes (where it is not known yet) and a hop.
-
-    Least squares of relative errors of small messages.
-    """
+    """Fit the seconds per hop, and per call with ``calls``, by least squares of relative errors of small messages."""
     small = [s for s in samples if s.num_bytes <= _SMALL_BYTES and s.kind != "reduce_scatter"]
     without = _with_call(links, 0.0)
-    for _ in range(20):  # in turns, each given the other, neither below nothing: they converge at once
+    for _ in range(20):  # in turns, each given the other, and neither negative: they converge at once
         if calls:
             terms = [
                 (without.predicted_s(s), _with_call(without, 1.0).predicted_s(s) - without.predicted_s(s), s)
                 for s in small
             ]
             links = _with_call(links, fitted_factor((fixed, one, s.timing.of(clock)) for fixed, one, s in terms))
-        still = _with_link(links, tier, Link(_NEVER_BINDS_of_fit_links, 0.0))
-        hop = _with_link(links, tier, Link(_NEVER_BINDS_of_fit_links, 1.0))
+        still = _with_link(links, tier, Link(_NEVER_BINDS, 0.0))
+        hop = _with_link(links, tier, Link(_NEVER_BINDS, 1.0))
         latency = fitted_factor(
             (still.predicted_s(s), hop.predicted_s(s) - still.predicted_s(s), s.timing.of(clock)) for s in small
         )
-        links = _with_link(links, tier, Link(_NEVER_BINDS_of_fit_links, max(latency, _MIN_S)))
+        links = _with_link(links, tier, Link(_NEVER_BINDS, max(latency, _MIN_S)))
         without = _with_call(links, 0.0)
     return links
 
 
 def _with_slow_start(samples: Iterable[LinkSample], links: Links, clock: Clock) -> Links:
-    """Return what small reduce-scatters, and small sends, take beyond other collectives of their hops."""
+    """Fit the seconds by which small reduce-scatters, and small sends, exceed other collectives of their hops."""
 
     def beyond(kind: str) -> float:
         small = [s for s in samples if s.num_bytes <= _SMALL_BYTES and s.kind == kind]
@@ -322,13 +310,9 @@ def _rate(tier: str, samples: Sequence[LinkSample], links: Links, clock: Clock) 
     latency = _link(links, tier).latency_s
     one = _with_link(links, tier, Link(1.0, latency))
     terms = [(links.predicted_s(s), one.predicted_s(s) - links.predicted_s(s), s.timing.of(clock)) for s in samples]
-    # Small messages are all call and hops: an error there must not pass for bytes.
+    # Small messages are dominated by call and hops, whose errors must not count as bytes.
     x = fitted_factor(each for each in terms if each[0] < each[2] / 2)
     return 1 / x if x > 0 else None
-
-
-def _equal_kinds(efficiency: Efficiency) -> Efficiency:
-    return dataclasses.replace(efficiency, **dict.fromkeys(_KINDS, 1.0))
 
 
 def _with_call(links: Links, seconds: float) -> Links:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.bandwidth import BENCHMARK_OPS, benchmark_operation
 from meshwright.comm.transport import Members, members_of
@@ -21,15 +20,16 @@ from meshwright.methods.base import half_dtype, torch_dtype
 from meshwright.planner.measure.timing import LinkSample, Sample, Timing, slowest, time_of, time_together, together
 from meshwright.planner.trace.aten_kernels import kernels_of
 from meshwright.runtime import Settings, gather_objects, synchronize_device, world_size
+from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 
-# Of an fp32 element as ``cost.update`` counts them: weight and two states read and written, the gradient three times.
+# Per fp32 element, as ``cost.update`` counts: weight and two states read and written, the gradient three times.
 UPDATE_BYTES = 36
 _CHAIN = 32  # kernels
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the kernels, by device."""
+    """Sizes of the kernels on one type of device."""
 
     products: tuple[tuple[int, int, int], ...]  # m, n, k
     moved: tuple[int, ...]  # elements
@@ -60,7 +60,7 @@ _ON_CUDA = Sizes(
 
 
 def kernel_probes(device: torch.device) -> Iterator[Sample]:
-    """Every kernel to time, made one at a time: their tensors live no longer than the sample."""
+    """Yield the kernels to time one by one, so that their tensors live no longer than each sample."""
     sizes = _ON_CUDA if device.type == "cuda" else _ON_CPU
     yield _gaps(device)
     yield from _moves(sizes, device)
@@ -73,13 +73,13 @@ def kernel_probes(device: torch.device) -> Iterator[Sample]:
 
 
 def num_probes(device: torch.device) -> int:
-    """Return how many there are."""
+    """Return the number of kernels to time."""
     sizes, dtypes = _ON_CUDA if device.type == "cuda" else _ON_CPU, len(_dtypes(device))
     return 2 + 5 * len(sizes.moved) + 2 * dtypes * (len(sizes.products) + len(sizes.attention))
 
 
 def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """On CUDA without bf16 (before Ampere), half precision is fp16."""
+    # On CUDA without bf16 (before Ampere), half precision is fp16.
     return torch.float32, torch_dtype(half_dtype(device))
 
 
@@ -88,10 +88,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _gaps(device: torch.device) -> Sample:
-    """Return the kernels so small that only launching them takes time.
+    """Return a sample of kernels so small that only launching them takes time.
 
-    On a CPU those of a transformer's block, forward and backward: views, modules and autograd's records take time
-    there, too. On CUDA the host keeps all that ahead of the device, as it does in training.
+    On a CPU these are the kernels of a transformer block, forward and backward: views, modules and autograd's records
+    take time there, too. On CUDA the host runs ahead of the device with all that, as in training.
     """
     if device.type == "cuda":
         x = torch.ones(16, device=device)
@@ -113,7 +113,7 @@ def _gaps(device: torch.device) -> Sample:
 
 
 class SmallBlock(nn.Module):
-    """A pre-norm transformer block of next to no arithmetic."""
+    """A pre-norm transformer block with almost no arithmetic."""
 
     width = 16
 
@@ -125,7 +125,7 @@ class SmallBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Attention of two heads, and the MLP."""
+        """Apply attention with two heads, and the MLP."""
         batch, tokens, width = x_BTD.shape
         qkv = self.qkv(self.norms[0](x_BTD)).view(batch, tokens, 3, 2, width // 2)
         attended = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0), is_causal=True)  # type: ignore[misc]
@@ -135,7 +135,7 @@ class SmallBlock(nn.Module):
 
 
 class _Kernels(TorchDispatchMode):
-    """Counts them as the profile of a model does."""
+    """Counts kernels as a model's trace does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def _with_backward(function: Callable[..., torch.Tensor], inputs: tuple[torch.Te
     return lambda: torch.autograd.grad(function(*inputs), inputs, upstream)
 
 
-# --- The collectives that a calibration runs: by kind and size, inside nodes and between them.
+# --- Collectives, by kind and size, inside nodes and between them
 
 _SIZES_CPU = (2**8, 2**14, 2**18, 2**20, 2**22, 2**24)
 _SIZES_CUDA = (2**10, 2**16, 2**20, 2**23, 2**26, 2**28)
@@ -223,14 +223,14 @@ _SIZES_CUDA = (2**10, 2**16, 2**20, 2**23, 2**26, 2**28)
 
 @dataclass(frozen=True)
 class Tier:
-    """The ranks that one tier of links joins, as one of them sees it."""
+    """The ranks that one tier of links joins, seen from one of them."""
 
     name: str
     members: Members
 
 
 def tiers_of(settings: Settings) -> list[Tier]:
-    """Return the ranks of this node, and those of equal number on all nodes; empty for a rank alone. Collective."""
+    """Return the ranks of this node, and those of equal local rank on all nodes; none for one rank. Collective."""
     local, world = settings.local_world_size, world_size()
     if world == 1:
         return []
@@ -242,12 +242,12 @@ def tiers_of(settings: Settings) -> list[Tier]:
 
 
 def link_sizes(device: torch.device) -> tuple[int, ...]:
-    """Return the bytes of the messages."""
+    """Return the sizes of the messages in bytes."""
     return _SIZES_CUDA if device.type == "cuda" else _SIZES_CPU
 
 
 def link_samples(tier: Tier, device: torch.device, *, window_s: float) -> Iterator[LinkSample]:
-    """Time every kind in every size; collective. Yields the slowest rank's times, alike on every rank."""
+    """Time every kind of collective in every size; collective. Yields the slowest rank's times, equal on every rank."""
     size = tier.members.size
     for op in BENCHMARK_OPS:
         for num_bytes in link_sizes(device):
@@ -258,16 +258,16 @@ def link_samples(tier: Tier, device: torch.device, *, window_s: float) -> Iterat
             yield LinkSample(tier.name, kind, message.nbytes, timing)
 
 
-# --- What is neither a kernel nor a collective alone: both at once, copies to the host, a step of next to nothing.
+# --- Computing beside a collective, copies to the host, and a minimal step
 
 _COPY_BYTES = (2**16, 2**28)
 _TINY_PARAMETERS = 24
 
 
 def beside_collective(device: torch.device, rounds: int = 5) -> tuple[float, float, float]:
-    """Return the seconds of matrix products alone, of an all-reduce alone, and of both begun together; collective.
+    """Return the seconds of matrix products alone, of an all-reduce alone, and of both at once; collective.
 
-    The products take about as long as the all-reduce, so that each runs beside the other for most of its time.
+    The products take about as long as the all-reduce, so that they overlap most of the time.
     """
     cuda = device.type == "cuda"
     size, numel = (4096, 2**26) if cuda else (512, 2**21)
@@ -298,12 +298,12 @@ def beside_collective(device: torch.device, rounds: int = 5) -> tuple[float, flo
 
 
 def _fastest(times: list[float]) -> float:
-    """Of several turns, as the slowest rank saw each."""
+    """Return the fastest of several turns, each on its slowest rank."""
     return min(max(of_one) for of_one in zip(*gather_objects(times), strict=True))
 
 
 def host_copies(device: torch.device) -> Link | None:
-    """Return the link between a CUDA device and pinned host memory, the slower direction; None on a CPU. Collective."""
+    """Return the link from a CUDA device to pinned host memory in its slower direction; None on a CPU. Collective."""
     if device.type != "cuda":
         return None
     times = []
@@ -319,7 +319,7 @@ def host_copies(device: torch.device) -> Link | None:
 
 
 def small_step_s(device: torch.device) -> Timing:
-    """A step's work that does not grow with the model: the optimizer's and the clipping's calls, reading the loss."""
+    """Time a step's work that does not grow with the model: calls of optimizer and clipping, reading the loss."""
     parameters = [torch.nn.Parameter(torch.ones(8, device=device)) for _ in range(_TINY_PARAMETERS)]
     optim = torch.optim.AdamW(parameters, fused=True)
 

@@ -1,6 +1,6 @@
-"""One candidate in processes of its own: ``python -m meshwright.planner.measure.candidate FOLDER``.
+"""Run one candidate in its own processes: ``python -m meshwright.planner.measure.dry_run_worker FOLDER``.
 
-Without ranks it starts them; as a rank it builds the caller's training step and times it.
+Outside of a launcher it starts the ranks; as a rank it builds the caller's training step and times it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from meshwright.runtime import init_distributed, rank, settings, shutdown_distri
 from meshwright.runtime.launch import inside_launcher, launch
 from meshwright.strategy import Strategy
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def main(folder: Path) -> int:
-    """Run what ``request.json`` asks for; the result, or the error of a rank, is written beside it."""
+    """Run what ``request.json`` asks for, and write the result, or the error of a rank, beside it."""
     request = json.loads((folder / "request.json").read_text())
     if not inside_launcher():
         return launch(["-m", "meshwright.planner.measure.dry_run_worker", str(folder)], request["nproc"])
@@ -46,9 +46,9 @@ def main(folder: Path) -> int:
 
 
 def _end_with(launcher: int) -> None:
-    """End this rank once its launcher is gone: ranks are sessions of their own, and nobody else would end them."""
+    """End this rank once its launcher is gone: signals to the launcher do not reach ranks, which are new sessions."""
     while os.getppid() == launcher:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     os._exit(1)
 
 

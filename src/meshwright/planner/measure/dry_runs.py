@@ -24,7 +24,7 @@ from meshwright.planner.plans import Plan
 from meshwright.runtime import gather_objects, synchronize_device
 
 NUM_CANDIDATES, FIRST_STEPS, WARMUP_STEPS = 6, 3, 1
-LEAST_ROUNDS = 3  # of the last two: a few steps alone do not tell which is faster
+LEAST_ROUNDS = 3  # rounds of the last two: a few steps alone do not show which is faster
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Outcome:
     """One run of one candidate.
 
     Args:
-        times_s: Seconds of every step that was timed, each as long as on the slowest rank; none where it failed.
-        seconds: From its start to its end.
-        error: Why there are none.
-        timed_out: Whether its time was up before it had run all of its steps.
+        times_s: Seconds of every timed step on the slowest rank; none where it failed.
+        seconds: Duration of the whole run.
+        error: Why there are no times.
+        timed_out: Whether its time was up before all of its steps.
     """
 
     times_s: tuple[float, ...]
@@ -45,8 +45,8 @@ class Outcome:
 
 
 RunCandidate = Callable[[Plan, int, float], Outcome]
-"""``run(plan, num_steps, time_limit_s)``: trains a few steps under the plan. It never raises for what the plan does,
-and ends in time as far as it can: with the steps that it has timed by then."""
+"""``run(plan, num_steps, time_limit_s)`` trains a few steps under the plan. It never raises for what the plan does, and
+ends in time if it can, with the steps that it has timed until then."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Measured:
     """A plan that has run.
 
     Args:
-        plan: As predicted.
-        times_s: Of every step that it ran, in all rounds; none: it failed, or its time was up before.
-        num_rounds: It was in.
-        error: Why there are none.
+        plan: The plan with its prediction.
+        times_s: Seconds of every step in all rounds; none if it failed, or its time was up before.
+        num_rounds: Rounds that it took part in.
+        error: Why there are no times.
     """
 
     plan: Plan
@@ -67,12 +67,12 @@ class Measured:
 
     @property
     def step_time_s(self) -> float | None:
-        """Return the median."""
+        """Return the median of the steps; None: none ran."""
         return statistics.median(self.times_s) if self.times_s else None
 
     @property
     def num_steps(self) -> int:
-        """That were timed."""
+        """Return the number of timed steps."""
         return len(self.times_s)
 
 
@@ -86,13 +86,14 @@ def measure(
 ) -> list[Measured]:
     """Run the first few plans and return those that ran, the fastest first and failed ones last.
 
-    In a world of several ranks all call it alike, and rank 0's clock decides for all.
+    In a world of several ranks it is collective, and rank 0's clock decides for all.
 
     Args:
         plans: Best first, by prediction.
-        run_candidate: Runs one.
+        run_candidate: Runs one plan.
         time_limit: Seconds for all of them together.
-        num_candidates: So many plans of the list at most.
+        num_candidates: Maximum number of plans to run.
+        clock: Seconds of a monotonic clock.
 
     Raises:
         ConfigError: When the limit is too short for one candidate, saying how long one takes.
@@ -118,10 +119,10 @@ def measure(
 
 
 def check_time_limit(time_limit: float | None) -> None:
-    """Refuse what is not a duration; None is no limit and nothing to measure.
+    """Refuse a time limit that is no duration; None is no limit.
 
     Raises:
-        ConfigError: Saying what it is.
+        ConfigError: Naming the value.
     """
     if time_limit is None:
         return
@@ -137,16 +138,19 @@ def check_time_limit(time_limit: float | None) -> None:
 def step_times(
     step: Callable[[], Any], num_steps: int, device: torch.device, time_limit: float = math.inf
 ) -> tuple[float, ...]:
-    """Return the seconds of so many steps, after one that warms up; each as long as on the slowest rank. Collective.
+    """Time steps on the slowest rank, after one warm-up step; collective.
 
     Ranks begin every step together. They end early, all after the same step, when the first rank's time is up or would
-    be after another step: a step itself, which ranks are in the midst of, is not broken off.
+    be up after another step. A running step is not interrupted.
 
     Args:
-        step: Trains one.
-        num_steps: To be timed.
-        device: Of this rank.
-        time_limit: Seconds from now on.
+        step: Trains one step.
+        num_steps: Steps to time.
+        device: This rank's device.
+        time_limit: Seconds from now.
+
+    Returns:
+        Seconds of each step.
     """
     times: list[float] = []
     end_s = time.perf_counter() + time_limit
@@ -155,7 +159,7 @@ def step_times(
         if over:
             break
         took = _seconds_of(step, device)
-        next_s = took if index >= WARMUP_STEPS else 0.0  # the first is no measure of the others
+        next_s = took if index >= WARMUP_STEPS else 0.0  # warm-up steps are slower
         every = gather_objects((took, time.perf_counter() + next_s > end_s))
         over = every[0][1]
         if index >= WARMUP_STEPS:
@@ -172,7 +176,7 @@ def _seconds_of(step: Callable[[], Any], device: torch.device) -> float:
 
 
 class _Halving:
-    """The rounds: what ran, what it took, and whether there is time for more."""
+    """Rounds of successive halving within a time limit."""
 
     def __init__(self, run: RunCandidate, deadline_s: float, clock: Callable[[], float]) -> None:
         self._run, self._deadline_s, self._clock = run, deadline_s, clock
@@ -180,7 +184,7 @@ class _Halving:
         self._last: dict[int, Outcome] = {}
 
     def round(self, plans: Sequence[Plan], num_steps: int) -> bool:
-        """Run each; False when time was up before all had run."""
+        """Run every plan; return False when time was up before all had run."""
         for place, plan in enumerate(plans, start=1):
             left_s = gather_objects(self._deadline_s - self._clock())[0]
             if self._known and (left_s <= 0 or self._estimate_s(plan, num_steps) > left_s):
@@ -193,14 +197,14 @@ class _Halving:
         return True
 
     def faster_half(self, plans: Sequence[Plan], at_least: int = 1) -> list[Plan]:
-        """Of those that did not fail."""
+        """Return the faster half of the plans that did not fail."""
         ran = [plan for plan in plans if self._known[id(plan)].step_time_s is not None]
         ran.sort(key=lambda plan: self._known[id(plan)].step_time_s or 0.0)
         return ran[: max((len(plans) + 1) // 2, at_least)] if len(plans) > 1 else []
 
     @property
     def results(self) -> list[Measured]:
-        """Return those that went through more rounds are faster."""
+        """Return all results, the fastest first: plans that survived more rounds count as faster."""
         return sorted(
             self._known.values(),
             key=lambda each: (each.step_time_s is None, -each.num_rounds, each.step_time_s or 0.0),
@@ -208,7 +212,7 @@ class _Halving:
 
     @property
     def too_short_s(self) -> float | None:
-        """Return where time was up before any had run a step: the least that one took until then."""
+        """Return the shortest duration of a candidate, if time was up before any had run a step; else None."""
         if any(each.times_s for each in self._known.values()):
             return None
         return min((each.seconds for each in self._last.values() if each.timed_out), default=None)
@@ -217,14 +221,14 @@ class _Halving:
         before = self._known.get(id(plan))
         self._last[id(plan)] = outcome
         if before is not None and outcome.timed_out and not outcome.times_s:
-            return  # what its shorter run has shown still holds
+            return  # the times of its shorter run still hold
         failed = not outcome.times_s
         times, rounds = (before.times_s, before.num_rounds) if before is not None else ((), 0)
         every = () if failed else (*times, *outcome.times_s)
         self._known[id(plan)] = Measured(plan, every, rounds + 1, outcome.error if failed else None)
 
     def _estimate_s(self, plan: Plan, num_steps: int) -> float:
-        """Return what the next run takes, from its own last one or from those of others; equal on every rank."""
+        """Estimate the next run's seconds from its own last run, or from those of others; equal on every rank."""
         last, known = self._last.get(id(plan)), self._known.get(id(plan))
         if last is None or known is None or known.step_time_s is None:
             took = [each.seconds for each in self._last.values()]
@@ -233,17 +237,17 @@ class _Halving:
         return float(gather_objects(seconds)[0])
 
 
-# --- The plan to train under, found by running the best few.
+# --- The plan to train under
 
 
 def measured_best(
     plans: Sequence[Plan], run_candidate: RunCandidate, time_limit: float
 ) -> tuple[Plan, str, list[Measured]]:
-    """Return the plan that was fastest, and one line that says so; see :func:`measure`.
+    """Return the fastest plan, one line about the choice, and all results; see :func:`measure`.
 
     Args:
         plans: Best first, by prediction.
-        run_candidate: Runs one.
+        run_candidate: Runs one plan.
         time_limit: Seconds for all of them together.
 
     Raises:
@@ -263,7 +267,7 @@ def measured_best(
 
 
 def _reason(results: Sequence[Measured], num_plans: int) -> str:
-    """Say over how many steps each was timed: what fell out early may have a smaller figure, by chance."""
+    # A plan that was dropped early may have the smaller figure by chance, hence the numbers of steps.
     best = results[0]
     ran = "; ".join(
         f"{each.plan.strategy} "
@@ -278,26 +282,26 @@ def _reason(results: Sequence[Measured], num_plans: int) -> str:
     )
 
 
-# --- Candidates in processes of their own: whatever becomes of them, this process lives on and knows it.
+# --- Candidates in their own processes, whose failure does not affect this one
 
-# From being asked to being killed. The launcher would give its ranks half a minute; there is nothing that they could
-# save, and each one ends when its launcher is gone.
+# Seconds between SIGTERM and SIGKILL. The launcher would give its ranks half a minute, but they have nothing to save,
+# and each ends when its launcher is gone.
 _STOP_S = 3.0
-_OF_RANKS = 0.95  # of the time, for their own: the rest is for ending them, before they are killed
+_OF_RANKS = 0.95  # fraction of the time for the ranks' work: the rest is for ending them before they are killed
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_in_processes(entry: str, *, nproc: int, folder: Path | None = None) -> RunCandidate:
-    """Run candidates as ``nproc`` ranks on this machine, started anew for each.
+    """Return a function that runs each candidate as ``nproc`` new ranks on this machine.
 
-    Not for a process that is a rank itself: its ranks live already, and hold the devices.
+    A process that is a rank itself must not use it: its world exists already, and occupies the devices.
 
     Args:
         entry: ``"package.module:function"`` or ``"file.py:function"``. Every rank calls
             ``function(strategy, num_micro_batches)`` after ``init_distributed``; it returns a function that trains one
             step, such as ``lambda: accelerated.step(batch)``.
-        nproc: Ranks.
-        folder: Where ranks write what they find out; None: a temporary one.
+        nproc: Number of ranks.
+        folder: Folder for the ranks' results; None: a temporary one.
     """
 
     def run(plan: Plan, num_steps: int, time_limit: float) -> Outcome:
@@ -332,12 +336,12 @@ def _run(plan: Plan, num_steps: int, time_limit: float, entry: str, nproc: int, 
     if status != 0 or not result.exists():
         return Outcome((), seconds, _why(place, status))
     times_s = tuple(map(float, json.loads(result.read_text())["times_s"]))
-    told = None if times_s else f"no step was timed in {seconds:.1f} s"
-    return Outcome(times_s, seconds, told, timed_out=len(times_s) < num_steps)
+    error = None if times_s else f"no step was timed in {seconds:.1f} s"
+    return Outcome(times_s, seconds, error, timed_out=len(times_s) < num_steps)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the launcher with its ranks: they are one process group."""
+    """End the launcher's process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if child.poll() is not None and number is signal.SIGTERM:
             return
@@ -352,7 +356,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _why(place: Path, status: int) -> str:
-    """Return the first rank's error; where nobody has said anything, what the launcher has printed last."""
+    """Return the first rank's error; without one, the last line that the launcher printed."""
     for error in sorted(place.glob("error.*")):
         return error.read_text()
     printed = [line for line in (place / "output").read_text(errors="replace").splitlines() if line.strip()]

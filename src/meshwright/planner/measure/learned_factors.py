@@ -1,4 +1,4 @@
-"""What dry runs teach about the machine: noted in the file that ``meshwright calibrate`` wrote for it."""
+"""Learn factors from dry runs, and save them in the machine's cluster file beside its calibration."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ from meshwright.planner.measure.timing import ranks_per_core, tells_cpu_time, ti
 from meshwright.runtime import Settings, gather_from, gather_objects, machine_name, rank
 from meshwright.store.tensor_files import write_text
 
-# Of what is learned, in these coordinates: the logarithm of how much longer kernels take, that of bytes of collectives,
-# and milliseconds of each call. How far calibrations are off in them, before anything has run.
+# What is learned has three coordinates: the logarithms of the time ratios of kernels and of collectives' bytes, and
+# milliseconds per call. These are the typical errors of calibrations in them, before anything has run.
 _BELIEF = np.array([0.3, 0.7, 2.0])
 _LEAST = np.array([np.log(LEAST), np.log(LEAST), 0.0])
 _MOST = np.array([np.log(MOST), np.log(MOST), MOST_CALL_S * 1e3])
-_NOISE = 0.1  # of a run's seconds
-_FIRM = 6  # runs after which what was learned before counts as much as what calibrations leave open
-_MOST_RUNS = 24  # that count: machines change
+_NOISE = 0.1  # relative, of a run's seconds
+_FIRM = 6  # runs after which what was learned before weighs as much as the calibration
+_MOST_RUNS = 24  # earlier runs do not count: machines change
 _ROUNDS, _NUDGE = 12, 1e-3
-_FAR = np.array([0.7, 0.7, 20.0])  # in one round
+_FAR = np.array([0.7, 0.7, 20.0])  # largest change in one round
 _BUSY, _PROBED = 1.2, 384
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A candidate that has run: the steps of its ranks after all ``cost`` twins, on what, and its seconds."""
+    """A candidate that has run: the simulated steps of its ranks, the cluster, and the measured seconds."""
 
     steps: tuple[Step, ...]
     cluster: Cluster
     seconds: float
 
     def predicted_s(self, calibration: Calibration) -> float:
-        """By a calibration."""
+        """Return the predicted seconds of a step."""
         return simulate(self.steps, self.cluster, calibration).step_time_s
 
 
 def note_runs(file: Path, measured: Sequence[Measured], now: Settings) -> str:
-    """Correct the calibration of a cluster file by what has run; what was calibrated stays beside it. Collective.
+    """Save in a cluster file what runs have taught, beside its calibration; collective.
 
-    Nothing is noted of a machine that other programs keep busy, another one than was calibrated, or another number of
-    ranks.
+    Nothing is saved if other programs keep the machine busy, or for another machine or number of ranks than was
+    calibrated.
 
     Args:
-        file: That ``meshwright calibrate`` has written.
-        measured: Of plans that were predicted with it, on this machine.
-        now: Of this rank.
+        file: A file of ``meshwright calibrate``.
+        measured: Plans that were predicted with it, and have run on this machine.
+        now: This rank's settings.
 
     Returns:
-        One line that says what rank 0 has noted, or why it has not.
+        One line that says what rank 0 has saved, or why it has not.
     """
     busy = disturbed(now)
     return gather_from(lambda: _noted(file, measured, machine_name(now.device), busy) if rank() == 0 else "")[0]
 
 
 def disturbed(now: Settings) -> float:
-    """By how much longer computing takes for other programs; 1 where that cannot be told. Collective."""
+    """Return how many times longer computing takes because of other programs; 1 if unknown. Collective."""
     if not tells_cpu_time(now.device):
         return 1.0
     left = torch.ones(_PROBED, _PROBED)
@@ -100,7 +100,7 @@ def _noted(file: Path, measured: Sequence[Measured], machine: str, busy: float) 
 
 
 def runs_of(measured: Sequence[Measured]) -> list[Run]:
-    """Return those that ran and were predicted."""
+    """Return the plans that ran and have a prediction."""
     return [
         Run(each.plan.steps or (each.plan.step,), each.plan.forecast.cluster, each.step_time_s)
         for each in measured
@@ -109,14 +109,14 @@ def runs_of(measured: Sequence[Measured]) -> list[Run]:
 
 
 def learned_of(runs: Sequence[Run], known: Calibration, before: Learned) -> Learned:
-    """Return what brings predictions nearest to what was measured, and stay near what was learned before.
+    """Return the factors that fit predictions to the measured seconds, close to what was learned before.
 
-    Gauss-Newton steps on logarithms: the runs' relative errors against the distance from before, which weighs
-    more the more runs stand behind them.
+    Gauss-Newton steps on logarithms minimize the runs' relative errors and the distance from before, which weighs more
+    the more runs it is based on.
 
     Args:
-        runs: One or more.
-        known: As calibrated, with nothing learned.
+        runs: One run or more.
+        known: The calibration with nothing learned.
         before: What was learned before.
     """
     firm = np.sqrt(1 + min(before.num_runs, _MOST_RUNS) / _FIRM) / _BELIEF
@@ -142,7 +142,7 @@ def _learned(at: np.ndarray) -> Learned:
 
 
 def read_bare(file: Path) -> Calibration:
-    """Return the calibration of a file, with nothing learned."""
+    """Return the calibration of a file without what was learned."""
     known = read_cluster(file, learned=False).calibration
     assert known is not None
     return known

@@ -1,4 +1,4 @@
-"""Measure what a training step adds to its kernels and collectives, with a small reference transformer."""
+"""Measure the overheads of training steps over their kernels and collectives, with small reference transformers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torch.nn import functional as F
 from meshwright.cost import Cluster, Constants, Step, simulate
 from meshwright.methods import Job, SampleRun, apply_strategy, check_strategy
 from meshwright.methods.base import half_dtype, torch_dtype
+from meshwright.methods.job import MeshAxes
 from meshwright.nn import widen
 from meshwright.optim import local_tensor
 from meshwright.planner.measure.timing import Clock, calls_of, slowest, together
 from meshwright.planner.workload import Workload
 from meshwright.runtime import Settings, coordinate_of, gather_objects, rank, world_size
+from meshwright.runtime.torch_internals.optim import foreach_mul_
 from meshwright.strategy import Strategy
 
 _HEAD_WIDTH = 64
@@ -27,7 +29,7 @@ _HEAD_WIDTH = 64
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of a rank's micro-batch."""
+    """Size of the model and of a rank's micro-batch."""
 
     width: int
     depth: int
@@ -37,7 +39,7 @@ class Size:
 
 
 def sizes_on(device: torch.device) -> tuple[Size, Size]:
-    """Return a wide and a narrow one, fractions of a second's work."""
+    """Return a wide and a narrow size, each a fraction of a second's work."""
     if device.type == "cuda":
         return Size(2048, 3, 8192, 2, 2048), Size(768, 4, 8192, 4, 1024)
     return Size(512, 3, 1024, 4, 128), Size(192, 4, 1024, 4, 128)
@@ -45,12 +47,12 @@ def sizes_on(device: torch.device) -> tuple[Size, Size]:
 
 @dataclass(frozen=True)
 class Reference:
-    """Forward and backward under a strategy.
+    """A forward and backward that can run under a strategy.
 
     Args:
-        run: Does them once, on this rank; collective where the strategy communicates.
-        step: As the twins predict it.
-        between: What an optimizer does to the caches between two steps: reads and writes weights and two states.
+        run: Runs them once on this rank; collective where the strategy communicates.
+        step: The simulated step.
+        between: Reads and writes weights and two states, as an optimizer does to the caches between steps.
     """
 
     run: Callable[[], None]
@@ -59,13 +61,13 @@ class Reference:
 
 
 def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: bool = False) -> Reference:
-    """Build the model under a strategy of this world; None: on every rank for itself. Collective.
+    """Build the reference model under a strategy of this world; collective.
 
     Args:
-        strategy: Its methods.
-        size: Of the model.
-        now: Of this rank.
-        in_half: Of a model on every rank for itself: whether it trains in mixed precision.
+        strategy: The strategy; None: every rank trains its own model.
+        size: Size of the model.
+        now: This rank's settings.
+        in_half: Whether to train in mixed precision, without a strategy.
     """
     model, world = _Model(size), 1 if strategy is None else world_size()
     generator = torch.Generator().manual_seed(0)
@@ -80,8 +82,8 @@ def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: 
     if strategy is None:
         return Reference(_alone(model, ids, dtype), plan.step, _optimizer_like(model))
     job = Job(
-        model, plan.strategy, now.device, _loss, lambda inputs, device: inputs, axes=plan.step.axes,
-        coordinate=coordinate_of(rank(), plan.step.axes), shard_axis=plan.step.shard_axis,
+        model, plan.strategy, now.device, _loss, lambda inputs, device: inputs,
+        mesh_axes=MeshAxes(plan.step.axes, coordinate_of(rank(), plan.step.axes), plan.step.shard_axis),
         sample=SampleRun(workload.inputs_of, _loss_of),
     )  # fmt: skip
     check_strategy(job)
@@ -97,11 +99,11 @@ def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: 
 def _optimizer_like(model: nn.Module) -> Callable[[], None]:
     weights = [local_tensor(parameter.data) for parameter in model.parameters()]
     every = [*weights, *(torch.zeros_like(each) for each in (*weights, *weights))]
-    return lambda: torch._foreach_mul_(every, 1.0)
+    return lambda: foreach_mul_(every, 1.0)
 
 
 def _alone(model: nn.Module, ids: torch.Tensor, dtype: str | None) -> Callable[[], None]:
-    """Forward and backward of a plain model; in half precision as the method ``amp_native`` has it."""
+    """Return the forward and backward of a plain model, with ``amp_native``'s autocast in half precision."""
     if dtype is None:
         return lambda: _backward(model, _loss_of(model, ids))
     if dtype == "bf16":
@@ -142,7 +144,7 @@ class _Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of token ids, ``(samples, tokens)``."""
+        """Return the logits of token ids, ``(samples, tokens)``."""
         hidden = self.embedding(ids)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -162,17 +164,17 @@ def _backward(model: nn.Module, loss: torch.Tensor) -> None:
     model.zero_grad(set_to_none=True)
 
 
-# --- What a step adds to its parts: kernels and collectives, timed alone before, inside training steps.
+# --- Constants
 #
-# A kernel timed alone finds its memory allocated and its ranks in step; in a training step memory comes and goes,
-# shards are copied in and out of one buffer, and a collective that blocks wait for begins when the last rank arrives.
-# Small models, not those that are predicted later, train alone, split and sharded, in turns; each constant is what
-# makes the predictions of these steps the seconds that they took.
+# A kernel timed alone finds its memory allocated and its ranks synchronized. In a training step memory is allocated and
+# freed, shards are copied in and out of one buffer, and an exposed collective begins when the last rank arrives. Small
+# models, which no prediction is for, train alone, split and sharded, in turns; each constant is solved so that the
+# predictions of these steps are the measured seconds.
 
-_TURNS, _STEPS_OF_TURN = 5, 2  # timed
-_FACTOR, _SECONDS = (0.02, 8.0), (0.0, 1.0)  # bounds of what is looked for
+_TURNS, _STEPS_OF_TURN = 5, 2  # timed steps
+_FACTOR, _SECONDS = (0.02, 8.0), (0.0, 1.0)  # bounds of the constants
 _HALVINGS = 30
-_ROUNDS = 8  # of two constants that are found in turns
+_ROUNDS = 8  # of two constants that are solved in turns
 _LARGEST_TENSOR_GROUP = 8
 
 
@@ -181,29 +183,29 @@ class Timed:
     """A step that has run.
 
     Args:
-        step: With its prediction.
-        seconds: Of forward and backward.
+        step: The step with its prediction.
+        seconds: Measured seconds of forward and backward.
     """
 
     step: Reference
     seconds: float
 
     def predicted_s(self, cluster: Cluster, **constants: float) -> float:
-        """Of the same, on a cluster with other constants."""
+        """Return the predicted seconds, on a cluster with other constants."""
         time = simulate(self.step.step, with_constants(cluster, **constants))
         return time.step_time_s - time.update_s - time.overhead_s
 
 
 def constants_in_step(now: Settings, cluster: Cluster, clock: Clock, scale: float = 1.0) -> Constants:
-    """Return the cluster's constants with those that whole steps tell. Collective.
+    """Return the cluster's constants with those that only whole steps measure; collective.
 
-    These are ``in_step``, ``half_in_step`` and, where there are several ranks, ``wait_s``, ``sharded`` and ``shard_s``.
+    These are ``in_step``, ``half_in_step`` and, with several ranks, ``wait_s``, ``sharded`` and ``shard_s``.
 
     Args:
-        now: Of this rank.
-        cluster: Calibrated but for these.
-        clock: Which clock counts.
-        scale: Of the number of turns.
+        now: This rank's settings.
+        cluster: The cluster, calibrated but for these constants.
+        clock: The clock that counts.
+        scale: Factor on the number of turns.
     """
     world, (wide, narrow) = world_size(), sizes_on(now.device)
     kinds: list[tuple[Strategy | None, Size]] = [(None, wide), (None, narrow)]
@@ -230,16 +232,13 @@ def constants_in_step(now: Settings, cluster: Cluster, clock: Clock, scale: floa
 
 
 def _of_half(cluster: Cluster, timed: Sequence[Timed]) -> Cluster:
-    """Return what steps in half precision add beside others: the geometric mean of the models."""
+    """Solve the factor of steps in half precision, by the geometric mean of the models."""
     found = [_constants(_solved(cluster, "half_in_step", _FACTOR, each)).half_in_step for each in timed]
     return with_constants(cluster, half_in_step=statistics.geometric_mean(found))
 
 
 def _in_turns(steps: Sequence[Reference], now: Settings, clock: Clock, turns: int) -> list[Timed]:
-    """Return the medians over the steps of all turns, each as long as on the slowest rank.
-
-    The first of a turn warms up.
-    """
+    """Time the steps in turns; return their medians on the slowest rank, without each turn's warm-up step."""
     found: list[list[float]] = [[] for _ in steps]
     for _ in range(turns):
         for step, seconds in zip(steps, found, strict=True):
@@ -252,9 +251,9 @@ def _in_turns(steps: Sequence[Reference], now: Settings, clock: Clock, turns: in
 
 
 def _of_shards(cluster: Cluster, sharded: Sequence[Timed], alone: Sequence[Timed]) -> Cluster:
-    """Return the bytes count most in the wide model, calls in the narrow one: each tells one constant, given the other.
+    """Solve the constants of sharding: bytes dominate in the wide model, calls in the narrow one.
 
-    What is off in their computing alone is no matter of shards.
+    The prediction error of the same models without sharding is subtracted first.
     """
     wide, narrow = (
         dataclasses.replace(each, seconds=each.seconds - single.seconds + single.predicted_s(cluster))
@@ -268,7 +267,7 @@ def _of_shards(cluster: Cluster, sharded: Sequence[Timed], alone: Sequence[Timed
 
 
 def _solved(cluster: Cluster, name: str, bounds: tuple[float, float], timed: Timed) -> Cluster:
-    """With the value of one constant at which a step takes as long as it did, or the nearest within bounds."""
+    """Bisect one constant, within bounds, until the step's prediction is its measured time."""
     low, high = bounds
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

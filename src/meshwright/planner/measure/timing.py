@@ -27,34 +27,40 @@ class Timing:
     """Seconds of one call.
 
     Args:
-        wall_s: By the clock on the wall (on CUDA: between events on the stream).
-        cpu_s: In which this process computed, whatever else the machine did meanwhile. Equal to ``wall_s`` where that
-            says nothing: on CUDA, and with several threads, which share the work of one call.
+        wall_s: Wall time (on CUDA: between events on the stream).
+        cpu_s: CPU time of this process, whatever else the machine did meanwhile. Equal to ``wall_s`` where CPU time is
+            meaningless: on CUDA, and with several threads, which share the work of one call.
     """
 
     wall_s: float
     cpu_s: float
 
     def of(self, clock: Clock) -> float:
-        """By one of the clocks."""
+        """Return the seconds by one of the clocks."""
         return self.wall_s if clock == "wall" else self.cpu_s
 
 
 def tells_cpu_time(device: torch.device) -> bool:
-    """Return whether the CPU time of a process says how long its work would take on an idle machine."""
+    """Return whether CPU time shows how long work would take on an idle machine."""
     return device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def ranks_per_core(local_world_size: int) -> float:
-    """Return how many of our ranks a core has to serve; 1 where each has its own."""
+    """Return the number of our ranks per core; 1 where each has its own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else local_world_size
     return max(1.0, local_world_size / cores)
 
 
 def time_of(run: Callable[[], object], device: torch.device, *, window_s: float = 0.04, windows: int = 5) -> Timing:
-    """Return the median over windows, in each of which ``run`` is called for so long (once at least).
+    """Time ``run`` by the median over windows of repeated calls.
 
-    Ranks that time alike things start together and are busy all the while, so that what they share counts.
+    Ranks that time equal work start together and stay busy, so that contention for shared resources counts.
+
+    Args:
+        run: The code to time.
+        device: Where it runs.
+        window_s: Seconds of a window, which has one call at least.
+        windows: Number of windows.
     """
     run()
     together()
@@ -62,10 +68,9 @@ def time_of(run: Callable[[], object], device: torch.device, *, window_s: float 
 
 
 def cold_time_of(run: Callable[[], object], device: torch.device, *, window_s: float, calls: int = 5) -> Timing:
-    """Return same of kernels that find nothing in a CPU core's caches, as in a step, which touches everything in turn.
+    """Time ``run`` with a CPU core's caches evicted before every call, as in a step, which touches all data in turn.
 
-    What other data is read between the calls is not timed. On CUDA, where large kernels pass the cache by, it is
-    :func:`time_of`.
+    The eviction is not timed. On CUDA, where large kernels bypass the cache, this is :func:`time_of`.
     """
     if device.type == "cuda":
         return time_of(run, device, window_s=window_s)
@@ -81,9 +86,9 @@ def cold_time_of(run: Callable[[], object], device: torch.device, *, window_s: f
 
 
 def time_together(run: Callable[[], object], device: torch.device, *, window_s: float, windows: int = 5) -> Timing:
-    """For what all ranks must call equally often: the fastest window, which nothing disturbed; collective.
+    """Time what all ranks must call equally often, by the fastest window; collective.
 
-    That ranks disturb each other in whole steps is another figure (``in_step``).
+    The fastest window is the one that nothing disturbed: how ranks disturb each other in steps is ``in_step``.
     """
     for _ in range(2):
         run()
@@ -96,12 +101,12 @@ def time_together(run: Callable[[], object], device: torch.device, *, window_s: 
 
 
 def slowest(timings: list[Timing]) -> Timing:
-    """Of several ranks that did the same, the one that took longest, by either clock."""
+    """Return the longest times of several ranks, by either clock."""
     return Timing(max(each.wall_s for each in timings), max(each.cpu_s for each in timings))
 
 
 def together() -> None:
-    """Rank go on together."""
+    """Synchronize the ranks with a barrier."""
     if world_size() > 1:
         dist.barrier()
 
@@ -111,7 +116,7 @@ def _median(timings: list[Timing]) -> Timing:
 
 
 def _window(run: Callable[[], object], device: torch.device, *, window_s: float) -> Timing:
-    if device.type == "cuda":  # the host runs ahead, and would not see the window's end
+    if device.type == "cuda":  # the host runs ahead, and would miss the window's end
         once_s = calls_of(run, device, 3).wall_s
         return calls_of(run, device, max(1, min(_MAX_CALLS, int(window_s / max(once_s, 1e-9)))))
     calls, start_s, start_cpu_s = 0, time.perf_counter(), time.process_time()
@@ -122,7 +127,7 @@ def _window(run: Callable[[], object], device: torch.device, *, window_s: float)
 
 
 def calls_of(run: Callable[[], object], device: torch.device, calls: int) -> Timing:
-    """Return the seconds of one of several calls in a row, with no warm-up."""
+    """Return the mean seconds of several calls in a row, without warm-up."""
     if device.type == "cuda":
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         synchronize_device(device)
@@ -143,20 +148,20 @@ def _timing(wall_s: float, cpu_s: float, calls: int, device: torch.device) -> Ti
     return Timing(wall_s / calls, (cpu_s if tells_cpu_time(device) else wall_s) / calls)
 
 
-# --- What a calibration measures: one kernel or collective, in the words of the cost model, with its seconds.
+# --- Samples: kernels and collectives in the terms of the cost model, with their seconds
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One kernel, forward or forward and backward.
+    """One kernel, forward alone or with its backward.
 
     Args:
-        part: Which constant of the model it is there for.
-        label: For people.
-        op: As the cost model knows it.
-        backward: Whether its backward ran, too.
-        timing: Seconds of one call; None before it was measured.
-        run: Calls it.
+        part: The part of the cost model that it measures.
+        label: Its name for people.
+        op: The kernel in the cost model.
+        backward: Whether its backward runs, too.
+        timing: Seconds of one call; None before it is measured.
+        run: Runs it once.
     """
 
     part: str
@@ -167,13 +172,13 @@ class Sample:
     run: Callable[[], object] | None = dataclasses.field(default=None, compare=False)
 
     def predicted_s(self, machine: Machine) -> float:
-        """Return what the cost model says."""
+        """Return the cost model's seconds."""
         return forward_s(self.op, machine) + (backward_s(self.op, machine) if self.backward else 0.0)
 
 
 @dataclass(frozen=True)
 class LinkSample:
-    """One collective of one size over a tier of links; ``kind`` and ``num_bytes`` as in ``Traffic``."""
+    """One collective of one size over a tier of links, with ``kind`` and ``num_bytes`` as in ``Traffic``."""
 
     tier: str  # "intra" or "inter"
     kind: str
@@ -183,7 +188,7 @@ class LinkSample:
 
 @dataclass(frozen=True)
 class Residual:
-    """How far the model with its fitted constants is off what was measured, as fractions."""
+    """Relative errors of the fitted cost model on the samples of one part."""
 
     part: str
     num_samples: int
@@ -192,13 +197,13 @@ class Residual:
 
 
 def residual(part: str, pairs: Iterable[tuple[float, float]]) -> Residual:
-    """Of ``(predicted, measured)`` seconds."""
+    """Return the errors of ``(predicted, measured)`` seconds."""
     off = sorted(abs(predicted / measured - 1) for predicted, measured in pairs)
     return Residual(part, len(off), off[len(off) // 2] if off else 0.0, off[-1] if off else 0.0)
 
 
 def fitted_factor(terms: Iterable[tuple[float, float, float]]) -> float:
-    """Return x for which ``fixed + varying * x`` is nearest to what was measured, in relative error (least squares).
+    """Return the x at which ``fixed + varying * x`` fits the measured seconds best, by relative least squares.
 
     Args:
         terms: ``(fixed, varying, measured)`` seconds.

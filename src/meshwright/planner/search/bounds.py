@@ -8,10 +8,9 @@ import math
 from collections.abc import Callable
 
 from meshwright.cost import Block, Cluster, Link, Stages, Step, fitted
-from meshwright.cost.device_time import Machine
+from meshwright.cost.device_time import Machine, Network
 from meshwright.cost.scheduling import StageTimes, pipeline_s, settled_after
 from meshwright.cost.step_time import rank_of
-from meshwright.cost.traffic import Network
 from meshwright.errors import MeshwrightError
 from meshwright.methods import cost_of
 from meshwright.methods.base import SHARD_AXES

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from meshwright.cost import Activations, Block, Cluster, Op, Parameter, Step, Traffic, memory, peak
-from meshwright.cost.device_time import Machine, offload_time
+from meshwright.cost.device_time import Machine, Network, offload_time
 from meshwright.cost.step_time import one_s, updated_s
-from meshwright.cost.traffic import Network
 from meshwright.methods import Method
 from meshwright.planner.plans import Plan, needed_bytes
 from meshwright.planner.search.search_space import Choice, choices

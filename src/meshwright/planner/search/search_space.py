@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.cost import Cluster
 from meshwright.errors import StrategyError
 from meshwright.methods import Offload, PipelineParallel, in_phase_order
-from meshwright.methods.composition import check_law, shard_axis_of
+from meshwright.methods.composition import check_rules, shard_axis_of
 from meshwright.planner.plans import Subject
 from meshwright.strategy import MethodConfig, Strategy
 
@@ -334,7 +334,7 @@ class Candidates:
         strategy = branch.strategy()
         shard_axis = shard_axis_of(strategy, sizes)
         try:
-            check_law(strategy, sizes)
+            check_rules(strategy, sizes)
             for method in in_phase_order(strategy):
                 method.check_mesh(sizes, shard_axis)
         except StrategyError as error:

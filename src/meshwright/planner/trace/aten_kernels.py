@@ -10,13 +10,29 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.cost import Op
+from meshwright.runtime.torch_internals.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+    in_kernel_invocation_manager,
+)
+from meshwright.runtime.torch_internals.operators import (
+    COMPOSITE,
+    embedding_bag,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+    has_kernel_for,
+    name_of,
+    packet_of,
+    schema_of,
+    to_copy,
+)
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 _aten = torch.ops.aten
 _VIEWS = frozenset(
@@ -50,7 +66,7 @@ def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fake
 
 def cast_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
     """Return the same of a tensor that is copied into another dtype, on the device where it is."""
-    if func is not _aten._to_copy.default or kwargs.keys() != {"dtype"} or type(args[0]) is not FakeTensor:
+    if func is not to_copy.default or kwargs.keys() != {"dtype"} or type(args[0]) is not FakeTensor:
         return None
     return _by_kernel(func, args, kwargs) if args[0].constant is None else None
 
@@ -63,8 +79,6 @@ def _by_kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> F
 
 
 # --- Floating-point operations of the operators that run, by torch's own formulas.
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class FlopCount(TorchDispatchMode):
@@ -92,7 +106,7 @@ class FlopCount(TorchDispatchMode):
         if cast is not None:
             return cast
         result = func(*args, **given)
-        formula = flop_registry.get(func._overloadpacket) or _of_cpu(func._overloadpacket)
+        formula = flop_registry.get(packet_of(func)) or _of_cpu(packet_of(func))
         if formula is not None:
             self.total += formula(*_with_all_heads(func, args), **given, out_val=result)
         return result
@@ -100,7 +114,7 @@ class FlopCount(TorchDispatchMode):
 
 def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Grouped keys and values of attention as the queries are, (B, H, S, D): torch 2.11's formulas know no groups."""
-    if "scaled_dot_product" not in func._opname:
+    if "scaled_dot_product" not in name_of(func):
         return args
     sized = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
     heads = max((each.shape[1] for each in sized), default=0)
@@ -110,9 +124,9 @@ def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _of_cpu(operator: Any) -> Callable[..., int] | None:
     """Attention as CPUs run it, which torch's table lacks: counted as that of GPUs, with all scores."""
-    if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+    if operator is flash_attention_on_cpu:
         return lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)
-    if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+    if operator is flash_attention_on_cpu_backward:
         return lambda gradient, *qkv, **__: sdpa_backward_flop_count(gradient.shape, *(each.shape for each in qkv[:3]))
     return None
 
@@ -120,7 +134,7 @@ def _of_cpu(operator: Any) -> Callable[..., int] | None:
 @functools.cache
 def _is_composite(func: Any) -> bool:
     """Return whether an operator is nothing but others, which are then counted."""
-    return _COMPOSITE in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+    return COMPOSITE in func.py_kernels or has_kernel_for(func.name(), COMPOSITE)
 
 
 # --- Fused recurrent layers as the products that they are: of all tokens with the first weights, and token by token.
@@ -201,7 +215,7 @@ def kernels_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         kwargs: Of the call.
         result: What it returned.
     """
-    name = function._schema.name.split("::")[1]
+    name = schema_of(function).name.split("::")[1]
     if name in _PRODUCTS:
         return _PRODUCTS[name](args)
     if name in RECURRENT:
@@ -311,10 +325,10 @@ _PRODUCTS: dict[str, Callable[[tuple[Any, ...]], tuple[Op, ...]]] = {
 
 def _attention(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, ...]:
     """Queries ``[samples, heads, m, width]`` over ``n`` keys; its backward is an op of backward."""
-    given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | dict(kwargs)
+    given = dict(zip((argument.name for argument in schema_of(function).arguments), args, strict=False)) | dict(kwargs)
     query, key, value = given["query"], given["key"], given["value"]
     samples, heads, m, width = query.shape
-    name = function._schema.name
+    name = schema_of(function).name
     if "_attention_forward" in name:  # [samples, m, heads, width] here
         heads, m = m, heads
     n = key.shape[-3] if "_attention_forward" in name else key.shape[-2]
@@ -372,7 +386,7 @@ def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
         args: Its arguments.
         result: What it returned for tensors without data.
     """
-    if func is torch.ops.aten._embedding_bag.default:
+    if func is embedding_bag.default:
         return _without_map(args, result)
     if func is not torch.ops.aten.mkldnn_rnn_layer.default or not args[-1]:  # only training saves
         return result
@@ -415,7 +429,7 @@ def _workspace_bytes(key: _Key) -> int:
 
 def _called(key: _Key) -> int:
     shapes, dtype, others = key
-    with _disable_current_modes(), torch.enable_grad():  # it saves nothing without
+    with disable_current_modes(), torch.enable_grad():  # it saves nothing without
         zeros = [torch.zeros(shape, dtype=dtype) if shape is not None else None for shape in shapes]
         listed = [list(each) if isinstance(each, tuple) else each for each in others]
         workspace = torch.ops.aten.mkldnn_rnn_layer.default(*zeros, *listed)[3]

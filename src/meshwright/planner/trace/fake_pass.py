@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import find_blocks, run_with
+from meshwright.nn.batches import map_tree
 from meshwright.planner.trace.aten_kernels import FlopCount, converted_to, device_of_pass, kernels_of_device
 from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved
 from meshwright.planner.trace.op_recording import ModelOps, OpRecorder, Ops, model_ops, sort_kernels, summarise
@@ -29,7 +28,8 @@ from meshwright.planner.trace.repeated_blocks import (
     continued_ops,
 )
 from meshwright.runtime.lazy import paused_collection
-from meshwright.runtime.trees import map_tree
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary, Placed, Transient

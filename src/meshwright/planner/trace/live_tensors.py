@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from meshwright.cost import Instant, Transient, outermost_instants
 from meshwright.methods.recompute import can_keep, keeps_results, kept_now, operator_name
 from meshwright.nn import is_compiled, outside_compiled
+from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
+from meshwright.runtime.torch_internals.pytree import tree_leaves
+from meshwright.runtime.torch_internals.tensors import has_expired, storage_identity
 
 if TYPE_CHECKING:
     from meshwright.methods.tensor.tensor_parallel import SaveLog
@@ -222,7 +223,7 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return what tells a tensor's storage from all others that are alive, and its bytes."""
     storage = _plain(tensor).untyped_storage()
-    return storage._cdata, storage.nbytes()
+    return storage_identity(storage), storage.nbytes()
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:
@@ -302,8 +303,7 @@ class LiveBytes:
             else:
                 self._live[key] = _Made(StorageWeakRef(tensor.untyped_storage()), size, len(self._moments))
                 self._held += size
-        expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]  # as StorageWeakRef.expired, called often
-        for key in [key for key, made in self._live.items() if expired(made.reference.cdata)]:
+        for key in [key for key, made in self._live.items() if has_expired(made.reference.cdata)]:
             self._held -= self._live.pop(key).num_bytes
         if begins:
             before = len(self._moments)

@@ -24,6 +24,7 @@ from meshwright.optim.mixed_precision import MASTER
 from meshwright.planner.trace.aten_kernels import device_here
 from meshwright.planner.trace.live_tensors import PassingTensors
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.optim import FOREACH_DEVICES
 
 if TYPE_CHECKING:
     from meshwright.methods import Cut
@@ -278,13 +279,13 @@ def _held(
 def _choosing_as_on(device: torch.device) -> Iterator[None]:
     """Let torch's optimizers choose kernels for tensors of the CPU as they would for those of a device."""
     asked: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
-    supported = asked._get_foreach_kernels_supported_devices
+    supported = getattr(asked, FOREACH_DEVICES)
     if device.type in supported():
-        asked._get_foreach_kernels_supported_devices = lambda: [*supported(), "cpu"]
+        setattr(asked, FOREACH_DEVICES, lambda: [*supported(), "cpu"])
     try:
         yield
     finally:
-        asked._get_foreach_kernels_supported_devices = supported
+        setattr(asked, FOREACH_DEVICES, supported)
 
 
 # --- A model as plain data: its distinct blocks, their parameters, and what an optimizer keeps for each.

@@ -12,15 +12,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.cost import Activations, Op, SavedTensor, TracedModule, Transient, Work, pass_flops
 from meshwright.cost.activations import Running
 from meshwright.methods.recompute import operator_name
 from meshwright.nn import class_names, find_blocks
 from meshwright.planner.trace.aten_kernels import kernels_of, view_of, with_workspace
+from meshwright.runtime.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, TorchDispatchMode
+from meshwright.runtime.torch_internals.modules import (
+    CHILDREN,
+    buffers_of,
+    children_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    parameters_of,
+)
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from meshwright.cost import Scaling
@@ -59,13 +67,13 @@ class Repeated:
     @contextlib.contextmanager
     def cut(self, count: int = RUN) -> Iterator[None]:
         """The model with fewer blocks: whoever goes through the list meets these alone, under the names they have."""
-        whole = self.holder._modules
+        whole = children_of(self.holder)
         names = [*list(whole)[: count - 1], list(whole)[-1]]
-        self.holder._modules = _Few(whole, names)
+        setattr(self.holder, CHILDREN, _Few(whole, names))
         try:
             yield
         finally:
-            self.holder._modules = whole
+            setattr(self.holder, CHILDREN, whole)
 
 
 class _Few(dict[str, Any]):
@@ -111,13 +119,13 @@ def _are_equal(blocks: Sequence[nn.Module]) -> bool:
 def _described(block: nn.Module) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     for path, module in block.named_modules():
-        found[path, ""] = type(module), len(module._forward_hooks), len(module._forward_pre_hooks)
+        found[path, ""] = type(module), len(forward_hooks_of(module)), len(forward_pre_hooks_of(module))
         for name, value in vars(module).items():
             if isinstance(value, _SCALARS) or (
                 isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value)
             ):
                 found[path, name] = value
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
             if tensor is not None:
                 found[path, name] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
     return found
@@ -179,15 +187,15 @@ class OpRecorder(TorchDispatchMode):
             result = with_workspace(func, args, func(*args, **given))
         if func.namespace == "prim":
             return result
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             ops = kernels_of(func, args, given, result)
             name = operator_name(func)
             self._note_forward(tuple(dataclasses.replace(op, operator=name, traced=True) for op in ops), (args, given))
             self._held.note(result, (args, given), self._saved.place, "forward" if self._saved.running else "loss")
         else:
-            self._note_backward(kernels_of(func, args, given, result), node._sequence_nr())
-            made = torch._C._autograd._get_sequence_nr() - 1
+            self._note_backward(kernels_of(func, args, given, result), sequence_number_of(node))
+            made = next_sequence_number() - 1
             if self._nodes and made > self._nodes[-1]:  # as backward runs a part of forward again: it has its place
                 self._nodes.append(made)
                 self._made.append(self._latest)
@@ -195,7 +203,7 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _note_forward(self, kernels: tuple[Op, ...], given: Any) -> None:
-        number, running = torch._C._autograd._get_sequence_nr() - 1, tuple(self._saved.running)
+        number, running = next_sequence_number() - 1, tuple(self._saved.running)
         if not self._nodes or number > self._nodes[-1]:
             self._nodes.append(number)
             self._made.append((running, self._calls, self._saved.place))

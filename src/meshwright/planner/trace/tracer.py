@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from meshwright.errors import NOTE, MeshwrightError, ModelError
 from meshwright.methods.base import torch_dtype
@@ -20,6 +19,7 @@ from meshwright.nn import find_blocks, widened
 from meshwright.planner.trace.aten_kernels import stands_in
 from meshwright.planner.trace.fake_pass import Pass, Predicted, Trace
 from meshwright.planner.trace.op_recording import Repeated, find_repeated
+from meshwright.runtime.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary

@@ -1,0 +1,415 @@
+"""The real training job that methods change: its ranks, its model, and what runs around every step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from meshwright.cost import AVERAGING
+from meshwright.errors import ConfigError, ModelError, StrategyError
+from meshwright.nn import abandon_units, rank_orders
+from meshwright.optim import (
+    GuardedOptimizer,
+    LossScaler,
+    MasterWeights,
+    SpikeWatch,
+    Stages,
+    inner_optimizer,
+    step_by_layouts,
+    step_on_local_tensors,
+)
+from meshwright.optim.guarded_step import call_around
+from meshwright.runtime.torch_internals.ddp import reset_reducer
+from meshwright.runtime.torch_internals.dtensor import flattened
+from meshwright.store.entries import unwrapped
+
+if TYPE_CHECKING:
+    from meshwright.cost import Compression
+    from meshwright.methods.expert.divided_experts import Experts
+    from meshwright.methods.expert.expert_layers import ExpertLayer
+    from meshwright.methods.pipeline.execution import PipelineEngine
+    from meshwright.methods.pipeline.stage_cut import Cut
+    from meshwright.methods.replace.model_changes import Replacement
+    from meshwright.methods.tensor.block_trials import SampleRun
+    from meshwright.methods.tensor.model_split import Split
+    from meshwright.strategy import Strategy
+
+STEP_AXES = ("data", "zero", "expert")
+"""The axes whose ranks take different samples of one step."""
+
+SAMPLED = ("replica", *STEP_AXES)
+"""The axes along which ranks take different samples, replicas of ``outer`` included, outermost first."""
+
+AVERAGED = ("context", "sequence", "expert", "data", "zero")
+"""The axes over which gradients are averaged in every step, in the order of the mesh."""
+
+OptimizerFactory = Callable[[Any], Optimizer]
+MicroBatchContext = Callable[[bool], contextlib.AbstractContextManager[None]]
+
+
+# --- Ranks: the axes of the mesh
+
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """The named axes of the mesh, and where this rank is on them."""
+
+    sizes: tuple[tuple[str, int], ...] = ()
+    coordinate: Mapping[str, int] = field(default_factory=dict)  # this rank's index along every axis
+    shard_axis: str | None = None  # the axis a ZeRO method shards over; None: parameters are replicated
+    mesh: DeviceMesh | None = None  # built by parallel_mode, in the first phase
+
+    def size(self, axis: str | None) -> int:
+        """Return the number of ranks along an axis; 1 where the mesh has none of that name."""
+        return dict(self.sizes).get(axis, 1) if axis is not None else 1
+
+    def index(self, axis: str) -> int:
+        """Return this rank's place along an axis; 0 where the mesh has none of that name."""
+        return self.coordinate.get(axis, 0)
+
+    def require_mesh(self) -> DeviceMesh:
+        """Return the mesh, for methods that are applied after the mesh phase."""
+        assert self.mesh is not None, "parallel_mode applies first"
+        return self.mesh
+
+    def flat_mesh(self, *names: str) -> DeviceMesh:
+        """Return those of these axes that have several ranks, as a mesh of one dim; at least one has. Collective."""
+        axes = tuple(axis for axis in names if self.size(axis) > 1)
+        mesh = self.require_mesh()
+        return flattened(mesh[axes]) if len(axes) > 1 else mesh[axes]
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks, or groups of ranks, that train on different samples."""
+        return math.prod(map(self.size, SAMPLED))
+
+    @property
+    def replica(self) -> int:
+        """Index of this rank's replica among ``num_replicas``."""
+        place = 0
+        for axis in SAMPLED:
+            place = place * self.size(axis) + self.index(axis)
+        return place
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of ranks, or groups of ranks, that average their gradients in every step."""
+        return math.prod(map(self.size, AVERAGED))
+
+    @property
+    def averaging_group(self) -> dist.ProcessGroup | None:
+        """The ranks that average gradients in every step; None for the world. Collective."""
+        if self.num_averaged == math.prod(size for _, size in self.sizes):
+            return None
+        return self.flat_mesh(*AVERAGED).get_group()
+
+    @property
+    def averaging_axis(self) -> str:
+        """The axis over which gradients are averaged where no method shards: the first of several."""
+        return next((axis for axis in AVERAGING if self.size(axis) > 1), AVERAGING[0])
+
+
+def mean_over(ranks: MeshAxes, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    """Return the mean of a tensor over the ranks along these axes; collective."""
+    mean = value.detach().clone()
+    for axis in axes:
+        if ranks.size(axis) > 1:
+            dist.all_reduce(mean, group=ranks.require_mesh().get_group(axis))
+            mean /= ranks.size(axis)
+    return mean
+
+
+# --- [Note: cross-rank guards]
+#
+# Three guards compare the ranks in every step, so that a training loop that lets them go apart ends in an error and not
+# in wrong weights: the gather-order check (methods/zero.py), the check that gradients were averaged
+# (methods/parallel_mode.py), and the comparison of epochs (``MeanLoss`` in training/accelerated.py). They ride on
+# collectives that a step has anyway, or on hooks that cost microseconds. One switch leaves out all of them: the
+# environment variable MESHWRIGHT_GUARDS=0, on every rank. ``accelerate`` refuses ranks that differ in it.
+
+
+def guards_are_on() -> bool:
+    """Return whether steps compare the ranks; see [Note: cross-rank guards]."""
+    return os.environ.get("MESHWRIGHT_GUARDS", "1") != "0"
+
+
+# --- Requests: what methods ask of the method that shards, and of the optimizer
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The precisions that a sharding method gathers parameters and reduces gradients in (``fp32``, ``bf16``, …)."""
+
+    compute: str
+    reduce: str
+    casts_whole: bool = False  # unsharded parameters are kept in ``compute`` too, beside fp32 masters
+
+
+@dataclass
+class ShardingRequests:
+    """Requests of precision, compression and offload methods to the method that shards, which is applied later."""
+
+    precision: Precision | None = None
+    compression: Compression | None = None  # of comm; data parallelism follows it too
+    offloaded_units: frozenset[str] = frozenset()  # paths of blocks whose sharded parameters live on the host
+    pin_memory: bool = False  # whether they are page-locked there
+
+
+@dataclass
+class OptimizerRequests:
+    """Requests of methods to the optimizer and its steps; read once, when it is built over the final model."""
+
+    loss_scaling: bool = False  # fp16: gradients would underflow
+    loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
+    skip_nonfinite: bool = False
+    stop_nonfinite: bool = False  # an error instead of a skipped step
+    spikes: SpikeWatch | None = None  # of loss_spike: asked before every update
+    max_grad_norm: float | None = None  # of every step; None measures without clipping
+    grad_norm_type: float = 2.0  # p of that norm
+    master_weights: bool = False
+    make_host_weights: Callable[[], MasterWeights] | None = None  # offload: in place of master weights
+    before_update: list[Callable[[], None]] = field(default_factory=list)  # called before each step of the optimizer
+    after_update: list[Callable[[], None]] = field(default_factory=list)  # and after it; never for a skipped step
+    wrappers: list[Callable[[Optimizer], Optimizer]] = field(default_factory=list)  # put around it, first to last
+
+    def finish(self, optimizer: Optimizer) -> Optimizer:
+        """Put the methods' wrappers around the built optimizer; may communicate."""
+        for wrap in self.wrappers:
+            optimizer = wrap(optimizer)
+        return optimizer
+
+
+# --- The job
+
+
+class OffloadedBytes(Protocol):
+    """A method that counts what it copies to the host."""
+
+    num_bytes: int
+
+
+class StepCheck(Protocol):
+    """A comparison of the ranks in every step, by numbers that travel with the mean of their losses."""
+
+    def forget(self) -> None:
+        """Leave out of the comparison what has been run until now."""
+
+    def numbers(self) -> list[int]:
+        """Return numbers that are equal on ranks that have done the same; always as many."""
+
+    def check(self, means: torch.Tensor) -> None:
+        """Raise on every rank when the means of all ranks' numbers show that they have done different things."""
+
+
+def _no_context(is_last: bool) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@dataclass
+class Job:
+    """Everything a method may look at (``check``) and change (``apply``). Becomes an ``Accelerated``."""
+
+    model: nn.Module
+    strategy: Strategy  # resolved: its parallel_mode fits the world
+    device: torch.device
+    loss_func: Callable[[Any, Any], Any]
+    prepare_input: Callable[[Any, torch.device], Any]
+    mesh_axes: MeshAxes = field(default_factory=MeshAxes)
+    find_unused_parameters: bool = False
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of DDP, where it averages
+    optim_func: OptimizerFactory | None = None  # builds the optimizer from parameters or groups
+    optim_param_func: Callable[[nn.Module], Any] | None = None
+    sample: SampleRun | None = None  # runs the model once, for methods that must see its data flow
+    num_micro_batches: int = 1
+    cut: Cut | None = None  # the plan's, where the mesh has a pipeline axis
+
+    # What ``check`` finds out on the whole model, for ``apply``.
+    replacement: Replacement | None = None  # of module_replace
+    split: tuple[Split, str] | None = None  # of tensor_parallel, with its description
+    expert_layers: list[tuple[ExpertLayer, int | None]] = field(default_factory=list)  # of expert_parallel
+    recomputed: Mapping[str, frozenset[str]] | None = None  # of checkpoint: operators kept, by paths
+
+    # What has become of the model.
+    pipeline: PipelineEngine | None = None  # pipeline_parallel: the model is one rank's part, and runs in stages
+    experts: Experts | None = None  # expert_parallel: those of this rank
+    is_split: bool = False  # by tensor_parallel or expert_parallel: parts are DTensors, and all values are rank 0's
+    stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
+
+    # What methods ask of others that are applied after them.
+    sharding: ShardingRequests = field(default_factory=ShardingRequests)
+    optimizer: OptimizerRequests = field(default_factory=OptimizerRequests)
+
+    # What runs around every step.
+    micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
+    gather_order_check: StepCheck | None = None  # of the method that shards
+    activations: OffloadedBytes | None = None  # offload: what forward copies to the host
+    voter: object | None = None  # weight_vote: counts the steps of the built optimizer
+    notices: list[str] = field(default_factory=list)  # messages to the user, printed once, on rank 0
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the mesh axes."""
+        return self.mesh_axes.sizes
+
+    @property
+    def coordinate(self) -> Mapping[str, int]:
+        """This rank's index along every axis."""
+        return self.mesh_axes.coordinate
+
+    @property
+    def shard_axis(self) -> str | None:
+        """The axis that parameters are sharded over; None: they are replicated."""
+        return self.mesh_axes.shard_axis
+
+    def size(self, axis: str | None) -> int:
+        """Return the number of ranks along an axis; 1 where the mesh has none of that name."""
+        return self.mesh_axes.size(axis)
+
+    def index(self, axis: str) -> int:
+        """Return this rank's place along an axis; 0 where the mesh has none of that name."""
+        return self.mesh_axes.index(axis)
+
+    def require_mesh(self) -> DeviceMesh:
+        """Return the mesh, for methods that are applied after the mesh phase."""
+        return self.mesh_axes.require_mesh()
+
+    def require_optimizer(self, method: str, purpose: str, fix: str = "") -> None:
+        """Refuse a job without ``optim_func`` for a method that needs the optimizer's steps or states.
+
+        Raises:
+            StrategyError: Naming the method and what it needs the optimizer for.
+        """
+        if self.optim_func is None:
+            raise StrategyError(
+                f"{method} has no optimizer {purpose}",
+                expected="optim_func",
+                got="None",
+                fix=fix or f"pass the class of the optimizer, or leave {method} out",
+            )
+
+    def build_optimizer(self) -> Optimizer | None:
+        """Build the optimizer over the model as it is now, with its guards; ``optimizer.finish`` comes after it."""
+        return None if self.optim_func is None else self._guarded_optimizer(self.optim_func)
+
+    def _guarded_optimizer(self, optim_func: OptimizerFactory) -> Optimizer:
+        asked = self.optimizer
+        # What DDP and torch.compile put around a model changes the names in it; whoever groups by name wrote his own.
+        bare = unwrapped(self.model)
+        params = bare.parameters() if self.optim_param_func is None else self.optim_param_func(bare)
+        if self.pipeline is not None:  # a stage may have none of them, and torch refuses an empty list
+            params = list(params) or [{"params": []}]
+        master = self._make_master()
+        inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
+        call_around(inner, asked.before_update, asked.after_update)
+        if self.stages is not None and master is not None:
+            self.stages = self.stages.with_masters(master.of)
+        if self.is_split:
+            _check_fused(self.model, inner)
+        step_by_layouts(inner_optimizer(inner))
+        _check_fused_kernel(inner_optimizer(inner))
+        step_on_local_tensors(inner_optimizer(inner))
+        if not (asked.loss_scaling or asked.skip_nonfinite or asked.spikes or master):
+            return inner
+        return GuardedOptimizer(
+            inner,
+            scaler=LossScaler(self.device.type, **asked.loss_scale) if asked.loss_scaling else None,
+            master=master,
+            skip_nonfinite=asked.skip_nonfinite,
+            stop_nonfinite=asked.stop_nonfinite,
+            stages=self.stages,
+        )
+
+    def _make_master(self) -> MasterWeights | None:
+        if self.optimizer.make_host_weights is not None:
+            return self.optimizer.make_host_weights()
+        return MasterWeights(self.model.parameters()) if self.optimizer.master_weights else None
+
+
+def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse ``split`` for fused projections that are split over ranks: their parts lie in the order of ranks."""
+    fused = rank_orders(model)
+    for group in optimizer.param_groups:
+        if group.get("split", 1) not in (1, None) and any(id(parameter) in fused for parameter in group["params"]):
+            raise ModelError(
+                "An optimizer cannot tell the parts of a fused projection apart that tensor_parallel has split",
+                expected="split=1 for such parameters: whole matrices are updated as on one device",
+                got=f"split={group['split']!r}",
+                fix="leave split out for them, or use separate projections for queries, keys and values",
+            )
+
+
+def _check_fused_kernel(optimizer: Optimizer) -> None:
+    """Refuse torch's fused SGD over shards, on which torch would fail in the first step."""
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        if group["fused"] and any(isinstance(parameter, DTensor) for parameter in group["params"]):
+            raise ConfigError(
+                "torch's fused SGD cannot update sharded parameters",
+                expected="fused=None (torch's own choice) or foreach=True under a strategy that shards",
+                got="fused=True",
+                fix="leave fused out of optim_args",
+            )
+
+
+# --- Failed steps: nothing of a failed forward or backward may reach the next step
+
+_SETTLING = "_meshwright_settling"  # attribute of a DDP module: the handle of the hook ``_settle``
+
+
+@contextlib.contextmanager
+def abandoned_if_it_fails(job: Job, optim: Optimizer | None) -> Iterator[None]:
+    """Leave the job ready for another step if forward or backward inside the context fails.
+
+    It waits for no other rank: where only this one has failed, its error must be seen at once.
+    """
+    if job.gather_order_check is not None:
+        job.gather_order_check.forget()
+    try:
+        yield
+    except Exception:
+        abandon(job, optim)
+        raise
+
+
+def abandon(job: Job, optim: Optimizer | None) -> None:
+    """Free the gathered weights and the gradients of a failed forward or backward, and reset all engines.
+
+    Every rank that goes on calls it, having failed at the same place.
+    """
+    abandon_units(job.model)
+    for module in job.model.modules():
+        if isinstance(module, DistributedDataParallel):
+            _reset(module)
+    if job.pipeline is not None:
+        job.pipeline.abandon()
+    if job.gather_order_check is not None:
+        job.gather_order_check.forget()
+    job.model.zero_grad()
+    if optim is not None:
+        optim.zero_grad()  # some gradients may be on the host
+
+
+def _reset(replicas: DistributedDataParallel) -> None:
+    # DDP takes the failed pass for one that still reduces, and would refuse the next.
+    reset_reducer(replicas)
+    if _SETTLING not in replicas.__dict__:
+        replicas.__dict__[_SETTLING] = replicas.register_forward_pre_hook(_settle)
+
+
+def _settle(replicas: nn.Module, args: Any) -> None:
+    """Wait until all averages of the failed pass have ended: the next pass writes to the buffers that they use."""
+    assert isinstance(replicas, DistributedDataParallel)
+    if torch.is_grad_enabled():  # all ranks are here
+        replicas.__dict__.pop(_SETTLING).remove()
+        dist.barrier(replicas.process_group)

@@ -1,0 +1,28 @@
+"""Dynamo, functorch's and inductor's settings, for ``torch.compile``. Importing this imports all of dynamo.
+
+``torch.compiler`` has no limit of recompilations, which is raised for models of many layers, and no memory budget.
+"""
+
+import shutil
+
+import torch._dynamo as dynamo
+import torch._functorch.config as functorch_config
+
+__all__ = ["dynamo", "functorch_config", "missing_compiler"]
+
+
+def missing_compiler(device_type: str) -> str:
+    """Return what inductor needs and does not find; empty when nothing is missing.
+
+    Inductor itself says so only in the first step, when ranks wait for each other.
+    """
+    if device_type == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            return "" if shutil.which(cpp_builder.get_cpp_compiler()) else "a C++ compiler"
+        except exc.InvalidCxxCompiler:
+            return "a C++ compiler"
+    from torch.utils._triton import has_triton
+
+    return "" if has_triton() else "Triton"

@@ -1,0 +1,49 @@
+"""Tensors and storages: wrappers without memory, versions, identity of memory, checks on the device."""
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass  # run a subclass's operators as a plain tensor's; no public name
+
+__all__ = [
+    "DisableTorchFunctionSubclass",
+    "assert_async",
+    "base_of",
+    "flatten_dense",
+    "has_expired",
+    "is_view",
+    "make_wrapper",
+    "storage_identity",
+    "unflatten_dense",
+    "version_of",
+]
+
+ATTRIBUTES_OF = ("torch.UntypedStorage",)
+
+_T: Any = torch.Tensor
+
+# A tensor of a shape without memory: logits that are computed when something reads them. Documented under "extending
+# torch" for ``__torch_dispatch__``, and private all the same.
+make_wrapper = _T._make_wrapper_subclass
+
+# What FSDP2 and autograd ask of a module's outputs.
+base_of = _T._base.__get__
+is_view = _T._is_view
+
+# How often a tensor was written in place: tells whether a copy of it is still right. Autograd's own check uses it, and
+# ``torch.autograd.graph.increment_version`` is public, but nothing reads it.
+version_of = _T._version.__get__
+
+# Raise on the device, without the host waiting for a result. Replaced by a public ``torch.assert_async``.
+assert_async: Any = torch._assert_async
+
+# Identity of memory, and whether it is freed: as torch.multiprocessing's ``StorageWeakRef`` does, but for a list of
+# storages in one loop, since it is asked after every operator of a traced step.
+storage_identity = attrgetter("_cdata")
+has_expired: Any = torch.UntypedStorage._expired  # type: ignore[attr-defined]
+
+# Several tensors as one and back; ``torch.cat`` and ``split`` need more calls. DDP uses the same through
+# ``torch._utils``.
+flatten_dense: Any = torch._C._nn.flatten_dense_tensors
+unflatten_dense: Any = torch._C._nn.unflatten_dense_tensors

@@ -1,0 +1,173 @@
+"""Attention in a ring against attention in one piece, in fp64; the ranks are threads that hand tensors on in memory."""
+
+import queue
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import meshwright as mw
+from meshwright.methods.tokens.attention_calls import TokenOrder
+from meshwright.methods.tokens.context_parallel import ContextRanks
+from meshwright.methods.tokens.ring_attention import causal_table, mask_table, view_of
+
+RANKS, TOKENS, FEATURES = 3, 12, 5
+CAUSAL = torch.ones(TOKENS, TOKENS).tril().bool()
+
+
+class InMemory(ContextRanks):
+    """One of the ranks; what it sends goes into the next one's queue."""
+
+    def __init__(self, index, balance, queues):
+        self.order = TokenOrder("context_parallel", RANKS, index, balance)
+        self._queues = queues
+
+    def pass_on(self, tensors):
+        self._queues[(self.order.index + 1) % RANKS].put([tensor.clone() for tensor in tensors])
+        return lambda: self._queues[self.order.index].get(timeout=30)
+
+
+def in_ring(attend, tensors, gradient, *, balance):
+    """Output and gradients, put together from those of all ranks."""
+    queues, found = [queue.Queue() for _ in range(RANKS)], [None] * RANKS
+
+    def work(index):
+        ranks = InMemory(index, balance, queues)
+        parts = [ranks.order.part(tensor, 2).requires_grad_() for tensor in tensors]
+        out = attend(ranks.attend, *parts)
+        out.backward(ranks.order.part(gradient, 2))
+        found[index] = [out.detach(), *(part.grad for part in parts)]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    order = TokenOrder("context_parallel", RANKS, 0, balance)
+    return [order.in_order(torch.cat(parts, 2), 2) for parts in zip(*found, strict=True)]
+
+
+def whole(attend, tensors, gradient):
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    with sdpa_kernel(SDPBackend.MATH):
+        out = attend(F.scaled_dot_product_attention, *leaves)
+    out.backward(gradient)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def masks():
+    random = torch.rand(2, 1, TOKENS, TOKENS, generator=torch.Generator().manual_seed(1)) > 0.5
+    random[0, 0, 3] = False  # a query that sees nothing
+    padding = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
+    padding[1, ..., TOKENS - 5 :] = False
+    return {
+        "window": CAUSAL & ~CAUSAL.tril(-3),
+        "left padding": (CAUSAL & torch.arange(TOKENS).ge(5))[None, None],
+        "padding": padding,
+        "random": random,
+        "bias of heads": torch.randn(4, TOKENS, TOKENS, dtype=torch.float64),
+        "keys": torch.arange(TOKENS) % 4 != 1,
+    }
+
+
+CASES = {
+    "everything": (None, False, 4, FEATURES),
+    "causal": (None, True, 4, FEATURES),
+    "causal, grouped": (None, True, 2, FEATURES),
+    **{name: (mask, False, 1 if name == "random" else 4, 3) for name, mask in masks().items()},
+}
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_add_up_to_the_whole(case, balance):
+    mask, causal, groups, features = CASES[case]
+    torch.manual_seed(0)
+    sizes = [(4, FEATURES), (groups, FEATURES), (groups, features)]
+    tensors = [torch.randn(2, heads, TOKENS, size, dtype=torch.float64) for heads, size in sizes]
+    gradient = torch.randn(2, 4, TOKENS, features, dtype=torch.float64)
+
+    def attend(attention, q, k, v):
+        return attention(q, k, v, mask, 0.0, causal, scale=0.3, enable_gqa=groups != 4)
+
+    found = in_ring(attend, tensors, gradient, balance=balance)
+    for mine, expected in zip(found, whole(attend, tensors, gradient), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-13)
+
+
+def test_half_precision_is_merged_in_fp32():
+    """The ring loses no more than one kernel call does."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 4, TOKENS, 8) for _ in range(3)]
+    gradient = torch.randn(2, 4, TOKENS, 8)
+    exact = whole(lambda attention, *qkv: attention(*qkv, is_causal=True), tensors, gradient)
+
+    def lost(results):
+        return max((mine.float() - right).abs().max().item() for mine, right in zip(results, exact, strict=True))
+
+    low = [tensor.bfloat16() for tensor in tensors]
+    leaves = [tensor.clone().requires_grad_() for tensor in low]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    out.backward(gradient.bfloat16())
+    ring = in_ring(lambda attention, *qkv: attention(*qkv, is_causal=True), low, gradient.bfloat16(), balance=True)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in ring)
+    assert lost(ring) < 1.5 * lost([out.detach(), *(leaf.grad for leaf in leaves)])
+
+
+def test_balanced_ranks_have_equal_work_and_skip_what_is_masked():
+    """Work is the rectangle of queries and keys, halved where it is causal."""
+
+    def work(order, table, *, is_causal):
+        views = [view_of(table, order, source, 4, is_causal=is_causal) for source in range(RANKS)]
+        return [
+            (view.rows.stop - view.rows.start) * (view.columns.stop - view.columns.start) / (1 + view.is_causal)
+            for view in views
+            if view is not None
+        ]
+
+    for index in range(RANKS):
+        balanced, plain = (TokenOrder("", RANKS, index, balance) for balance in (True, False))
+        assert sum(work(balanced, causal_table(balanced), is_causal=True)) == 8 + 8 + 8
+        assert sum(work(plain, causal_table(plain), is_causal=True)) == 8 + 16 * index
+        for order in (balanced, plain):
+            assert mask_table(CAUSAL[None, None], order) == causal_table(order)
+    # Behind a window, far blocks are skipped.
+    narrow = mask_table((CAUSAL & ~CAUSAL.tril(-3))[None, None], plain)
+    assert len(work(plain, narrow, is_causal=False)) == 2
+
+
+def test_a_mask_is_looked_at_again_when_it_changes():
+    mask, order = CAUSAL.clone(), TokenOrder("", RANKS, 0)
+    assert mask_table(mask, order) == ((True, False, False),) == mask_table(mask, order)
+    mask[0, TOKENS - 1] = True
+    assert mask_table(mask, order) == ((True, False, True),)
+    assert mask_table(mask, order.at(1)) == ((True, True, False),)
+
+
+def test_tokens_come_back_in_order():
+    tokens = torch.arange(24).view(2, 12)
+    for order in (TokenOrder("", 3, 0, True), TokenOrder("", 3, 0, False), TokenOrder("", 1, 0, True)):
+        parts = [order.at(index).part(tokens, 1) for index in range(order.size)]
+        assert torch.equal(order.in_order(torch.cat(parts, 1), 1), tokens)
+    assert TokenOrder("", 3, 1, True).part(tokens, 1)[0].tolist() == [2, 3, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "words"),
+    [
+        ({"dropout_p": 0.1}, {}, "dropout in attention"),
+        ({"attn_mask": torch.ones(4, 12, requires_grad=True)}, {}, "mask that is trained"),
+        ({"attn_mask": torch.ones(4, 4, dtype=torch.bool)}, {}, "does not cover all tokens"),
+        ({"attn_mask": torch.ones(12, dtype=torch.bool), "is_causal": True}, {}, "both causal and masked"),
+        ({}, {"heads": 2}, "do not fit the heads"),
+        ({"enable_gqa": True}, {"heads": 3}, "do not fit the heads"),
+        ({}, {"tokens": 5}, "not among the tokens"),
+    ],
+)
+def test_other_attention_is_refused(keys, change, words):
+    sizes = {"heads": 4, "tokens": 4} | change
+    other = torch.ones(1, sizes["heads"], sizes["tokens"], 3)
+    with pytest.raises(mw.ModelError, match=words):
+        InMemory(0, True, []).attend(torch.ones(1, 4, 4, 3), other, other, **keys)

@@ -1,0 +1,66 @@
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import ModelError
+from meshwright.nn import check_initialized, class_name, find_blocks, modules_of, outermost, wrap_method
+from tests import tiny
+
+
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("plain", ["blocks.0", "blocks.1"]),
+        ("gpt2", ["transformer.h.0", "transformer.h.1"]),
+        ("llama", ["model.layers.0", "model.layers.1"]),
+        ("bert", ["bert.encoder.layer.0", "bert.encoder.layer.1"]),
+    ],
+)
+def test_blocks_are_what_the_forward_loops_over(name, paths):
+    assert [path for path, _ in find_blocks(tiny.build(name))] == paths
+
+
+def test_lists_inside_blocks_and_lists_without_parameters_are_none():
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(1, 1)])})]),
+         "acts": nn.ModuleList([nn.GELU()])}
+    )  # fmt: skip
+    assert [path for path, _ in find_blocks(model)] == ["layers.0"]
+
+
+def test_classes_are_found_by_bare_and_qualified_names_and_by_their_bases():
+    model = tiny.Mlp()
+    for reference in ("Linear", class_name(nn.Linear)):
+        found = [path for path, _ in modules_of(model, [reference], method="fsdp")]
+        assert found == ["first", "layers.0.0", "layers.1.0", "layers.2.0", "last"]
+    nested = modules_of(model, ["Sequential", "Linear"], method="fsdp")
+    assert [path for path, _ in outermost(nested)] == ["first", "last", "layers.0", "layers.1", "layers.2"]
+    with pytest.raises(ModelError, match=r"fsdp.*did you mean 'Linear'.*Expected classes.*Got 'Linea'"):
+        modules_of(model, ["Linea"], method="fsdp")
+
+
+def test_a_wrapped_method_leaves_everything_else_as_it_was():
+    layer = nn.Linear(2, 2)
+    plain = copy.deepcopy(layer)
+    wrap_method(layer, "forward", lambda forward, x: forward(x) + 1)
+    wrap_method(layer, "forward", lambda forward, x: forward(x) * 2)
+    x = torch.randn(1, 2)
+    expected = (plain(x) + 1) * 2
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(copy.deepcopy(layer)(x), expected)
+    assert isinstance(layer, nn.Linear)
+    assert class_name(type(layer)) == class_name(nn.Linear)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert inspect.signature(layer.forward) == inspect.signature(plain.forward)
+    torch.testing.assert_close(nn.Linear(2, 2)(x).shape, x.shape)
+
+
+def test_lazy_modules_are_refused_until_they_have_run():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with pytest.raises(ModelError, match=r"1\.weight.*2\.running_mean"):
+        check_initialized(model)
+    model(torch.randn(2, 3))
+    check_initialized(model)
