@@ -1,4 +1,4 @@
-"""How and when replicas synchronise: the policy, the schedule of steps, and the fragments of a model."""
+"""Policy, schedule and fragments: the choices of how and when replicas synchronise."""
 
 from __future__ import annotations
 
