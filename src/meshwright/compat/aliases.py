@@ -65,6 +65,9 @@ NAMES = {
         f"{_BMTRAIN}.optim_manager": "OptimManager",
         f"{_COLOSSALAI}.optimizers": "cast_to_distributed",
     },
+    "meshwright.runtime": {
+        f"{_BMTRAIN}.config": "config",
+    },
 }
 
 
