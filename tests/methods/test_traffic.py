@@ -32,7 +32,7 @@ class Counter(TorchDispatchMode):
 
     def __enter__(self):
         mean_over, tell, ask, reduce = (
-            batch_mean.mean_over, HostGathers._tell, HostGathers._ask, HostReductions.reduce
+            batch_mean.mean_over, HostGathers._announce, HostGathers._oldest_in_use_of_all, HostReductions.reduce
         )  # fmt: skip
 
         def tell_of(gathers, num_bytes):
@@ -46,8 +46,8 @@ class Counter(TorchDispatchMode):
 
         self._patches = [
             mock.patch.object(batch_mean, "mean_over", functools.partial(self._silently, mean_over)),
-            mock.patch.object(HostGathers, "_tell", tell_of),
-            mock.patch.object(HostGathers, "_ask", lambda gathers: self._silently(ask, gathers)),
+            mock.patch.object(HostGathers, "_announce", tell_of),
+            mock.patch.object(HostGathers, "_oldest_in_use_of_all", lambda gathers: self._silently(ask, gathers)),
             mock.patch.object(HostReductions, "reduce", reduce_all),
         ]
         for patch in self._patches:

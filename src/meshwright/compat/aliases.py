@@ -68,6 +68,9 @@ NAMES = {
     "meshwright.optim.outer": {
         "meshwright.compat.fairseq": "BMUF",
     },
+    "meshwright.runtime": {
+        f"{_BMTRAIN}.config": "config",
+    },
 }
 
 
