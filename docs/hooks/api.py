@@ -1,4 +1,4 @@
-"""The pages of the API: one for each package, with the public names of its ``__all__`` in groups."""
+"""Generate the pages of the API: one per package, with its public names."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 PACKAGES = {
     "meshwright": ("meshwright", "`import meshwright as mw`: every name that a training script usually needs."),
     "optim": ("meshwright.optim", "Optimizers that are right on shards, and outer steps."),
-    "nn": ("meshwright.nn", "What methods need to know of modules."),
+    "nn": ("meshwright.nn", "The structure of modules, batches and FSDP2 units, as methods use them."),
     "loss": ("meshwright.loss", "Losses in less memory."),
     "lr_scheduler": ("meshwright.lr_scheduler", "Warm-up and decay as a torch scheduler."),
     "store": ("meshwright.store", "Checkpoints, and files of whole models."),
-    "inspect": ("meshwright.inspect", "Statistics of parameters, gradients and what a model records."),
+    "inspect": ("meshwright.inspect", "Statistics of parameters, gradients and recorded tensors."),
     "distributed": ("meshwright.comm", "Also `meshwright.distributed`: collectives with gradients; their speed."),
-    "data": ("meshwright.data", "Text as tokens, and the order of samples."),
+    "data": ("meshwright.data", "Token files, tokenizers and the order of samples."),
     "bmtrain": (
         "meshwright.compat.bmtrain",
         "BMTrain's modules, blocks, `OptimManager`, schedules and helpers; also found where BMTrain has them.",
     ),
     "booster": ("meshwright.compat.colossalai", "Also `meshwright.booster`: ColossalAI's `Booster` and plugins."),
-    "strategy": ("meshwright.strategy", "What was decided: an immutable value."),
-    "methods": ("meshwright.methods", "How each optimisation is done. Their configs: [methods](../methods.md)."),
+    "strategy": ("meshwright.strategy", "A strategy: an immutable value."),
+    "methods": ("meshwright.methods", "The optimisations, one class each. Their configs: [methods](../methods.md)."),
     "cost": ("meshwright.cost", "The simulated step. Plain data; never imports torch."),
     "runtime": ("meshwright.runtime", "Processes, mesh, devices and seeds."),
 }
@@ -44,7 +44,7 @@ def exported(module: str) -> list[str]:
 
 
 def shown(package: str) -> list[str]:
-    """Those of them that its page explains."""
+    """Return the names that the page of a package explains."""
     names = [name for name in exported(PACKAGES[package][0]) if not name.startswith("__")]
     if package == "meshwright":
         return [name for name in names if name not in _PARTS]
@@ -54,13 +54,13 @@ def shown(package: str) -> list[str]:
 
 
 def pages() -> dict[str, str]:
-    """The markdown of every page, by its path."""
+    """Return the markdown of every page, by its path."""
     rows = [f"| [`{module}`]({page}.md) | {text} |" for page, (module, text) in PACKAGES.items()]
     index = [
         "# API reference",
         "",
-        "Made from the docstrings. Shapes, units, errors and the sources of formulas stand with each name; letters in",
-        "shapes are B batch, T tokens, H features, V vocabulary, and bytes are bytes, not bits or GB.",
+        "Generated from the docstrings: shapes, units, errors and the sources of formulas of each name. Letters in shapes",
+        "are B batch, T tokens, H features, V vocabulary; bytes are bytes, not bits or GB.",
         "",
         "| package | what is in it |",
         "|---|---|",

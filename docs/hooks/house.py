@@ -1,4 +1,4 @@
-"""The picture of the house, drawn from the floors in ``tests/house.py``, which a test holds."""
+"""Draw the picture of the house from the floors in ``tests/house.py``, which a test enforces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TITLES = {
 
 
 def floors() -> list[list[str]]:
-    """Rooms by floor, the ground floor first, as the test has them."""
+    """Return the rooms by floor, the ground floor first, as the test lists them."""
     tree = ast.parse((ROOT / "tests" / "house.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FLOORS":
@@ -34,7 +34,7 @@ def floors() -> list[list[str]]:
 
 
 def picture() -> str:
-    """The house as SVG: one row for each floor, the ground floor below, under a roof."""
+    """Return the house as SVG: one row per floor, the ground floor at the bottom, under a roof."""
     rows = list(reversed(floors()))
     top = 70
     height = top + len(rows) * (_ROW + _GAP) + 20

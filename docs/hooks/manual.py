@@ -1,4 +1,4 @@
-"""mkdocs' hook: pages that are generated, and pages that live outside ``docs/``, with their links put right."""
+"""Add generated pages, and pages from outside ``docs/`` with corrected links, to the manual: a hook of mkdocs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import api
 import cli_page
-import house
 import methods_page
+
+import house
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def generated() -> dict[str, str]:
-    """Every page or picture that is made from the code, by its path under ``docs/``."""
+    """Return every page or picture that is generated from the code, by its path under ``docs/``."""
     return {
         "cli.md": cli_page.page(),
         "images/house.svg": house.picture(),
@@ -35,7 +36,7 @@ def generated() -> dict[str, str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the generated files and those from elsewhere."""
+    """Add the generated files and those from outside ``docs/``."""
     from mkdocs.structure.files import File
 
     pages = {**generated(), **{page: (ROOT / path).read_text() for path, page in ELSEWHERE.items()}}
@@ -45,19 +46,19 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_post_build(config: Any) -> None:
-    """Writes the index of the search as a script, too: pages that are opened from a folder may not fetch files."""
+    """Write the search index as a script, too: pages that are opened from a folder may not fetch files."""
     index = Path(config.site_dir, "search", "search_index.json")
     index.with_suffix(".js").write_text(f"var __index = {index.read_text(encoding='utf-8')}", encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Points links to files outside ``docs/`` to their pages; what has none becomes text."""
+    """Point links to files outside ``docs/`` to their pages; links to files without a page become text."""
     origin = {page: path for path, page in ELSEWHERE.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return relinked(markdown, origin, page.file.src_uri)
 
 
 def relinked(markdown: str, origin: str, page: str) -> str:
-    """Markdown of the repository's file ``origin`` with its links as they must be on ``page``, under ``docs/``."""
+    """Return the markdown of the repository's file ``origin`` with its links as needed on ``page``, under ``docs/``."""
 
     def link(match: re.Match[str]) -> str:
         text, target = match.groups()

@@ -1,4 +1,4 @@
-"""The page of methods, from the register: what each does, its keys, the law it is under, what it saves and costs."""
+"""Generate the page of methods from the register: what each does, its keys, its rules, what it saves and costs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _INTRO = """# Methods
 
 A strategy is a list of methods, each a name or a pair of name and config: `["fsdp", ("amp_native", "bf16")]`. They are
 applied in the order of this page, whatever order they are listed in. Every value is checked before anything is
-changed. `meshwright methods` prints the same in a terminal, and every pair is tried out in the
-[matrix](method_matrix.md).
+changed. `meshwright methods` prints the same in a terminal, and the [matrix](method_matrix.md) tests every pair.
 """
 
-# Where a method has a page of its own.
+# Pages that explain a method further.
 DETAILS = {
     "checkpoint": "recompute.md", "comm": "comm.md", "compile": "compile.md",
     "context_parallel": "parallelism.md#context",
     "ema": "small_methods.md#ema-averaged-weights", "expert_parallel": "parallelism.md#experts", "fp8": "fp8.md",
-    "grad_clip": "small_methods.md", "gradient_accumulation": "small_methods.md", "module_replace": "module_replace.md",
+    "grad_clip": "small_methods.md", "gradient_accumulation": "small_methods.md", "loss_spike": "small_methods.md",
+    "module_replace": "module_replace.md",
     "offload": "offload.md", "outer": "outer_steps.md", "pipeline_parallel": "parallelism.md#pipeline",
     "sequence_parallel": "parallelism.md#sequence", "skip_nonfinite": "small_methods.md",
-    "tensor_parallel": "parallelism.md#tensor",
+    "tensor_parallel": "parallelism.md#tensor", "weight_vote": "small_methods.md#ranks-that-differ",
 }  # fmt: skip
 
 # As a strategy writes it; the tests read every one of them.
@@ -63,36 +63,36 @@ EXAMPLES: dict[str, Any] = {
     "skip_nonfinite": "stop",
 }
 
-# Keys whose names say it all in the code.
+# Keys without a docstring in the code.
 _PLAIN = {
     "axes": 'names and sizes, innermost first; axes may be written as keys: `{"zero": 4, "data": 2}`',
     "rank_order": "the ranks in the order in which they fill the mesh; None: 0, 1, 2, …",
     "schedule": "one of torch's pipeline schedules",
     "recipe": "how scales are found: from a history, or from the tensor itself",
     "margin": "powers of two by which a scale stays below its largest",
-    "amax_history_len": "steps whose largest magnitudes are remembered",
-    "amax_compute_algo": "which of them gives the scale",
+    "amax_history_len": "number of steps whose largest magnitudes are kept",
+    "amax_compute_algo": "which of these magnitudes gives the scale",
     "rule": "which outer step; see [outer steps](outer_steps.md#rules)",
     "sync_every": "H, the steps of a block",
-    "momentum": "of the outer step",
+    "momentum": "momentum of the outer step",
     "nesterov": "whether that momentum is Nesterov's",
     "dtype": "the half-precision type",
-    "backend": "of `torch.compile`",
-    "scale_dtype": "of the scales that travel with quantised blocks",
-    "dynamic_shape": "of ATorch: changes nothing",
-    "use_c10d": "of ATorch: changes nothing",
+    "backend": "backend of `torch.compile`",
+    "scale_dtype": "dtype of the scales that are sent with quantised blocks",
+    "dynamic_shape": "from ATorch; changes nothing",
+    "use_c10d": "from ATorch; changes nothing",
     "interval": "steps between two updates of the scales",
     "fp8_format": "`HYBRID`: e4m3 forward, e5m2 for gradients; `E4M3` everywhere",
-    "sequence": "tokens are split between the split layers, too",
+    "sequence": "whether tokens are divided between the split layers, too",
     "plan": '`{"layers.*.up": "colwise"}`: how layers are split; the rest is found',
-    "experts": "paths of the lists or stacks of experts, where they are not found",
-    "skip_if_nonfinite": "bf16: steps whose gradients hold inf or nan are skipped",
+    "experts": "paths of the lists or stacks of experts, if they are not found",
+    "skip_if_nonfinite": "bf16: steps whose gradients contain inf or nan are skipped",
     "master_weights": "whether fp32 copies of the weights are what the optimizer updates",
-    "num_micro_batches": "parts of a batch; weights are updated once for all",
-    "action": "what happens to a step whose gradients hold inf or nan",
+    "num_micro_batches": "parts of a batch; weights are updated once for all of them",
+    "action": "what happens to a step whose gradients contain inf or nan",
 }
 UNEXPLAINED = "(not explained yet)"
-_INERT = "of FSDP1 or DeepSpeed: read, said to change nothing"
+_INERT = "from FSDP1 or DeepSpeed; accepted with a notice, changes nothing"
 _INERT_KEYS = {"limit_all_gathers", "use_orig_params", "backward_prefetch", "use_ds_zero", "not_use_fsdp"}
 _TYPES = {
     "PositiveInt": "int ≥ 1", "NonNegativeInt": "int ≥ 0", "PositiveFloat": "number > 0", "ByteSize": "bytes or text",
@@ -106,7 +106,7 @@ _TYPES = {
 
 
 def page() -> str:
-    """The markdown of ``methods.md``."""
+    """Return the markdown of ``methods.md``."""
     parts = [_INTRO, _overview(), *(_section(method) for method in known_methods()), _short_names()]
     return "\n".join(parts)
 
@@ -133,7 +133,7 @@ def _described(method: type[Method]) -> list[str]:
 
 
 def _effects(effect: str) -> list[tuple[str, str]]:
-    """``"memory: a. Time: b"`` -> what it saves or costs, by class."""
+    """Split ``"memory: a. Time: b"`` into pairs of a class and what the method saves or costs in it."""
     found = re.split(r"(?:^|\.\s+)(memory|time|communication):\s*", effect, flags=re.IGNORECASE)
     return [(word.lower(), text.rstrip(".")) for word, text in zip(found[1::2], found[2::2], strict=True)]
 
@@ -166,7 +166,7 @@ def _meaning(key: str, texts: dict[str, str]) -> str:
 
 
 def _written(method: type[MethodConfig]) -> tuple[dict[str, str], dict[str, str]]:
-    """The docstrings and the types of all keys, as the classes' sources have them."""
+    """Return the docstrings and the types of all keys, from the sources of the classes."""
     texts: dict[str, str] = {}
     types: dict[str, str] = {}
     if method.method_name == "outer":
@@ -192,7 +192,7 @@ def _fields(owner: type) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _type(node: ast.expr) -> str:
-    """An annotation in words: ``Literal["a", "b"] | None`` -> ``'a', 'b' or None``."""
+    """Return an annotation in words: ``Literal["a", "b"] | None`` becomes ``'a', 'b' or None``."""
     if isinstance(node, ast.BinOp):
         return f"{_type(node.left)} or {_type(node.right)}"
     if isinstance(node, ast.Subscript):

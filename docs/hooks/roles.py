@@ -1,4 +1,4 @@
-"""A griffe extension: Sphinx roles in docstrings become plain code."""
+"""Turn Sphinx roles in docstrings into plain code: an extension of griffe."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from words import without_roles
 
 
 class Roles(griffe.Extension):
-    """Rewrites every docstring as it is read."""
+    """Rewrite every docstring as it is read."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for each class, function, attribute and module."""
+        """Rewrite the docstring of a class, function, attribute or module."""
         if obj.docstring is not None:
             obj.docstring.value = without_roles(obj.docstring.value)

@@ -1,4 +1,4 @@
-"""Docstrings as markdown."""
+"""Turn docstrings into markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`(~?)([\w.]+)`")
 
 
 def without_roles(text: str) -> str:
-    """Sphinx roles, such as ``:class:`~a.B```, as plain code."""
+    """Return text with its Sphinx roles, such as ``:class:`~a.B```, as plain code."""
     return _ROLE.sub(_code, text)
 
 
