@@ -9,8 +9,9 @@ from typing import Any
 
 import api
 import cli_page
-import house
 import methods_page
+
+import house
 
 ROOT = Path(__file__).parents[2]
 
