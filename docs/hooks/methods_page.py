@@ -15,7 +15,7 @@ from meshwright.methods import Method, known_methods, rules
 from meshwright.methods.base import SHARD_AXES
 from meshwright.optim import OuterPolicy
 from meshwright.strategy import MethodConfig
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 _INTRO = """# Methods
 

@@ -105,7 +105,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def join_names(names: Iterable[str], limit: int = 12) -> str:
-    """Lists names for an error message, shortened to ``limit`` entries; ``"none"`` when there are none."""
+    """List names for an error message, shortened to ``limit`` entries; ``"none"`` when there are none."""
     every = list(names)
     shown = ", ".join(every[:limit]) + (f", … ({len(every)} in all)" if len(every) > limit else "")
     return shown or "none"

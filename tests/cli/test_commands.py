@@ -14,7 +14,7 @@ from meshwright.cli import app, bench_comm, checkpoint_tools as checkpoint, meth
 from meshwright.comm import BENCHMARK_OPS
 from meshwright.errors import ConfigError
 from meshwright.methods import rules
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 from tests.cli.helpers import project
 
 

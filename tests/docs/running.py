@@ -20,7 +20,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.runtime import gather_objects, rank, synchronize, world_size
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 from tests import tiny
 
 GPT2_FOLDER = tiny._path.parent

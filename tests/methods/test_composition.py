@@ -4,7 +4,7 @@ from meshwright import Strategy, StrategyError
 from meshwright.methods import Phase, in_phase_order, resolve
 from meshwright.methods.base import Method
 from meshwright.methods.mixed_parallel import MixedParallel
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 
 def test_a_strategy_without_a_mesh_is_data_parallel():

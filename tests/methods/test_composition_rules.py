@@ -4,7 +4,7 @@ import pytest
 
 from meshwright import Strategy, StrategyError
 from meshwright.methods import known_methods, resolve, rules
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 EAGER = {"backend": "eager"}
 IGNORED = {"atorch_ignored_cls": "LayerNorm"}

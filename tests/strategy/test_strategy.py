@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 import meshwright as mw
 from meshwright import Strategy, StrategyError
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 NAMES = st.lists(st.sampled_from(["Block", "models", "GPT2Attention", "x_1", "<locals>"]), min_size=1, max_size=3).map(
     ".".join

@@ -13,7 +13,7 @@ import meshwright as mw
 from meshwright import Strategy
 from meshwright.optim import Adafactor
 from meshwright.runtime import processes
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 from tests import tiny
 
 LR = {"lr": 0.1, "momentum": 0.9}

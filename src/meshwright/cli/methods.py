@@ -13,7 +13,7 @@ from rich.text import Text
 from meshwright.methods import Method, known_methods, rules
 from meshwright.methods.base import SHARD_AXES
 from meshwright.runtime.terminal import PlainConsole
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 _WIDE = 120
 """Characters per line from which on the table is readable."""

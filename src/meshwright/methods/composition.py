@@ -22,7 +22,7 @@ from meshwright.optim import ParameterPlacement, set_placement
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.store.entries import stored_name, unwrapped
 from meshwright.strategy import MethodConfig, Strategy
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 if TYPE_CHECKING:
     from meshwright.methods.replace.module_replace import ModuleReplace

@@ -402,7 +402,7 @@ def abandon(job: Job, optim: Optimizer | None) -> None:
 
 def _reset(replicas: DistributedDataParallel) -> None:
     # DDP takes the failed pass for one that still reduces, and would refuse the next.
-    reset_reducer(replicas)
+    reset_reducer(replicas.reducer)
     if _SETTLING not in replicas.__dict__:
         replicas.__dict__[_SETTLING] = replicas.register_forward_pre_hook(_settle)
 

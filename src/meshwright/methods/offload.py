@@ -265,7 +265,7 @@ class Offload(Method):
             Disk(Path(self.disk))  # tries to write a file in the folder
 
     def apply(self, job: Job) -> None:
-        """Hook the blocks, choose the sharded units that live on the host, and have master weights built there."""
+        """Put hooks on blocks, choose the sharded units that live on the host, and have master weights built there."""
         offloaded = self._offloaded(dict(job.axes), job.shard_axis)
         pin = self.pin_memory and job.device.type == "cuda"
         copies = copies_for(job.device)

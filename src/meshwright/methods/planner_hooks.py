@@ -32,7 +32,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class SearchScope:
-    """What a search says of itself when it asks a method which configs to try.
+    """The state of a search that asks a method which configs to try.
 
     Args:
         world: Number of ranks.

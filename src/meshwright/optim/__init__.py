@@ -43,13 +43,13 @@ if TYPE_CHECKING:
         clipped_step as clipped_step,
         guard_of as guard_of,
         inner_optimizer as inner_optimizer,
+        spike_watch_of as spike_watch_of,
     )
     from meshwright.optim.lamb import Lamb as Lamb
     from meshwright.optim.loss_spikes import (
         SpikeAction as SpikeAction,
         SpikePolicy as SpikePolicy,
         SpikeWatch as SpikeWatch,
-        spike_watch_of as spike_watch_of,
         watch_spikes as watch_spikes,
     )
     from meshwright.optim.mixed_precision import LossScaler as LossScaler, MasterWeights as MasterWeights

@@ -29,6 +29,8 @@ from meshwright.runtime.torch_internals.optim import found_inf_of, global_step_p
 
 AVERAGE = "_weight_average"
 """The attribute under which an optimizer carries the average of its weights."""
+SPIKE_WATCH = "_spike_watch"
+"""The attribute under which an optimizer carries the watch of its losses."""
 
 
 class WrappedOptimizer(Optimizer):
@@ -152,6 +154,11 @@ def shows_gradients(optimizer: Optimizer) -> bool:
 def average_of(optimizer: Optimizer | None) -> Any:
     """Return the :class:`~meshwright.optim.WeightAverage` of the weights that an optimizer moves, or None."""
     return None if optimizer is None else getattr(inner_optimizer(optimizer), AVERAGE, None)
+
+
+def spike_watch_of(optimizer: Optimizer | None) -> Any:
+    """Return the :class:`~meshwright.optim.SpikeWatch` attached to an optimizer, or None."""
+    return None if optimizer is None else getattr(inner_optimizer(optimizer), SPIKE_WATCH, None)
 
 
 # --- Guards before a step: loss scale, fp32 master weights, and skipping what is not finite

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
-from meshwright.optim.guarded_step import inner_optimizer
+from meshwright.optim.guarded_step import SPIKE_WATCH, inner_optimizer
 
 SpikeAction = Literal["skip", "warn", "stop", "rollback"]
 _SIGMA_PER_MAD = 1.4826  # for a normal distribution (Rousseeuw & Croux 1993)
@@ -30,9 +30,6 @@ class SpikePolicy:
     """Standard deviations above the median, estimated from the median absolute deviation."""
     patience: int = 16
     """Skipped steps in a row after which training stops: a loss that stays up is no spike."""
-
-
-_ATTRIBUTE = "_spike_watch"
 
 
 class SpikeWatch:
@@ -98,10 +95,5 @@ class SpikeWatch:
 
 
 def watch_spikes(optimizer: Optimizer, watch: SpikeWatch) -> None:
-    """Attach a watch to the optimizer, so that checkpoints include it; see :func:`spike_watch_of`."""
-    setattr(inner_optimizer(optimizer), _ATTRIBUTE, watch)
-
-
-def spike_watch_of(optimizer: Optimizer | None) -> SpikeWatch | None:
-    """Return the watch attached to an optimizer, looking through all its wrappers; None without one."""
-    return None if optimizer is None else getattr(inner_optimizer(optimizer), _ATTRIBUTE, None)
+    """Attach a watch to the optimizer, so that checkpoints include it; see :func:`~meshwright.optim.spike_watch_of`."""
+    setattr(inner_optimizer(optimizer), SPIKE_WATCH, watch)

@@ -16,7 +16,7 @@ from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.planner.plans import Plan, Subject, method_names
 from meshwright.planner.search.constraints import as_devices_have, left_to_search, read_constraints
 from meshwright.strategy import Strategy
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 if TYPE_CHECKING:
     from meshwright.planner.search import Found

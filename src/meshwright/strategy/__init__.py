@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.strategy.method_config import (
+    from meshwright.strategy.value import (
         METHOD_CONFIGS as METHOD_CONFIGS,
         Bytes as Bytes,
         MethodConfig as MethodConfig,
+        Strategy as Strategy,
+        parse_method as parse_method,
         read_size as read_size,
     )
-    from meshwright.strategy.value import Strategy as Strategy, parse_method as parse_method
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

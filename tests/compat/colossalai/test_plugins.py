@@ -22,7 +22,7 @@ from meshwright.compat.colossalai import (
     launch,
     launch_from_torch,
 )
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 from tests.compat.colossalai import helpers
 
 SCALE = {"initial_scale": 65536.0, "min_scale": 1.0, "growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**32}

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from meshwright.compat.colossalai import Booster, HybridParallelPlugin
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 from tests import tiny
 
 STOP, STEPS, BATCH = 3, 6, 4

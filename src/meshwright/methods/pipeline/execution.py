@@ -268,7 +268,7 @@ class PipelineEngine:
         return everywhere
 
     def _finishing(self, loss: torch.Tensor) -> torch.Tensor:
-        """Hook the start of the loss's backward, which schedules the gradient exchange for its end."""
+        """Put a hook on the start of the loss's backward, which schedules the gradient exchange for its end."""
         if loss.requires_grad:
             loss = loss.view_as(loss)
             loss.register_hook(self._begin_backward)

@@ -14,7 +14,7 @@ from meshwright.methods import Method, Phase, besides_mesh
 from meshwright.planner.explain.plan_figures import on_device, plan_entry
 from meshwright.planner.plans import Plan, Subject
 from meshwright.strategy import Strategy
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 _MESH = "mesh"
 

@@ -12,7 +12,7 @@ from meshwright.methods import Method, Phase, Role
 from meshwright.methods.composition import sentence, without_mixed
 from meshwright.planner.search.search_space import Choice, Space, choices, divisors_of, offloads, role_of
 from meshwright.strategy import MethodConfig, Strategy, parse_method
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 Included = Mapping[str, MethodConfig]
 """The methods that every candidate must have, by name; the keys that their configs set are the caller's."""

@@ -17,7 +17,7 @@ from meshwright.methods.base import INNER_AXES
 from meshwright.methods.composition import check_rules, shard_axis_of
 from meshwright.planner.plans import Subject
 from meshwright.strategy import MethodConfig, Strategy
-from meshwright.strategy.method_config import METHOD_CONFIGS
+from meshwright.strategy.value import METHOD_CONFIGS
 
 if TYPE_CHECKING:
     from meshwright.methods import PipelineParallel
