@@ -59,8 +59,8 @@ def pages() -> dict[str, str]:
     index = [
         "# API reference",
         "",
-        "Generated from the docstrings: shapes, units, errors and the sources of formulas of each name. Letters in shapes",
-        "are B batch, T tokens, H features, V vocabulary; bytes are bytes, not bits or GB.",
+        "Generated from the docstrings: shapes, units, errors and the sources of formulas of each name. Letters in",
+        "shapes are B batch, T tokens, H features, V vocabulary; bytes are bytes, not bits or GB.",
         "",
         "| package | what is in it |",
         "|---|---|",
