@@ -331,7 +331,7 @@ class OffloadTime:
     hides: bool = True
 
     def left_s(self, forward_s: float, backward_s: float) -> float:
-        """Return the seconds that do not hide behind so many seconds of forward and of backward."""
+        """Return the exposed seconds beside so many seconds of forward and of backward."""
         if not self.hides:
             return self.forward_s + self.backward_s
         return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)

@@ -273,7 +273,7 @@ def _last_reductions(ranks: Sequence[Rank], end: float, busy: float, rounds: flo
 
 
 def _closing(ranks: Sequence[Rank], time: StepTime, busy: float) -> list[StepEvent]:
-    """List the copies that did not hide, the update of every rank, and the overhead."""
+    """List the exposed offload copies, the update of every rank, and the overhead."""
     longest, begin = max(each.update_s for each in ranks), busy + time.copies_s
     updates = [
         StepEvent(rank, "update", "update", begin, begin + each.update_s, each.update_s == longest)
@@ -283,7 +283,7 @@ def _closing(ranks: Sequence[Rank], time: StepTime, busy: float) -> list[StepEve
         event
         for rank in range(len(ranks))
         for event in (
-            StepEvent(rank, "copy", "copies that did not hide", busy, begin, rank == 0),
+            StepEvent(rank, "copy", "exposed offload copies", busy, begin, rank == 0),
             StepEvent(rank, "host", "launch, batch, loss", begin + longest, time.step_time_s, rank == 0),
         )
     ]

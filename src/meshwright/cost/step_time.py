@@ -280,11 +280,11 @@ class StepTime:
     step_time_s: float
     compute_s: float  # kernels of all micro-batches on the slowest rank
     inline_s: float  # collectives that its blocks wait for
-    exposed_s: float  # gathers and reductions that did not hide, and computing that they slowed down
+    exposed_s: float  # exposed communication, and computing that it slowed down
     bubble_s: float  # waiting for other stages of a pipeline
     update_s: float
     overhead_s: float
-    copies_s: float = 0.0  # between memories, that did not hide
+    copies_s: float = 0.0  # exposed offload copies
 
     @property
     def binds(self) -> str:

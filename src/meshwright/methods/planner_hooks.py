@@ -70,7 +70,7 @@ class PlannerHooks(MethodConfig):
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
         """Return the configs that a search tries, the least change first: by default, its defaults.
 
-        None: it is tried only where a user includes it.
+        Empty: it is tried only where a user includes it.
         """
         return (cls.parse(None),)
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _TIME_PARTS = {
     "compute_s": "computing",
     "inline_s": "collectives that blocks wait for",
-    "exposed_s": "gathers and reductions that do not hide or slow computing down",
-    "copies_s": "copies between memories that do not hide",
+    "exposed_s": "exposed communication, and the slowing down of computing",
+    "copies_s": "exposed offload copies",
     "bubble_s": "pipeline bubble",
     "update_s": "update",
     "overhead_s": "launch, batch and loss",
