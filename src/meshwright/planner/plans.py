@@ -141,7 +141,7 @@ class Plan:
         return with_micro_batches(self.strategy, self.step.num_micro_batches)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :attr:`complete_strategy` to a file, as :meth:`Strategy.save` does: ``accelerate(strategy=path)``."""
+        """Write :attr:`complete_strategy` to a file, which ``accelerate(strategy=path)`` reads."""
         self.complete_strategy.save(path)
 
     def summary(self) -> str:

@@ -444,13 +444,13 @@ class ModuleModel:
     seq: int | None = None
 
     def describe(self) -> dict[str, Any]:
-        """See :class:`PlannedModel`."""
+        """See :class:`~meshwright.planner.plans.PlannedModel`."""
         count = sum(parameter.numel() for parameter in self.module.parameters())
         found = {"name": self.name, "class": type(self.module).__name__, "num_parameters": count}
         return found | ({"seq": self.seq} if self.seq is not None else {})
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
-        """See :class:`PlannedModel`; the module is traced once for all clusters of one kind."""
+        """See :class:`~meshwright.planner.plans.PlannedModel`. The module is traced once for CPUs and once for GPUs."""
         limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
         if cluster.device.is_host not in self._traced:
             self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)

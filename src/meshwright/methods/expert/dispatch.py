@@ -230,7 +230,7 @@ _NOT_ASKED = -1  # as a count of rows; for 0 an expert runs on no rows
 class DividedExperts(nn.Module):
     """Replaces a block's list of experts, and holds this rank's experts under their own names.
 
-    A block can index it, loop over it and call the items; a call goes to :attr:`responder` instead of an expert.
+    A block can index it, loop over it and call the items; a call goes to ``responder`` instead of an expert.
 
     Args:
         experts: All experts.

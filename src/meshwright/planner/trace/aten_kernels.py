@@ -20,7 +20,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from meshwright.cost import HALF, Op, ProductDtype
 from meshwright.runtime.torch_internals.fake_tensors import (
     FakeTensor,
-    FakeTensorMode,
     TorchDispatchMode,
     disable_current_modes,
     in_kernel_invocation_manager,
@@ -474,14 +473,6 @@ def device_of_pass(model: nn.Module, wanted: torch.device | None) -> torch.devic
 def device_here(device: torch.device) -> torch.device:
     """Return the device, or the CPU on a machine without it."""
     return device if device.type == "cuda" and torch.cuda.is_available() else torch.device("cpu")
-
-
-def converted_to(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """Return a fake tensor like another tensor, which may be on ``meta``."""
-    if tensor.device.type != "meta":
-        return fake.from_tensor(tensor.detach()).to(device)
-    with fake:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:

@@ -62,9 +62,10 @@ class OpRecorder(FakeDispatchMode):
     which their modules are found.
 
     Args:
-        saved: What the running modules have saved, kept up to date by :func:`record_saved`.
+        saved: What the running modules have saved, kept up to date by
+            :func:`~meshwright.planner.trace.live_tensors.record_saved`.
         held: Notified of every operator.
-        fp8: Layers whose products run in 8 bits. What they cast belongs to these products (see ``cost.kernels``).
+        fp8: Layers whose products run in 8 bits. What they cast belongs to these products (see ``cost.device_time``).
         scaling: Scaling of their tensors.
     """
 
