@@ -241,7 +241,7 @@ def usable_host_bytes(cluster: Cluster) -> int | None:
 
 
 def taken_bytes(reserved_bytes: int, device: Device) -> int:
-    """Return the bytes that must be usable for so many reserved bytes, gaps between tensors included."""
+    """Return the bytes that must be usable to reserve a number of bytes: gaps between tensors are included."""
     return reserved_bytes if device.is_host else round(reserved_bytes * (1 + FRAGMENTED))
 
 
