@@ -331,7 +331,7 @@ def check_answer(number: int, given: torch.Tensor, answer: Any) -> None:
 
 
 def questions_of(block: nn.Module, experts: DividedExperts, run: Callable[[], Any]) -> list[Question]:
-    """Return what a block asks its experts, by running it with answers of zeros.
+    """Find the questions of a block to its experts, by running it with zeros for answers.
 
     Args:
         block: The block; its buffers and the random generators are restored afterwards.

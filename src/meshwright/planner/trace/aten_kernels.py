@@ -281,7 +281,7 @@ def _grouped_mm(args: tuple[Any, ...]) -> tuple[Op, ...]:
 
 
 def _dealt(rows: int, groups: int) -> tuple[int, int]:
-    """Return the rows of a group and the groups; all rows as one group where they do not divide."""
+    """Return the number of rows of a group and of groups; one group if the rows do not divide."""
     return (rows, 1) if rows % groups else (rows // groups, groups)
 
 
@@ -476,7 +476,7 @@ def device_here(device: torch.device) -> torch.device:
 
 
 def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
-    """Return what is assumed where a pass cannot run on the device that the model will train on; else None."""
+    """Return a notice on what is assumed if a pass cannot run on the device that the model will train on; else None."""
     device = device_of_pass(model, wanted)
     if wanted is None or wanted.type == device.type:
         return None

@@ -101,7 +101,7 @@ class LayersAndTokens:
 
 
 def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace | None:
-    """Return how the axes of a strategy divide the work of a forward pass; None where none does.
+    """Build the trace of one rank of the axes that divide a forward pass; None if no axis of the strategy does.
 
     Raises:
         ModelError: When the model cannot be divided so.
