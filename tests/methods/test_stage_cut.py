@@ -111,7 +111,7 @@ def cut(model, config, ranks=2):
 def test_tied_weights_are_trained_at_both_ends_and_nothing_is_held_in_between():
     torch.manual_seed(0)
     found = cut(tiny.plain(num_layers=8), None, ranks=4)
-    places = {item.name: (item.trained_on, item.lent_to) for item in found.outside}
+    places = {item.name: (item.trained_on, item.buffer_on) for item in found.outside}
     assert places == {
         "token_embedding.weight": ((0, 3), ()),
         "position_embedding.weight": ((0,), ()),

@@ -1,6 +1,7 @@
 """Tensors are lent to modules for the time of a call."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import weight_norm
 
 import meshwright as mw
-from meshwright.nn import call_with, run_with
+from meshwright.nn import FakeTensors, call_with, run_with
 from tests import tiny
 
 
@@ -120,6 +121,24 @@ def test_a_pass_without_data_leaves_no_trace():
     loss(model(torch.ones(2, 4))).backward()
     assert (loss.calls, loss.count.item(), len(model.seen)) == (1, 1, 1)
     assert loss.weight.grad is not None
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+@pytest.mark.parametrize("own", ["cpu", "meta"])
+def test_fake_tensors_are_like_real_ones(own, device, recwarn):
+    weight = nn.Parameter(torch.empty(4, 3, device=own).t())
+    fakes = FakeTensors(device)
+    inputs = fakes.like_all({"x": weight, "scale": 2.0})
+    fake = inputs["x"]
+    assert (fake.shape, fake.stride(), fake.dtype) == (weight.shape, weight.stride(), weight.dtype)
+    assert fake.device.type == (own if device is None else "cpu")
+    assert not fake.requires_grad
+    assert inputs["scale"] == 2.0
+    with fakes.running():
+        assert type(torch.ones(2)) is type(fake)
+        warnings.warn("a model's own", stacklevel=1)
+    assert type(torch.ones(2)) is torch.Tensor
+    assert not recwarn.list
 
 
 class Criterion(nn.Module):

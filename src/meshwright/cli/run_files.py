@@ -47,7 +47,7 @@ def _what_is_wrong(path: Path) -> str:
 
 
 def _is_special(path: Path) -> bool:
-    """Return whether it is a device or a pipe, such as /dev/stdout, which cannot be replaced."""
+    """Return whether a path is a device or a pipe, such as /dev/stdout, which cannot be replaced."""
     return path.exists() and not path.is_file()
 
 
@@ -111,7 +111,7 @@ def default_run_dir(file: Path) -> Path:
 
 
 def is_restart(directory: Path | None) -> bool:
-    """Return whether an earlier attempt of the launch that has started this process may have begun the run there."""
+    """Return whether an earlier attempt of this process's launch may have begun the run in the directory."""
     return restart_count() > 0 or (directory is not None and _was_begun_by(launch_id(), directory))
 
 

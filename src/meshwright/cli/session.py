@@ -187,7 +187,7 @@ def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore
 
 
 def earlier_config(extra: object, where: object) -> dict[str, dict[str, object]]:
-    """Return the tables of the training file that a checkpoint was written under; none where it has none.
+    """Return the tables of the training file with which a checkpoint was written; empty if it has none.
 
     Raises:
         CheckpointError: When what it has is no training file.
@@ -248,7 +248,7 @@ def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accele
 
 
 def _transformers_config(model: nn.Module) -> str | None:
-    """Return what ``save_pretrained`` would write as ``config.json``; None for a model of another library."""
+    """Return the ``config.json`` that ``save_pretrained`` would write; None for models of other libraries."""
     model = unwrapped(model)
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_diff_dict"):

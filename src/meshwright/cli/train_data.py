@@ -147,7 +147,7 @@ def _batch_of_one(sample: Any) -> Any:
 
 
 def _tokens(batch: Any) -> int | None:
-    """Return the number of tokens per sample; None where samples are no tokens."""
+    """Return the number of tokens per sample; None if samples are not tokens."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.dtype == torch.long:
         return ids.shape[1]

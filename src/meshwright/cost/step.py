@@ -173,7 +173,7 @@ class Parameter:
     tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
     expert: tuple[int | None, int] | None = None  # its expert's number in a list (None: stacked), of how many
     trained_on: tuple[int, ...] | None = None  # outside the blocks of a pipeline: the ranks that train it; None: all
-    lent_to: tuple[int, ...] = ()  # the ranks that hold its first value as a buffer
+    buffer_on: tuple[int, ...] = ()  # the ranks that hold its first value as a buffer
     num_fp8: int = 0  # layers that multiply with it in 8 bits
     gather_itemsize: int | None = None  # bytes per element when it is gathered; None: as the step computes
 

@@ -78,7 +78,7 @@ def recording_active() -> bool:
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> torch.Tensor:
-    """Record a tensor of the model's forward for the surrounding :func:`inspect_tensor`; without one, do nothing.
+    """Record a tensor of the model's forward for the surrounding ``inspect_tensor``; without one, do nothing.
 
     In code that torch recomputes (``use_reentrant=False``) the tensor is recorded once. With torch's reentrant
     checkpoint the recorded tensor has no gradient, since its forward runs without autograd.
@@ -93,7 +93,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
         ``x`` itself. Seed: BMTrain, which returns nothing.
 
     Raises:
-        InspectError: When ``x`` is a parameter (use :func:`inspect_model`) or no tensor.
+        InspectError: When ``x`` is a parameter (use ``inspect_model``) or no tensor.
     """
     if isinstance(x, nn.Parameter) or not isinstance(x, torch.Tensor):
         raise InspectError(

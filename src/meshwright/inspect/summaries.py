@@ -227,7 +227,7 @@ def _over_ranks(name: str, tables: list[Table]) -> Shape:
 
 @contextlib.contextmanager
 def inspect_tensor() -> Iterator[Inspector]:
-    """Record the tensors that the model's code passes to :func:`record_tensor` inside the ``with`` block.
+    """Record the tensors that the model's code passes to ``record_tensor`` inside the ``with`` block.
 
     Example::
 

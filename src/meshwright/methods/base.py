@@ -16,7 +16,7 @@ import torch
 from pydantic import BeforeValidator
 
 from meshwright.cost import Device, Step
-from meshwright.methods.job import Job as Job  # methods import it from here, beside what they are made of
+from meshwright.methods.job import Job as Job  # methods import it from here, too
 from meshwright.methods.planner_hooks import PlannerHooks
 from meshwright.nn import class_name
 
@@ -36,7 +36,7 @@ def _always(*methods: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """A rule that a method cannot be in one strategy with another."""
+    """A rule that two methods cannot be in one strategy."""
 
     other: str
     """Name of the other method."""
@@ -46,14 +46,14 @@ class Conflict:
     when: Callable[[Any, Any], bool] = _always
     """Predicate on both configs, the method's own and the other's: whether they conflict."""
     own_keys: str = ""
-    """Configs of the method that ``when`` picks, as a user writes them; empty: all."""
+    """The method's keys for which ``when`` holds, as a user writes them; empty if it holds for all."""
     other_keys: str = ""
-    """Configs of the other method that ``when`` picks; empty: all."""
+    """The other method's keys for which ``when`` holds; empty if it holds for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """A rule that a method needs one of several others in the strategy."""
+    """A rule that a strategy with one method must have one of several others."""
 
     any_of: tuple[str, ...]
     reason: str
@@ -62,10 +62,10 @@ class Need:
     when: Callable[[Any], bool] = _always
     """Predicate on the method's config: whether it needs one."""
     own_keys: str = ""
-    """Configs that ``when`` picks, as a user writes them; empty: all."""
+    """The method's keys for which ``when`` holds, as a user writes them; empty if it holds for all."""
 
 
-# --- What a method is
+# --- The phases, and the base class of all methods
 
 
 class Phase(IntEnum):
@@ -89,13 +89,13 @@ class Phase(IntEnum):
 
 
 class Method(PlannerHooks):
-    """An optimisation. Its fields are its config; it changes a real job and a simulated step in the same way."""
+    """An optimisation. Its fields are its config; ``apply`` changes a real job as ``cost`` changes a simulated step."""
 
     phase: ClassVar[Phase]
     shards: ClassVar[bool] = False  # whether it shards parameters; a strategy has at most one such method
     summary: ClassVar[str]  # one line on what it does
     effect: ClassVar[str] = ""  # one line on what that does to memory, time and communication
-    seed_name: ClassVar[str | None] = None  # "system: its name there"; None: it is Meshwright's own
+    seed_name: ClassVar[str | None] = None  # "system: its name there"; None for Meshwright's own methods
     axis: ClassVar[str | None] = None  # the mesh axis that only this method uses
     needs: ClassVar[tuple[Need, ...]] = ()
     conflicts: ClassVar[tuple[Conflict, ...]] = ()  # each conflict is declared by one of its two methods
@@ -110,7 +110,7 @@ class Method(PlannerHooks):
         return super().from_short(raw)
 
     def is_active(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether the method changes anything on a mesh: one with an axis needs several ranks along it."""
+        """Return whether the method changes anything on a mesh: a method with an axis needs several ranks along it."""
         return self.axis is None or sizes.get(self.axis, 1) > 1
 
     @property
@@ -126,11 +126,11 @@ class Method(PlannerHooks):
         """
 
     def left_out_on(self, device: torch.device | Device) -> str | None:
-        """Return why the method is left out on such a device, as a sentence for the user; None where it works."""
+        """Return why a strategy goes without the method on a device, as a sentence for the user; None if it works."""
         return None
 
     def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-        """Refuse a mesh on which the method cannot do what its keys ask for; the search skips such strategies.
+        """Refuse a mesh that the method's keys do not fit; a search skips such strategies.
 
         Args:
             sizes: Ranks along every axis.

@@ -136,7 +136,7 @@ class Checkpoint(Method):
         return frozenset(self.policy) if isinstance(self.policy, tuple) else SELECTIVE
 
     def granularities(self, count: int) -> tuple[Granularity, ...]:
-        """Return the recomputation of each of so many modules; full, until a memory budget has decided.
+        """Return the recomputation of each of ``count`` modules; full until a memory budget has decided.
 
         Raises:
             StrategyError: When the config is for another number of modules.
@@ -246,7 +246,7 @@ class Repeated:
         )
 
     def share_of(self, part: Op | Boundary) -> float:
-        """Return the share of the blocks with this kernel or collective that run it again."""
+        """Return the share of blocks that run a kernel or collective again, among those that run it at all."""
         if isinstance(part, Op) and part.moment == "backward":
             return 0.0
         names = part.inside if self._to_the_end else part.needed_in

@@ -101,7 +101,7 @@ class Compile(Method):
         return {"whole": True} if raw == "whole" else super().from_short(raw)
 
     def notices(self) -> list[str]:
-        """Return what a plan cannot predict."""
+        """Return a notice on what a plan cannot predict."""
         return [
             "compile: activations are predicted as without it; what compiled code saves is its compiler's decision"
         ] * (self.activation_budget != 0)

@@ -1,4 +1,9 @@
-"""Resolve a strategy, enforce the composition rules, and apply its methods in phase order."""
+"""Resolve a strategy, enforce the composition rules, and apply its methods in phase order.
+
+A strategy as a user writes it goes through :func:`resolve`, which adds what it implies and refuses what does not fit
+together. Then :func:`cost_of` applies the methods to a simulated step, and :func:`check_strategy` and
+:func:`apply_strategy` to the real job.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +33,69 @@ if TYPE_CHECKING:
     from meshwright.methods.replace.module_replace import ModuleReplace
     from meshwright.methods.zero_config import ZeroMethod
 
-
 _MOST_MICRO_BATCHES = 2**16
-_WITHOUT_METHOD = ("data", "zero")  # any method may use these axes
+_WITHOUT_METHOD = ("data", "zero")  # axes that belong to no single method
+_ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
+
+LEAST_COMMUNICATION_FIRST: tuple[tuple[str, ...], ...] = ((), ("zero2",), ("fsdp",), ("fsdp", "checkpoint"))
+"""The methods to try in turn if no step times are predicted: each entry needs less memory and a longer step."""
+
+
+# --- Methods by phase, axis and role
+
+
+def known_methods() -> list[type[Method]]:
+    """Return all methods, in the order in which they are applied."""
+    found = [config for config in METHOD_CONFIGS.values() if issubclass(config, Method)]
+    return sorted(found, key=lambda method: method.phase)
+
+
+def method_of_axes() -> dict[str, str]:
+    """Map each axis that only one method uses to that method."""
+    return {method.axis: method.method_name for method in known_methods() if method.axis is not None}
+
+
+def methods_for(role: Role) -> list[type[Method]]:
+    """Return the methods that are options of a search's decision; those that shard by rising communication."""
+    levels = {name: level for level, name in enumerate(SHARDING)}
+    return sorted(
+        (method for method in known_methods() if method.role is role),
+        key=lambda method: levels.get(method.method_name, len(levels)),
+    )
+
+
+def in_phase_order(strategy: Strategy) -> list[Method]:
+    """Return the methods of a strategy in the order in which they are applied."""
+    return sorted((method for method in strategy.methods if isinstance(method, Method)), key=lambda m: m.phase)
+
+
+def find_method(strategy: Strategy, is_wanted: Callable[[Method], bool]) -> Any:
+    """Return the first method of a strategy that satisfies a predicate; None if none does."""
+    methods = (method for method in strategy.methods if isinstance(method, Method))
+    return next((method for method in methods if is_wanted(method)), None)
+
+
+def mesh_method(axes: Axes) -> MethodConfig:
+    """Return the method that names the axes of a mesh."""
+    return ParallelMode.parse({"axes": axes})
+
+
+def besides_mesh(strategy: Strategy) -> tuple[MethodConfig, ...]:
+    """Return all methods of a strategy except the one that names the mesh."""
+    return tuple(method for method in strategy.methods if not isinstance(method, ParallelMode))
+
+
+def with_micro_batches(strategy: Strategy, count: int) -> Strategy:
+    """Return the strategy with a number of micro-batches, if it names none itself."""
+    pipeline = find_method(strategy, lambda method: method.axis == "pipeline")
+    if pipeline is not None and pipeline.num_micro_batches is None:
+        return strategy.with_method(pipeline.model_copy(update={"num_micro_batches": count}))
+    if count == 1 or find_method(strategy, lambda method: method.asked_micro_batches is not None):
+        return strategy
+    return strategy.with_method(("gradient_accumulation", count))
+
+
+# --- Composition rules
 
 
 @dataclass(frozen=True)
@@ -43,56 +108,6 @@ class Rule:
     """The sentence that refuses a strategy with both."""
     always: bool
     """Whether the methods always conflict, not only with some of their keys."""
-
-
-def known_methods() -> list[type[Method]]:
-    """Return all methods, in the order in which they are applied."""
-    found = [config for config in METHOD_CONFIGS.values() if issubclass(config, Method)]
-    return sorted(found, key=lambda method: method.phase)
-
-
-def method_of_axes() -> dict[str, str]:
-    """Return the method of each axis that only one method uses."""
-    return {method.axis: method.method_name for method in known_methods() if method.axis is not None}
-
-
-def methods_for(role: Role) -> list[type[Method]]:
-    """Return the methods that answer one decision of a search; of those that shard, the least communication first."""
-    levels = {name: level for level, name in enumerate(SHARDING)}
-    return sorted(
-        (method for method in known_methods() if method.role is role),
-        key=lambda method: levels.get(method.method_name, len(levels)),
-    )
-
-
-LEAST_COMMUNICATION_FIRST: tuple[tuple[str, ...], ...] = ((), ("zero2",), ("fsdp",), ("fsdp", "checkpoint"))
-"""What is tried in turn where seconds are not predicted: each communicates or computes more, and holds less."""
-
-
-def find_method(strategy: Strategy, is_wanted: Callable[[Method], bool]) -> Any:
-    """Return the first method of a strategy that is as wanted; None where none is."""
-    methods = (method for method in strategy.methods if isinstance(method, Method))
-    return next((method for method in methods if is_wanted(method)), None)
-
-
-def mesh_method(axes: Axes) -> MethodConfig:
-    """Return the method that names the axes of a mesh."""
-    return ParallelMode.parse({"axes": axes})
-
-
-def besides_mesh(strategy: Strategy) -> tuple[MethodConfig, ...]:
-    """Return the methods of a strategy but for the one that names the mesh."""
-    return tuple(method for method in strategy.methods if not isinstance(method, ParallelMode))
-
-
-def with_micro_batches(strategy: Strategy, count: int) -> Strategy:
-    """Return the strategy with a number of micro-batches written in, where it names none."""
-    pipeline = find_method(strategy, lambda method: method.axis == "pipeline")
-    if pipeline is not None and pipeline.num_micro_batches is None:
-        return strategy.with_method(pipeline.model_copy(update={"num_micro_batches": count}))
-    if count == 1 or find_method(strategy, lambda method: method.asked_micro_batches is not None):
-        return strategy
-    return strategy.with_method(("gradient_accumulation", count))
 
 
 def rules() -> list[Rule]:
@@ -108,7 +123,7 @@ def rules() -> list[Rule]:
 
 
 def sentence(name: str, conflict: Conflict) -> str:
-    """Return the sentence of a conflict, without a full stop."""
+    """Write a conflict as a sentence, without a full stop."""
     own, other = _with_keys(name, conflict.own_keys), _with_keys(conflict.other, conflict.other_keys)
     return f"{own} does not go together with {other}: {conflict.reason}"
 
@@ -118,10 +133,10 @@ def _with_keys(name: str, keys: str) -> str:
 
 
 def check_rules(strategy: Strategy, sizes: Mapping[str, int]) -> None:
-    """Refuse methods that do not go together, and methods without what they need.
+    """Refuse methods that conflict with each other, and methods that need another one.
 
     Args:
-        strategy: With every implied method in it.
+        strategy: The strategy with every implied method.
         sizes: Ranks along every axis of the mesh.
 
     Raises:
@@ -155,7 +170,7 @@ def _check_needs(method: Method, strategy: Strategy) -> None:
 
 
 def check_axes(strategy: Strategy, sizes: Mapping[str, int], world: int) -> None:
-    """Refuse axes that no method works on, and methods without the axis that they work on.
+    """Refuse axes without a method that works on them, and methods without their axis.
 
     Raises:
         StrategyError: Naming the axis.
@@ -195,50 +210,12 @@ def check_shard_axis(method: str, axis: str, sizes: Mapping[str, int]) -> None:
         )
 
 
-# --- Last changes, when all methods have changed the model
-
-
-def refuse_own_saving(job: Job) -> None:
-    """Let ``save_pretrained`` write only a state dict that it is given, where a rank has a part of the model.
-
-    That of transformers and peft would write this rank's part as if it were the whole model.
-    """
-    is_part = job.shard_axis is not None or job.is_split or job.pipeline is not None
-    if is_part and hasattr(type(job.model), "save_pretrained"):
-        wrap_method(unwrapped(job.model), "save_pretrained", _saving)
-
-
-def _saving(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("state_dict") is None:
-        raise ModelError(
-            "save_pretrained would write this rank's part of the model",
-            expected="meshwright.store.save_folder, or of peft's adapters meshwright.booster.lora.save_lora",
-            got="save_pretrained without a state_dict",
-            fix="call save_folder(job.model, FOLDER) on every rank: it writes what from_pretrained reads",
-        )
-    return save(*args, **kwargs)
-
-
-def set_parameter_placements(job: Job) -> None:
-    """Set the placement on every parameter: which ranks have it, and in what order, which optimizers cannot see."""
-    model = unwrapped(job.model)
-    part, orders = part_of_whole(model), rank_orders(model)
-    named = {stored_name(name): parameter for name, parameter in model.named_parameters()}
-    places = {stored_name(name): place for place, name in enumerate(part.names if part is not None else named)}
-    ranks_of = {stored_name(name): ranks for name, ranks in part.homes.items()} if part is not None else {}
-    for name, parameter in named.items():
-        on, of = (len(ranks_of[name]), part.size) if part is not None else (1, 1)
-        set_placement(parameter, ParameterPlacement(places[name], on, of, orders.get(id(parameter))))
-
-
-# --- Resolving: what a strategy implies
-
-_ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
+# --- Resolving: add the methods and the mesh that a strategy implies
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A strategy that fits a world, with every implied method in it."""
+    """A strategy with every implied method, which fits the number of ranks."""
 
     strategy: Strategy
     axes: Axes
@@ -249,14 +226,14 @@ class Resolved:
 def resolve(
     strategy: Strategy, world: int, zero_level: int = 3, device: torch.device | Device | None = None
 ) -> Resolved:
-    """Complete a strategy for a number of ranks, and refuse one whose methods do not fit together.
+    """Complete a strategy for a number of ranks, or refuse it if its methods do not fit together.
 
     Args:
         strategy: As the user wrote it.
         world: Number of ranks.
-        zero_level: Stage of the method that a ``zero`` axis implies where none is named.
-        device: Device that it will run on, which need not be present; methods that it cannot run are left out, with a
-            notice. None leaves none out.
+        zero_level: ZeRO stage that a ``zero`` axis implies if the strategy names no method that shards.
+        device: Device that the strategy will run on, which need not be present. Methods that it cannot run are left
+            out, with a notice. None leaves none out.
 
     Raises:
         StrategyError: Naming the methods.
@@ -277,8 +254,74 @@ def resolve(
     return Resolved(strategy, axes, shard_axis, tuple(notices))
 
 
+def without_mixed(strategy: Strategy) -> Strategy:
+    """Expand ``mixed_parallel`` and its aliases in a strategy into a mesh and the methods of its axes.
+
+    Raises:
+        StrategyError: When such a name has no mesh, or two.
+    """
+    if all(isinstance(method, Method) for method in strategy.methods):
+        return strategy
+    from meshwright.methods import mixed_parallel
+
+    return mixed_parallel.without_mixed(strategy)
+
+
+def _without_unusable(strategy: Strategy, device: torch.device | Device | None, notices: list[str]) -> Strategy:
+    for method in strategy.methods if device is not None else ():
+        reason = method.left_out_on(device) if isinstance(method, Method) and device is not None else None
+        if reason is not None:
+            notices.append(reason)
+            strategy = strategy.without(method.method_name)
+    return strategy
+
+
+def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:
+    mode = strategy.get("parallel_mode") or ParallelMode()
+    assert isinstance(mode, ParallelMode)
+    # Without a mesh every rank is a replica of an outer method, as it is of data parallelism otherwise.
+    asked = mode.axes or ((("replica", world),) if "outer" in strategy else ())
+    axes = fit_axes(asked, world, adjustable=mode.rank_order is None)
+    fitted = ParallelMode(axes=axes, rank_order=mode.rank_order)
+    return Strategy([fitted, *(method for method in strategy.methods if method.method_name != "parallel_mode")]), axes
+
+
+def _with_zero_method(strategy: Strategy, axes: Axes, zero_level: int, notices: list[str]) -> Strategy:
+    if "zero" not in dict(axes) or _sharding_method(strategy) is not None:
+        return strategy
+    name = _ZERO_LEVELS[zero_level]
+    notices.append(f"the mesh has a zero axis and no method is named for it: {name}, for zero_level={zero_level}")
+    return strategy.with_method(name)
+
+
+def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
+    amp, half = strategy.get("amp_native"), strategy.get("half")
+    if amp is None or half is None:
+        return strategy
+    notices.append("amp_native changes nothing beside half of the same dtype, and was dropped")
+    return strategy.without("amp_native")
+
+
+def _sharding_method(strategy: Strategy) -> str | None:
+    shards = (method.method_name for method in strategy.methods if isinstance(method, Method) and method.shards)
+    return next(shards, None)
+
+
+def shard_axis_of(strategy: Strategy, sizes: Mapping[str, int]) -> str | None:
+    """Return the axis over which a strategy shards: ``zero``, or else ``data``; None if it does not shard.
+
+    Ranks along the sequence, context and expert axes have equal parameters, too, except for experts. One of these axes
+    is taken if the mesh has neither ``zero`` nor ``data``.
+    """
+    if _sharding_method(strategy) is None:
+        return None
+    if "zero" in sizes or sizes.get("data", 1) > 1:
+        return "zero" if "zero" in sizes else "data"
+    return next((axis for axis in SHARD_AXES[2:] if sizes.get(axis, 1) > 1), "data")
+
+
 def num_micro_batches(resolved: Resolved, given: int | None) -> int:
-    """Return the strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
+    """Return the number that the strategy sets, or else the given one, or else the fewest that keep every rank busy.
 
     Raises:
         StrategyError: When the strategy has another number than was given.
@@ -311,74 +354,8 @@ def _simulated(count: int) -> int:
     return count
 
 
-def _without_unusable(strategy: Strategy, device: torch.device | Device | None, notices: list[str]) -> Strategy:
-    for method in strategy.methods if device is not None else ():
-        reason = method.left_out_on(device) if isinstance(method, Method) and device is not None else None
-        if reason is not None:
-            notices.append(reason)
-            strategy = strategy.without(method.method_name)
-    return strategy
-
-
-def shard_axis_of(strategy: Strategy, sizes: Mapping[str, int]) -> str | None:
-    """Return the axis over which a strategy shards: ``zero``, else ``data``; None where it does not shard.
-
-    Ranks along the sequence, context and expert axes have equal parameters too (but for experts); one of these axes is
-    taken where the mesh has neither of the two.
-    """
-    if _sharding_method(strategy) is None:
-        return None
-    if "zero" in sizes or sizes.get("data", 1) > 1:
-        return "zero" if "zero" in sizes else "data"
-    return next((axis for axis in SHARD_AXES[2:] if sizes.get(axis, 1) > 1), "data")
-
-
-def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:
-    mode = strategy.get("parallel_mode") or ParallelMode()
-    assert isinstance(mode, ParallelMode)
-    # Without a mesh every rank is a replica of an outer method, as it is of data parallelism otherwise.
-    asked = mode.axes or ((("replica", world),) if "outer" in strategy else ())
-    axes = fit_axes(asked, world, adjustable=mode.rank_order is None)
-    fitted = ParallelMode(axes=axes, rank_order=mode.rank_order)
-    return Strategy([fitted, *(method for method in strategy.methods if method.method_name != "parallel_mode")]), axes
-
-
-def _sharding_method(strategy: Strategy) -> str | None:
-    shards = (method.method_name for method in strategy.methods if isinstance(method, Method) and method.shards)
-    return next(shards, None)
-
-
-def _with_zero_method(strategy: Strategy, axes: Axes, zero_level: int, notices: list[str]) -> Strategy:
-    if "zero" not in dict(axes) or _sharding_method(strategy) is not None:
-        return strategy
-    name = _ZERO_LEVELS[zero_level]
-    notices.append(f"the mesh has a zero axis and no method is named for it: {name}, for zero_level={zero_level}")
-    return strategy.with_method(name)
-
-
-def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
-    amp, half = strategy.get("amp_native"), strategy.get("half")
-    if amp is None or half is None:
-        return strategy
-    notices.append("amp_native changes nothing beside half of the same dtype, and was dropped")
-    return strategy.without("amp_native")
-
-
-def without_mixed(strategy: Strategy) -> Strategy:
-    """Expand ``mixed_parallel`` and its aliases, where a strategy has them, into a mesh and the methods of its axes.
-
-    Raises:
-        StrategyError: When such a name has no mesh, or two.
-    """
-    if all(isinstance(method, Method) for method in strategy.methods):
-        return strategy
-    from meshwright.methods import mixed_parallel
-
-    return mixed_parallel.without_mixed(strategy)
-
-
 def check_units(resolved: Resolved, model: nn.Module) -> None:
-    """Refuse a model that the strategy's sharding method, if any, cannot shard, before there is a job.
+    """Refuse a model that the strategy's sharding method cannot shard, if it has one, before there is a job.
 
     Raises:
         ModelError: As the method's ``check`` does.
@@ -390,20 +367,18 @@ def check_units(resolved: Resolved, model: nn.Module) -> None:
             units_of(cast("ZeroMethod", method), model, resolved.strategy, dict(resolved.axes))
 
 
-def in_phase_order(strategy: Strategy) -> list[Method]:
-    """Return the methods in the order in which they are applied."""
-    return sorted((method for method in strategy.methods if isinstance(method, Method)), key=lambda m: m.phase)
+# --- Applying: ``apply_strategy`` changes the real job as ``cost_of`` changes the simulated step
 
 
 def check_strategy(job: Job) -> None:
-    """Ask every method of ``job.strategy`` whether it can be applied; change nothing.
+    """Let every method of ``job.strategy`` check whether it can be applied; nothing is changed.
 
     Raises:
         MeshwrightError: From a method's ``check``, on every rank.
     """
     with same_on_every_rank():
         job.replacement = replacement_of(job.strategy, job.model, job.axes, job.device)
-        with job.replacement.tried(job.model):  # as ``apply`` will find it
+        with job.replacement.tried(job.model):  # the model as ``apply`` will find it
             for method in in_phase_order(job.strategy):
                 method.check(job)
 
@@ -436,10 +411,10 @@ def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before
     """Apply a strategy to a simulated step: the twin of :func:`apply_strategy`.
 
     Args:
-        strategy: Resolved.
+        strategy: A resolved strategy.
         step: The step before the methods of phase ``first``.
         first: The first phase to apply.
-        before: The phase to stop before; None: none.
+        before: The phase to stop before; None applies all.
     """
     methods = in_phase_order(strategy)
     for phase in Phase:
@@ -456,6 +431,42 @@ def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before
 def replacement_of(
     strategy: Strategy, model: nn.Module, axes: Iterable[tuple[str, int]], device: torch.device
 ) -> Replacement:
-    """Find the reversible changes that ``module_replace``, if it is in the strategy, makes to a plain model."""
+    """Find the reversible changes that ``module_replace`` makes to a plain model; none if it is not in the strategy."""
     method: ModuleReplace | None = find_method(strategy, lambda each: each.replaces_modules)
     return Replacement() if method is None else method.replacement(model, strategy, dict(axes), device)
+
+
+# --- Last changes, once all methods have changed the model
+
+
+def set_parameter_placements(job: Job) -> None:
+    """Set the placement on every parameter: which ranks have it and in what order, for optimizers to read."""
+    model = unwrapped(job.model)
+    part, orders = part_of_whole(model), rank_orders(model)
+    named = {stored_name(name): parameter for name, parameter in model.named_parameters()}
+    places = {stored_name(name): place for place, name in enumerate(part.names if part is not None else named)}
+    ranks_of = {stored_name(name): ranks for name, ranks in part.homes.items()} if part is not None else {}
+    for name, parameter in named.items():
+        on, of = (len(ranks_of[name]), part.size) if part is not None else (1, 1)
+        set_placement(parameter, ParameterPlacement(places[name], on, of, orders.get(id(parameter))))
+
+
+def refuse_own_saving(job: Job) -> None:
+    """Make ``save_pretrained`` refuse to run without a state dict, if a rank has a part of the model.
+
+    The methods of transformers and peft would write this rank's part as if it were the whole model.
+    """
+    is_part = job.shard_axis is not None or job.is_split or job.pipeline is not None
+    if is_part and hasattr(type(job.model), "save_pretrained"):
+        wrap_method(unwrapped(job.model), "save_pretrained", _saving)
+
+
+def _saving(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None:
+        raise ModelError(
+            "save_pretrained would write this rank's part of the model",
+            expected="meshwright.store.save_folder, or of peft's adapters meshwright.booster.lora.save_lora",
+            got="save_pretrained without a state_dict",
+            fix="call save_folder(job.model, FOLDER) on every rank: it writes what from_pretrained reads",
+        )
+    return save(*args, **kwargs)

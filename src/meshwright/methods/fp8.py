@@ -277,7 +277,7 @@ class Fp8(Method):
         return keys
 
     def left_out_on(self, device: torch.device | Device) -> str | None:
-        """Return why it is left out on a device without 8-bit products, unless it is emulated."""
+        """Return why the method is left out on a device without 8-bit products, unless they are emulated."""
         reason = None if self.emulate else unusable_on(device, (10, 0) if self.recipe == "mxfp8" else (8, 9))
         return reason and f"fp8 is ignored: {reason}; the layers multiply as they would without"
 

@@ -210,7 +210,7 @@ def average_every_backward(replicas: DistributedDataParallel) -> None:
 
 
 def _is_at_rest(replicas: DistributedDataParallel) -> bool:
-    """Return whether DDP waits for no parameter: each of several backwards may run through a part of the graph."""
+    """Return whether DDP waits for no parameter: of several backwards, each may run through a part of the graph."""
     try:
         check_reducer_finalized(replicas)
     except RuntimeError:

@@ -72,11 +72,11 @@ class MeshAxes:
     mesh: DeviceMesh | None = None  # built by parallel_mode, in the first phase
 
     def size(self, axis: str | None) -> int:
-        """Return the number of ranks along an axis; 1 where the mesh has none of that name."""
+        """Return the number of ranks along an axis; 1 if the mesh has no axis of that name."""
         return dict(self.sizes).get(axis, 1) if axis is not None else 1
 
     def index(self, axis: str) -> int:
-        """Return this rank's place along an axis; 0 where the mesh has none of that name."""
+        """Return this rank's index along an axis; 0 if the mesh has no axis of that name."""
         return self.coordinate.get(axis, 0)
 
     def require_mesh(self) -> DeviceMesh:
@@ -85,7 +85,7 @@ class MeshAxes:
         return self.mesh
 
     def flat_mesh(self, *names: str) -> DeviceMesh:
-        """Return those of these axes that have several ranks, as a mesh of one dim; at least one has. Collective."""
+        """Return the named axes as a mesh of one dim; collective. At least one of them has several ranks."""
         axes = tuple(axis for axis in names if self.size(axis) > 1)
         mesh = self.require_mesh()
         return flattened(mesh[axes]) if len(axes) > 1 else mesh[axes]
@@ -117,7 +117,7 @@ class MeshAxes:
 
     @property
     def averaging_axis(self) -> str:
-        """The axis over which gradients are averaged where no method shards: the first of several."""
+        """The axis over which gradients are averaged if no method shards: the first with several ranks."""
         return next((axis for axis in AVERAGING if self.size(axis) > 1), AVERAGING[0])
 
 
@@ -133,11 +133,11 @@ def mean_over(ranks: MeshAxes, value: torch.Tensor, axes: tuple[str, ...]) -> to
 
 # --- [Note: cross-rank guards]
 #
-# Three guards compare the ranks in every step, so that a training loop that lets them go apart ends in an error and not
-# in wrong weights: the gather-order check (methods/zero.py), the check that gradients were averaged
-# (methods/parallel_mode.py), and the comparison of epochs (``MeanLoss`` in training/accelerated.py). They ride on
-# collectives that a step has anyway, or on hooks that cost microseconds. One switch leaves out all of them: the
-# environment variable MESHWRIGHT_GUARDS=0, on every rank. ``accelerate`` refuses ranks that differ in it.
+# Three guards compare the ranks in every step, so that a training loop in which they diverge ends in an error instead
+# of wrong weights: the gather-order check (methods/zero.py), the check that gradients were averaged
+# (methods/parallel_mode.py), and the comparison of epochs (``MeanLoss`` in training/accelerated.py). They use
+# collectives that a step has anyway, or hooks that cost microseconds. One switch turns off all of them: the environment
+# variable MESHWRIGHT_GUARDS=0, on every rank. ``accelerate`` refuses ranks that differ in it.
 
 
 def guards_are_on() -> bool:
@@ -150,7 +150,7 @@ def guards_are_on() -> bool:
 
 @dataclass(frozen=True)
 class Precision:
-    """The precisions that a sharding method gathers parameters and reduces gradients in (``fp32``, ``bf16``, …)."""
+    """The precisions in which a sharding method gathers parameters and reduces gradients (``fp32``, ``bf16``, …)."""
 
     compute: str
     reduce: str
@@ -169,20 +169,20 @@ class ShardingRequests:
 
 @dataclass
 class OptimizerRequests:
-    """Requests of methods to the optimizer and its steps; read once, when it is built over the final model."""
+    """Requests of methods to the optimizer and its steps; read once, when the optimizer is built."""
 
     loss_scaling: bool = False  # fp16: gradients would underflow
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
     skip_nonfinite: bool = False
     stop_nonfinite: bool = False  # an error instead of a skipped step
-    spikes: SpikeWatch | None = None  # of loss_spike: asked before every update
-    max_grad_norm: float | None = None  # of every step; None measures without clipping
+    spikes: SpikeWatch | None = None  # of loss_spike: decides before every update
+    max_grad_norm: float | None = None  # for every step; None measures without clipping
     grad_norm_type: float = 2.0  # p of that norm
     master_weights: bool = False
     make_host_weights: Callable[[], MasterWeights] | None = None  # offload: in place of master weights
     before_update: list[Callable[[], None]] = field(default_factory=list)  # called before each step of the optimizer
     after_update: list[Callable[[], None]] = field(default_factory=list)  # and after it; never for a skipped step
-    wrappers: list[Callable[[Optimizer], Optimizer]] = field(default_factory=list)  # put around it, first to last
+    wrappers: list[Callable[[Optimizer], Optimizer]] = field(default_factory=list)  # wrap it, the first innermost
 
     def finish(self, optimizer: Optimizer) -> Optimizer:
         """Put the methods' wrappers around the built optimizer; may communicate."""
@@ -201,13 +201,13 @@ class OffloadedBytes(Protocol):
 
 
 class StepCheck(Protocol):
-    """A comparison of the ranks in every step, by numbers that travel with the mean of their losses."""
+    """A comparison of the ranks in every step, by numbers that are averaged together with their losses."""
 
     def forget(self) -> None:
-        """Leave out of the comparison what has been run until now."""
+        """Exclude from the comparison everything that has run until now."""
 
     def numbers(self) -> list[int]:
-        """Return numbers that are equal on ranks that have done the same; always as many."""
+        """Return numbers, always the same count, that are equal on ranks that have done the same."""
 
     def check(self, means: torch.Tensor) -> None:
         """Raise on every rank when the means of all ranks' numbers show that they have done different things."""
@@ -219,7 +219,7 @@ def _no_context(is_last: bool) -> contextlib.AbstractContextManager[None]:
 
 @dataclass
 class Job:
-    """Everything a method may look at (``check``) and change (``apply``). Becomes an ``Accelerated``."""
+    """Everything that a method may look at (``check``) and change (``apply``) on its way to an ``Accelerated``."""
 
     model: nn.Module
     strategy: Strategy  # resolved: its parallel_mode fits the world
@@ -235,23 +235,23 @@ class Job:
     num_micro_batches: int = 1
     cut: Cut | None = None  # the plan's, where the mesh has a pipeline axis
 
-    # What ``check`` finds out on the whole model, for ``apply``.
+    # Found by ``check`` on the whole model, for ``apply``.
     replacement: Replacement | None = None  # of module_replace
     split: tuple[Split, str] | None = None  # of tensor_parallel, with its description
     expert_layers: list[tuple[ExpertLayer, int | None]] = field(default_factory=list)  # of expert_parallel
     recomputed: Mapping[str, frozenset[str]] | None = None  # of checkpoint: operators kept, by paths
 
-    # What has become of the model.
+    # How the methods have changed the model.
     pipeline: PipelineEngine | None = None  # pipeline_parallel: the model is one rank's part, and runs in stages
     experts: Experts | None = None  # expert_parallel: those of this rank
     is_split: bool = False  # by tensor_parallel or expert_parallel: parts are DTensors, and all values are rank 0's
     stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
 
-    # What methods ask of others that are applied after them.
+    # Requests of methods to others that are applied after them.
     sharding: ShardingRequests = field(default_factory=ShardingRequests)
     optimizer: OptimizerRequests = field(default_factory=OptimizerRequests)
 
-    # What runs around every step.
+    # Run around every step.
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
     gather_order_check: StepCheck | None = None  # of the method that shards
     activations: OffloadedBytes | None = None  # offload: what forward copies to the host
@@ -274,11 +274,11 @@ class Job:
         return self.mesh_axes.shard_axis
 
     def size(self, axis: str | None) -> int:
-        """Return the number of ranks along an axis; 1 where the mesh has none of that name."""
+        """Return the number of ranks along an axis; 1 if the mesh has no axis of that name."""
         return self.mesh_axes.size(axis)
 
     def index(self, axis: str) -> int:
-        """Return this rank's place along an axis; 0 where the mesh has none of that name."""
+        """Return this rank's index along an axis; 0 if the mesh has no axis of that name."""
         return self.mesh_axes.index(axis)
 
     def require_mesh(self) -> DeviceMesh:
@@ -300,12 +300,12 @@ class Job:
             )
 
     def build_optimizer(self) -> Optimizer | None:
-        """Build the optimizer over the model as it is now, with its guards; ``optimizer.finish`` comes after it."""
+        """Build the optimizer with its guards over the model as it is now; call ``optimizer.finish`` on the result."""
         return None if self.optim_func is None else self._guarded_optimizer(self.optim_func)
 
     def _guarded_optimizer(self, optim_func: OptimizerFactory) -> Optimizer:
         asked = self.optimizer
-        # What DDP and torch.compile put around a model changes the names in it; whoever groups by name wrote his own.
+        # DDP and torch.compile prefix the names in a model, and users group parameters by the original names.
         bare = unwrapped(self.model)
         params = bare.parameters() if self.optim_param_func is None else self.optim_param_func(bare)
         if self.pipeline is not None:  # a stage may have none of them, and torch refuses an empty list
@@ -338,7 +338,7 @@ class Job:
 
 
 def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse ``split`` for fused projections that are split over ranks: their parts lie in the order of ranks."""
+    """Refuse ``split`` for fused projections that are split over ranks: their parts are in the order of ranks."""
     fused = rank_orders(model)
     for group in optimizer.param_groups:
         if group.get("split", 1) not in (1, None) and any(id(parameter) in fused for parameter in group["params"]):
@@ -371,7 +371,7 @@ _SETTLING = "_meshwright_settling"  # attribute of a DDP module: the handle of t
 def abandoned_if_it_fails(job: Job, optim: Optimizer | None) -> Iterator[None]:
     """Leave the job ready for another step if forward or backward inside the context fails.
 
-    It waits for no other rank: where only this one has failed, its error must be seen at once.
+    This does not wait for other ranks: if only this one has failed, its error must show at once.
     """
     if job.gather_order_check is not None:
         job.gather_order_check.forget()
@@ -385,7 +385,7 @@ def abandoned_if_it_fails(job: Job, optim: Optimizer | None) -> Iterator[None]:
 def abandon(job: Job, optim: Optimizer | None) -> None:
     """Free the gathered weights and the gradients of a failed forward or backward, and reset all engines.
 
-    Every rank that goes on calls it, having failed at the same place.
+    Every rank that goes on must have failed at the same place, and calls this.
     """
     abandon_units(job.model)
     for module in job.model.modules():

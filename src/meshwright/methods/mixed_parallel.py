@@ -78,7 +78,7 @@ class Ds3dParallel(MixedParallel):
         return {key: value for key, value in keys.items() if key not in _REFUSED}
 
     def notices(self) -> list[str]:
-        """Return which accepted keys change nothing."""
+        """Return a notice on each accepted key that changes nothing."""
         inert = {"base_seed": "init_distributed seeds every rank", "tie_first": "tied weights are found"}
         given = [key for key in inert if getattr(self, key) is not None]
         return [f"{self.method_name}: {key} changes nothing; {inert[key]}" for key in given]

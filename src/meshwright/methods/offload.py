@@ -242,7 +242,7 @@ class Offload(Method):
 
     @property
     def of_state(self) -> bool:
-        """Return whether only states leave, and no activations."""
+        """Return whether only states leave the device, and no activations."""
         return not self.activations
 
     def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:

@@ -19,7 +19,7 @@ from meshwright.optim import EmaPolicy, SpikeAction, SpikePolicy, SpikeWatch, We
 
 
 class GradientAccumulation(Method):
-    """Cuts each rank's batch into so many micro-batches per update.
+    """Cuts each rank's batch into several micro-batches per update.
 
     It is ``accelerate(num_micro_batches=)`` inside the strategy, so that a strategy file says what its plan was made
     for. The sharding method decides when gradients are reduced: plain data parallelism and zero1 reduce them once,
@@ -186,7 +186,7 @@ class LossSpike(Method):
     method_name: ClassVar[str] = "loss_spike"
     short_forms: ClassVar[Mapping[type, str]] = {str: "action"}
     phase: ClassVar[Phase] = Phase.WATCH
-    summary: ClassVar[str] = "steps whose loss jumps are skipped, told, rolled back, or end training"
+    summary: ClassVar[str] = "steps whose loss jumps are skipped, reported, rolled back, or end training"
     effect: ClassVar[str] = "time: the host waits for the loss before every update"
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(

@@ -1,7 +1,7 @@
-"""Define what the planner asks of a method: what a search may try, and what a traced forward pass depends on.
+"""Define the questions that the planner asks a method: which configs to try, and how it changes a traced forward pass.
 
-The planner knows no method by name. It asks each method of a strategy, and takes the defaults here for an answer where
-a method has nothing to say.
+The planner knows no method by name: it asks all methods of a strategy. A method overrides the answers that differ from
+the defaults here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """The decision of a search that a method is one of the answers to."""
+    """The decisions of a search. A method with a role is one of the options of that decision."""
 
     SHARDING = "sharding"
     PRECISION = "precision"
@@ -32,11 +32,11 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class SearchScope:
-    """The state of a search that asks a method which configs to try.
+    """Facts about a search that a method needs to list the configs to try.
 
     Args:
         world: Number of ranks.
-        half_dtype: Half precision of the devices; None: no lower precision is to be tried.
+        half_dtype: Half precision of the devices; None tries no lower precision.
         is_slow: Whether a prediction takes seconds, so that only the configs that usually win are worth it.
     """
 
@@ -46,80 +46,82 @@ class SearchScope:
 
 
 def within_node(divisors: Sequence[int], node: int) -> tuple[int, ...]:
-    """Return the sizes of an axis that lies in one node, whose ranks are ``node``."""
+    """Return the divisors that are sizes of an axis within a node of ``node`` ranks."""
     return tuple(size for size in divisors if size <= node and node % size == 0)
 
 
 class ComputeDtypes(NamedTuple):
-    """The precision of one forward pass, by name."""
+    """The precisions of one forward pass, by name."""
 
-    parameters: str | None = None  # as they compute; None keeps their own
+    parameters: str | None = None  # in which parameters compute; None keeps their own
     autocast: str | None = None
 
 
 class PlannerHooks(MethodConfig):
     """The answers of a method to the planner."""
 
-    role: ClassVar[Role | None] = None  # which decision of a search it is an answer to
-    product_dtype: ClassVar[ProductDtype | None] = None  # what products of its layers run in; None: as without it
-    replaces_modules: ClassVar[bool] = False  # of the plain model: predictions are made for the changed one
+    role: ClassVar[Role | None] = None  # the decision of a search that it is an option of
+    product_dtype: ClassVar[ProductDtype | None] = None  # precision of products in its layers; None leaves it
+    replaces_modules: ClassVar[bool] = False  # in the plain model: predictions are made for the changed one
     fuses_kernels: ClassVar[bool] = False  # chains of elementwise kernels become one
     not_simulated: ClassVar[str] = ""  # what a prediction from a family's dimensions alone leaves out
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Return the configs that a search tries, the least change first: by default, its defaults.
+        """Return the configs that a search tries, the smallest change first; by default, the config without keys.
 
-        Empty: it is tried only where a user includes it.
+        With an empty tuple, a search uses the method only if a user includes it.
         """
         return (cls.parse(None),)
 
     @classmethod
     def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
-        """Return the sizes of its axis that a search tries; none: only where a user includes it.
+        """Return the sizes of the method's axis that a search tries.
+
+        With an empty tuple, a search uses the axis only if a user includes the method.
 
         Args:
-            divisors: Of the number of ranks, from 1.
-            node: Ranks of a node.
+            divisors: Divisors of the number of ranks, from 1.
+            node: Number of ranks of a node.
         """
         return ()
 
     def on_half(self, half_dtype: str) -> Self:
-        """Return the config in the half precision that devices have, where it computes in one and names none."""
+        """Return the config with the half precision of the devices filled in, if it computes in one and names none."""
         return self
 
     @property
     def asked_micro_batches(self) -> int | None:
-        """Return the number of micro-batches that the config says a step has; None: it says none."""
+        """Return the number of micro-batches per step that the config sets; None if it sets none."""
         return None
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether it treats all blocks of the model alike."""
+        """Return whether the method treats all blocks of the model alike."""
         return True
 
     @property
     def has_memory_budget(self) -> bool:
-        """Return whether the plan must still decide what it does, so that a rank stays within a budget."""
+        """Return whether the config is a memory budget, and the plan decides what the method does to keep it."""
         return False
 
     @property
     def moves_parameters(self) -> bool:
-        """Return whether parameters leave the device, and come back as a sharding method gathers them."""
+        """Return whether parameters live on the host, and return to the device as a sharding method gathers them."""
         return False
 
     @property
     def divides_between_layers(self) -> bool:
-        """Return whether it divides what lies between split layers, too."""
+        """Return whether the method divides the tensors between split layers, too."""
         return False
 
     @property
     def chunks_per_rank(self) -> int:
-        """Return how many chunks of a sample's tokens one rank of its axis takes."""
+        """Return the number of chunks of a sample's tokens that each rank of the method's axis takes."""
         return 1
 
     def compute_dtypes(self, *, sharded: bool) -> ComputeDtypes:
-        """Return the precision in which a forward pass runs.
+        """Return the precisions in which a forward pass runs.
 
         Args:
             sharded: Whether parameters are gathered, which may cast them.
@@ -127,26 +129,26 @@ class PlannerHooks(MethodConfig):
         return ComputeDtypes()
 
     def widens(self, strategy: Strategy) -> bool:
-        """Return whether products in bf16 are made in fp32 on devices that are slow in bf16."""
+        """Return whether bf16 products are computed in fp32 on devices that are slow in bf16."""
         return False
 
     def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> Any:
-        """Return what makes a plain model run as one rank of its axis; None where layers and experts stay whole.
+        """Build the trace that runs a plain model as one rank of the method's axis; None if it divides no layers.
 
         Args:
             model: A plain module.
-            sizes: Ranks along every axis.
+            sizes: Number of ranks along every axis.
             sample: Runs the model once, to see its data flow.
 
         Raises:
-            ModelError: When the model cannot be divided so.
+            ModelError: When the model cannot be divided.
         """
         return None
 
     def traced_tokens(self, sizes: Mapping[str, int]) -> Any:
-        """Return what makes the first of the ranks that divide a sample's tokens; None where it divides none."""
+        """Return a function that makes the first of the ranks that divide a sample's tokens; None if none do."""
         return None
 
     def traced_narrow(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Any:
-        """Return which layers of a plain model multiply in 8 bits; None: none."""
+        """Choose the layers of a plain model that multiply in 8 bits; None if the method leaves all as they are."""
         return None

@@ -251,7 +251,7 @@ class Voter:
 
     @property
     def _syncs_to_equal(self) -> bool:
-        """Return whether all replicas are equal at some moments."""
+        """Return whether all replicas are made equal at times."""
         assert self._outer is not None
         policy = self._outer.policy
         return policy.fragments == 1 and policy.delay == 0 and policy.merge_alpha == 0

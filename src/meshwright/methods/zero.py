@@ -157,7 +157,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     model, blocks = job.model, [path for path, _ in find_blocks(job.model)]
     units = units_of(config, model, job.strategy, dict(job.axes))
     if config.sync_module_states and not job.is_split and job.pipeline is None:
-        # Before sharding: else each shard would come from another rank's initialisation.
+        # Before sharding: otherwise each shard would come from another rank's initialisation.
         broadcast_states(model, job.device)
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # transposed weights, and convolutions in channels_last: FSDP2 refuses them
@@ -233,7 +233,7 @@ def _mesh(job: Job) -> DeviceMesh:
 def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
     own, asked = config.mixed_precision, job.sharding.precision
     param = (own.param_dtype if own else None) or (asked.compute if asked else None)
-    # Named always: by itself torch reduces in the compute dtype until 2.13, and later in that of the weights.
+    # Always named: torch's default is the compute dtype until 2.13, and the dtype of the weights later.
     reduce = (own.reduce_dtype if own else None) or (asked.reduce if asked else None) or param
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(param) if param else None, reduce_dtype=torch_dtype(reduce) if reduce else None
@@ -249,9 +249,8 @@ def _offload_policy(job: Job, unit: str) -> OffloadPolicy:
 def share_hooks(model: nn.Module) -> None:
     """Let hooks on the shards of FSDP2, registered before or later, see the gradients of gathered parameters.
 
-    A user's hook on a parameter gets what it gets under data parallelism: this rank's own whole gradient, before it is
-    averaged. FSDP2 alone would drop it without a word: it computes with parameters that it gathers, and the hooks are
-    on the shards.
+    A user's hook on a parameter gets the same as under data parallelism: this rank's own whole gradient, before it is
+    averaged. FSDP2 alone would never call it: FSDP2 computes with gathered parameters, and the hooks are on the shards.
     """
     for module in model.modules():
         for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
@@ -277,8 +276,7 @@ def _choose_collectives(job: Job) -> None:
         group = job.require_mesh()[job.shard_axis].get_group()
         quantise_units(job.model, compression, route(group, compression.neighbours(job.axes, job.shard_axis)))
     elif job.device.type == "cpu":
-        # A stream would carry the gathers that are started ahead; without one they run in gloo's threads, or are
-        # waited for where they start.
+        # There is no stream for gathers that start ahead: they run in gloo's threads, or are waited for at once.
         set_async_unshard(job.model)
 
 
@@ -310,9 +308,9 @@ def _reshard_around_steps(job: Job) -> None:
     """Free gathered weights when their shards are updated, and after a forward that fails."""
     sharded = [module for module in job.model.modules() if isinstance(module, FSDPModule)]
     reshard_at_updates(sharded)
-    # Of any optimizer, over master weights too.
+    # The hook above goes by the shards that an optimizer updates. One over master weights has others.
     job.optimizer.before_update.append(functools.partial(reshard_units, sharded))
-    if job.pipeline is None:  # which cleans up after itself
+    if job.pipeline is None:  # a pipeline cleans up after itself
         recover_in_forward(job.model)
 
 
@@ -374,7 +372,7 @@ def _micro_batch_context(model: nn.Module, *, reduce_once: bool, keep: bool) -> 
 # check is a guard, with the switch of all: [Note: cross-rank guards] in methods/job.py.
 
 _EXACT = 2**24  # fp32, in which the numbers travel, represents every integer up to here
-_NUM_HASHES = 3  # with many ranks each must be small, and one alone would now and then be equal by chance
+_NUM_HASHES = 3  # with many ranks each must be small, and a single one would sometimes be equal by chance
 
 
 def _check_gather_order(job: Job, ignored: set[nn.Parameter], blocks: list[str]) -> None:
@@ -382,7 +380,7 @@ def _check_gather_order(job: Job, ignored: set[nn.Parameter], blocks: list[str])
         return
     asked = job.sharding.offloaded_units
     offloaded = {p for name, p in job.model.named_parameters() if unit_of(name, blocks) in asked}
-    experts = job.experts.parameters() if job.experts is not None else set()  # other ranks have others of them
+    experts = job.experts.parameters() if job.experts is not None else set()  # other ranks have other experts
     log = CollectiveLog(job.model, ignored | experts, offloaded, gathers=job.size(job.shard_axis) > 1)
     job.gather_order_check = check = GatherOrderCheck(job.mesh_axes, log)
     job.optimizer.before_update.append(check.before_update)
@@ -411,16 +409,16 @@ class GatherOrderCheck:
         self._sent: _Sent | None = None  # on a GPU: those of the last step
 
     def forget(self) -> None:
-        """Leave out of the comparison what has been run until now."""
+        """Exclude from the comparison everything that has run until now."""
         self._log.take()
 
     def numbers(self) -> list[int]:
-        """Return numbers that are equal on ranks that have run the same layers since the last call; always as many."""
+        """Return as many numbers as always, equal on ranks that have run the same layers since the last call."""
         self._order = self._log.take()
         return self._hashes(self._order)
 
     def check(self, means: torch.Tensor) -> None:
-        """Compare the means of all ranks' numbers (1-dim); on a GPU those of the last step, so as not to wait.
+        """Compare the means of all ranks' numbers (1-dim); on a GPU those of the last step, to avoid waiting.
 
         Raises:
             ModelError: On every rank, when they have run different layers.
@@ -430,11 +428,11 @@ class GatherOrderCheck:
             return
         before, self._sent = self._sent, _sent_to_host(means, self._order)
         if before is not None:
-            before.arrived.synchronize()  # has long arrived: the device has all of this step to do meanwhile
+            before.arrived.synchronize()  # soon done, and the device computes this step meanwhile
             self._compare(before.means.tolist(), before.order, "in the last step, after which weights are wrong")
 
     def before_update(self) -> None:
-        """Compare in loops written by hand, in a collective of its own: they take no mean of the losses."""
+        """Compare the ranks in a loop written by hand, which takes no mean of losses; a collective of its own."""
         if self._log.is_any():
             device = self._ranks.require_mesh().device_type
             numbers = torch.tensor(self.numbers(), dtype=torch.float32, device=device)
@@ -442,7 +440,7 @@ class GatherOrderCheck:
 
     def _hashes(self, order: bytes) -> list[int]:
         digest = hashlib.blake2b(order, digest_size=4 * _NUM_HASHES).digest()
-        limit = _EXACT // self._num_ranks  # so that the sum of equal ones is exact, and their mean too
+        limit = _EXACT // self._num_ranks  # so that the sum of equal numbers, and their mean, is exact
         return [int.from_bytes(digest[at : at + 4]) % limit for at in range(0, len(digest), 4)]
 
     def _compare(self, means: Sequence[float], order: bytes, when: str) -> None:
@@ -457,7 +455,7 @@ class GatherOrderCheck:
             )
 
     def _where_apart(self, order: bytes) -> str:
-        """Describe the first exchange in which ranks had different things; collective."""
+        """Describe the first exchange in which the ranks' layers differ; collective."""
         orders = {dist.get_rank(): order}
         for axis in STEP_AXES:
             if self._ranks.size(axis) > 1:

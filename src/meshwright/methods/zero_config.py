@@ -169,7 +169,7 @@ class ZeroMethod(Method):
         return getattr(value, "name", value)  # torch's BackwardPrefetch.BACKWARD_PRE
 
     def notices(self) -> list[str]:
-        """Return which accepted keys change nothing, and why."""
+        """Return a notice on each accepted key that changes nothing."""
         return [
             f"{self.method_name}: {key}={getattr(self, key)!r} changes nothing; {why}"
             for key, why in _INERT.items()
@@ -268,7 +268,7 @@ def _kept_whole(model: nn.Module, *, in_half: bool) -> set[nn.Parameter]:
 
 
 def unit_of(name: str, blocks: list[str]) -> str:
-    """Return the path of the block that a parameter lies in; ``""`` where it is in none."""
+    """Return the path of the block that contains a parameter; ``""`` if none does."""
     return next((path for path in blocks if name.startswith(path + ".")), "")
 
 
@@ -437,7 +437,7 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
 
 
 def _gathers(step: Step, axis: str, gathers: Gathers) -> tuple[Traffic, ...]:
-    """Return the gathers of a step: blocks are gathered as often as they run.
+    """Return the gathers of a step. Blocks are gathered as often as they run.
 
     A block that stays whole through a step is freed by each of its backwards all the same.
     """

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from meshwright.nn.recompute_buffers import SameBuffers as SameBuffers, recompute_contexts as recompute_contexts
     from meshwright.nn.swapped_parameters import (
+        FakeTensors as FakeTensors,
         SavedAttributes as SavedAttributes,
         call_with as call_with,
         run_with as run_with,

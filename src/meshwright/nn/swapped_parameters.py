@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError
+from meshwright.nn.batches import map_tree
 from meshwright.nn.module_structure import part_of_whole
-from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 
 
@@ -120,6 +122,37 @@ class _Run(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         return self._run(self.model, inputs)
+
+
+class FakeTensors:
+    """Fake tensors for one pass of a model: with shapes, dtypes and devices, but without data.
+
+    Args:
+        device: Device of all of them; None keeps each tensor's own.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor like another tensor, which may be on ``meta``."""
+        if self._device is not None and tensor.device.type == "meta":
+            with self._mode:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        fake: torch.Tensor = self._mode.from_tensor(tensor.detach())
+        return fake if self._device is None else fake.to(self._device)
+
+    def like_all(self, tree: Any) -> Any:
+        """Return a tree, such as a model's input, with fake tensors in place of its tensors."""
+        return map_tree(lambda leaf: self.like(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Create fake tensors only while the pass runs, and show no warnings: training will show them."""
+        with warnings.catch_warnings(), self._mode:
+            warnings.simplefilter("ignore")
+            yield
 
 
 # --- State beside tensors: attributes such as counters and masks, and caches of functions.

@@ -61,7 +61,7 @@ class InnerWeights:
             )
 
     def note_frozen(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Update :attr:`resting` for parameters that are about to be sent."""
+        """Update ``resting`` for parameters that are about to be sent."""
         frozen = {each for each in parameters if not self._in_model.get(id(each), each).requires_grad}
         self.resting = self.resting.difference(parameters) | (frozen & self._were_frozen)
         self._were_frozen = self._were_frozen.difference(parameters) | frozen
@@ -132,8 +132,8 @@ class WeightAverage:
     devices: on the host under ``offload``. It does not communicate. The first update takes the weights as they are.
 
     Args:
-        optimizer: The optimizer with its guards. From now on the average counts its steps, and :func:`average_of` finds
-            the average through it.
+        optimizer: The optimizer with its guards. From now on the average counts its steps, and
+            :func:`~meshwright.optim.guarded_step.average_of` finds the average through it.
         policy: Decay, frequency and precision.
         model: The model whose gathered weights are freed when the average is swapped in or out; None where nothing is
             gathered.

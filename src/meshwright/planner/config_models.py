@@ -265,7 +265,7 @@ def _of_config(transformers: ModuleType, config: Any) -> nn.Module:
 
 
 def _is_encoder(config: Any) -> bool:
-    """Return whether its attention is bidirectional: masked language models are, unless ``is_decoder`` is set."""
+    """Return whether the attention is bidirectional, as in masked language models without ``is_decoder``."""
     masked = getattr(_transformers(), _MASKED)._model_mapping
     return type(config) in masked and not getattr(config, "is_decoder", False)
 

@@ -38,7 +38,7 @@ class Implementation:
         split_tokens: Whether activations between split layers are divided over the tensor axis, too (sequence
             parallelism of Korthikanti et al. 2022).
         keeps_gathered: Whether the gathered input of a split layer is saved, instead of gathered again in backward.
-        scaling: How tensors are scaled for products in 8 or 4 bits (a key of ``cost.casts.CASTS``).
+        scaling: How tensors are scaled for products in 8 or 4 bits (a key of ``cost.device_time.CASTS``).
         casts_weights: Whether every micro-batch casts weights; False: once a step, or they were gathered so.
         saves_narrow: Whether products in 8 bits or fewer save their inputs so, as Transformer Engine does.
         fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.

@@ -325,11 +325,11 @@ class FamilyModel:
     implementation: Implementation = PYTORCH
 
     def describe(self) -> dict[str, Any]:
-        """See :class:`PlannedModel`."""
+        """See :class:`~meshwright.planner.plans.PlannedModel`."""
         return {"name": self.name, "num_parameters": self.shape.num_parameters, "seq": self.shape.seq}
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
-        """See :class:`PlannedModel`."""
+        """See :class:`~meshwright.planner.plans.PlannedModel`."""
         return FamilyWorkload(self.shape, cluster, samples, limit_bytes=limit_bytes, implementation=self.implementation)
 
 

@@ -35,7 +35,7 @@ class CandidateStages:
 
     Args:
         finest: The step of a model that is cut into its single blocks. Blocks, parameters and buffers say where they
-            are (``on_ranks``, ``trained_on``, ``lent_to``, ``on_rank``).
+            are (``on_ranks``, ``trained_on``, ``buffer_on``, ``on_rank``).
         num_blocks: Number of blocks.
         ranks: Pipeline rank of every stage.
         cost: Applies the cost twins of the strategy.
@@ -98,8 +98,8 @@ def _placed(parameter: Parameter, rank: int, own: set[int]) -> Parameter:
     if parameter.trained_on is None:
         return parameter
     trains = bool(own.intersection(parameter.trained_on))
-    borrows = bool(parameter.lent_to) and not trains
-    return dataclasses.replace(parameter, trained_on=(rank,) if trains else (), lent_to=(rank,) if borrows else ())
+    keeps = bool(parameter.buffer_on) and not trains
+    return dataclasses.replace(parameter, trained_on=(rank,) if trains else (), buffer_on=(rank,) if keeps else ())
 
 
 def _alike(finest: Step, num_blocks: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Rank strategies for a model on a cluster in one call of ``plan``."""
+"""Plan a model on a cluster in one call: predict a given strategy, or search for the best ones and rank them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from meshwright.strategy import Strategy, read_size
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model on a cluster, and what is asked of its plans; see :func:`~meshwright.planner.plan`."""
+    """A request for plans of a model on a cluster; see :func:`~meshwright.planner.plan` for the fields."""
 
     model: PlannedModel
     cluster: Cluster
@@ -40,7 +40,7 @@ class PlanRequest:
     excluded: Sequence[str] = ()
     included: Sequence[Any] = ()
     top: int = 10
-    memory_limit: int | str | None = None  # read: bytes
+    memory_limit: int | str | None = None  # bytes, once it has been read
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_limit", read_size(self.memory_limit, "memory_limit"))
@@ -55,25 +55,26 @@ class PlanRequest:
             raise _contradiction("a strategy beside excluded or included methods", "nothing is searched then")
 
     def subject_of(self, cluster: Cluster, samples: int) -> Subject:
-        """Return the subject on a cluster with so many samples per step."""
+        """Return the subject of plans on a cluster, with a number of samples per step."""
         limit = read_size(self.memory_limit, "memory_limit")
-        if limit is not None:  # of a device that has more memory, as much more
+        if limit is not None:
+            # The same share of a device that has more memory, or less.
             limit = round(limit * (cluster.device.memory_bytes / self.cluster.device.memory_bytes))
         return self.model.subject(cluster, samples, limit)
 
     @functools.cached_property
     def subject(self) -> Subject:
-        """Return the subject on the request's own cluster."""
+        """Return the subject of plans on the request's own cluster."""
         return self.subject_of(self.cluster, self.global_batch)
 
     def found(self, progress: Callable[[int, int], None] | None = None) -> Found:
-        """Return the plan of the strategy given, or the plans of a search.
+        """Plan the given strategy, or search for the best strategies.
 
         Args:
             progress: Called during a search with the numbers of simulated plans and of candidates.
 
         Raises:
-            StrategyError: When no strategy fits, or the one given cannot be or does not divide the batch.
+            StrategyError: When no strategy fits, or when the given one is invalid or does not divide the batch.
             ModelError: When the model cannot be traced.
         """
         if self.strategy is None:
@@ -101,7 +102,7 @@ class PlanRequest:
         return found
 
     def _in_full(self, plan: Plan) -> Plan:
-        """Return a plan with a step for every rank; in a search, one rank of a long pipeline stands for several."""
+        """Complete a plan with a step for every rank; in a search, one rank of a long pipeline stands for several."""
         if len({id(step) for step in plan.steps}) == len(plan.steps):
             return plan
         return self.subject.plan(plan.strategy, plan.step.num_micro_batches)
@@ -110,7 +111,7 @@ class PlanRequest:
         """Plan given strategies in their order, whether they fit or not.
 
         Raises:
-            StrategyError: When one cannot be, or does not divide the batch.
+            StrategyError: When one is invalid, or does not divide the batch.
         """
         started, subject = time.perf_counter(), self.subject
         plans = tuple(subject.plan(strategy, self.num_micro_batches) for strategy in strategies)
@@ -119,12 +120,12 @@ class PlanRequest:
         return Found(plans, num_considered=len(plans), num_predicted=len(plans), seconds=time.perf_counter() - started)
 
     def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
-        """Return what would change the result."""
-        # Of strategies that are given nothing is ranked.
+        """Predict the plans under changed circumstances, such as more devices or faster links."""
+        # Given strategies are not ranked by an objective.
         return what_if(self.subject_of, found, self.objective if self.strategy is None else "tokens_per_s")  # type: ignore[arg-type]
 
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
-        """Return the result as plain values, which ``--json`` prints."""
+        """Return the result as plain values, as ``--json`` prints it."""
         described = self.model.describe() | {"global_batch": self.global_batch}
         return found_document(found, model=described, objective=self.objective, what_ifs=what_ifs, subject=self.subject)
 
@@ -145,7 +146,7 @@ def _check_count(name: str, value: int) -> None:
 
 
 def _check_divides(plan: Plan, samples: int) -> None:
-    """Refuse a batch that ranks cannot share in whole samples: the plan would be for another batch."""
+    """Refuse a batch that does not divide into whole samples: the plan would be for another batch."""
     replicas = math.prod(size for axis, size in plan.step.axes if axis in SAMPLED)
     parts = replicas * plan.step.num_micro_batches
     if samples % parts == 0:
@@ -163,7 +164,7 @@ def _check_divides(plan: Plan, samples: int) -> None:
 
 
 def _check_included(plan: Plan, included: Iterable[str]) -> None:
-    """Refuse a plan whose devices leave out a method that was included."""
+    """Refuse a plan without a method that the caller included, because the devices cannot run it."""
     for name in included:
         reason = next((each for each in plan.notices if each.startswith(f"{name} is ignored")), None)
         if reason is not None and name not in plan.strategy:
@@ -182,7 +183,7 @@ def _contradiction(what: str, why: str) -> ConfigError:
 
 
 def _check_traced(plan: Plan) -> None:
-    """Refuse a plan without activations, whose memory says nothing."""
+    """Refuse a plan without activations: its predicted memory would mean nothing."""
     if plan.step.activations is not None:
         return
     gap = next((gap for gap in plan.gaps if "activations" in gap), "; ".join(plan.gaps))
@@ -195,7 +196,7 @@ def _check_traced(plan: Plan) -> None:
     )
 
 
-# --- ``plan``: the request in one call.
+# --- ``plan``: the request in one call
 
 
 def plan(
@@ -216,35 +217,38 @@ def plan(
     model_input_format: str | None = None,
     optim_func: Callable[[Any], Optimizer] | None = torch.optim.AdamW,
 ) -> list[Plan]:
-    """Predict memory and time of strategies for a model on a cluster that need not be there, best first.
+    """Predict memory and time of strategies for a model on a cluster, which need not exist here, best first.
 
     Args:
         model: A known model (``"llama-3-8b"``), a family with its dimensions
             (``"gpt:layers=24,hidden=1024,heads=16,vocab=50304"``), a transformers config (``"hf:PATH"``), or a module,
             whose parameters may be on ``meta``.
         cluster: A preset (``"h100x64"``), a cluster file, or a :class:`~meshwright.cost.Cluster`.
-        global_batch: Samples of a step, over all devices.
-        seq: Tokens of a sample; None: what the model is known for. A module gets token ids ``[samples, seq]``.
-        strategy: A Strategy, or anything it can be made from: the only plan, whether it fits or not. None searches.
-        num_micro_batches: Parts of a batch, of the strategy given.
-        objective: ``"tokens_per_s"``, ``"price"`` or ``"memory"``: what plans are ranked by.
+        global_batch: Samples per step, over all devices.
+        seq: Tokens per sample; None takes the usual number of a known model. A module gets token ids
+            ``[samples, seq]``.
+        strategy: A Strategy, or anything it can be made from: the only one to plan, whether it fits or not. None
+            searches.
+        num_micro_batches: Number of micro-batches of the given strategy.
+        objective: ``"tokens_per_s"``, ``"price"`` or ``"memory"``, by which plans are ranked.
         excluded: Methods that must not be used.
         included: Methods that every plan uses: names, or ``(name, config)`` with keys that stay as they are.
-        top: Plans at the most.
-        memory_limit: What tensors may take of a device, in bytes or as ``"40 GiB"``; None: what it has for them.
-        sample_batch: Of a module: a batch of any number of samples, instead of ``seq``.
-        loss_func: Of a module: ``loss_func(model_input, model_output)``; None: the loss in its output, or the next
-            token's.
-        model_input_format: Of a module; as of ``accelerate``.
-        optim_func: Of a module: builds the optimizer from parameters.
+        top: Largest number of plans to return.
+        memory_limit: Usable device memory, in bytes or as text such as ``"40 GiB"``; None takes all that a device has
+            for tensors.
+        sample_batch: For a module: a batch of any number of samples, instead of ``seq``.
+        loss_func: For a module: ``loss_func(model_input, model_output)``; None takes the loss in its output, or the
+            next-token loss.
+        model_input_format: For a module; see ``accelerate``.
+        optim_func: For a module: builds the optimizer from parameters.
 
     Returns:
-        Plans with their forecasts. ``str(plan)`` is one line; :mod:`meshwright.planner.explain` says why.
+        Plans with their forecasts. ``str(plan)`` is one line; :mod:`meshwright.planner.explain` gives the reasons.
 
     Raises:
         ConfigError: For an unknown cluster, and arguments that contradict each other.
         ModelError: For an unknown model, and one that cannot be traced.
-        StrategyError: When no strategy fits, naming the smallest and what binds.
+        StrategyError: When no strategy fits, naming the smallest one and the memory that it lacks.
 
     Example:
         >>> for each in mw.plan("llama-3-8b", "h100x64", global_batch=512):
@@ -272,10 +276,10 @@ def plan(
 
 
 def named_model(name: str, seq: int | None, cluster: Cluster) -> PlannedModel:
-    """Return a model by its text: ``hf:PATH``, a known model, or a family with its dimensions.
+    """Find the model that a text names: ``hf:PATH``, a known model, or a family with its dimensions.
 
     Raises:
-        ConfigError, ModelError: When there is no such model, or ``seq`` is no length.
+        ConfigError, ModelError: When there is no such model, or ``seq`` is not a length.
     """
     if seq is not None and seq < 1:
         raise ConfigError("seq is not a length", expected="1 or more tokens", got=repr(seq), fix="correct the number")

@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def fits_host(self) -> bool:
-        """Return whether host memory is enough for what is offloaded."""
+        """Return whether host memory is large enough for offloaded tensors."""
         return self.host_limit_bytes is None or self.host_bytes <= self.host_limit_bytes
 
     @property
@@ -141,7 +141,7 @@ class Plan:
         return with_micro_batches(self.strategy, self.step.num_micro_batches)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :attr:`complete_strategy` to a file, as :meth:`Strategy.save` does: ``accelerate(strategy=path)``."""
+        """Write :attr:`complete_strategy` to a file, which ``accelerate(strategy=path)`` reads."""
         self.complete_strategy.save(path)
 
     def summary(self) -> str:
@@ -168,7 +168,7 @@ class Plan:
 
 
 class Subject(Protocol):
-    """A model and how it is trained on a world of a given size: what plans are made for."""
+    """A model and how it is trained on a world of a given size, for which plans are made."""
 
     @property
     def world(self) -> int:
@@ -187,7 +187,7 @@ class Subject(Protocol):
 
         Args:
             strategy: As a user wrote it; it is resolved for the world.
-            num_micro_batches: Micro-batches per step; None: as many as the subject has.
+            num_micro_batches: Micro-batches per step; None takes the subject's number.
 
         Raises:
             MeshwrightError: When the strategy cannot train this model on this world, saying why.
@@ -241,12 +241,12 @@ def usable_host_bytes(cluster: Cluster) -> int | None:
 
 
 def taken_bytes(reserved_bytes: int, device: Device) -> int:
-    """Return the bytes that must be usable for so many reserved bytes, gaps between tensors included."""
+    """Return the bytes that must be usable to reserve a number of bytes: gaps between tensors are included."""
     return reserved_bytes if device.is_host else round(reserved_bytes * (1 + FRAGMENTED))
 
 
 def host_bytes(step: Step) -> int:
-    """Return the bytes of host memory beside a device; 0 where both are one, which counts as the device's."""
+    """Return the bytes of host memory beside a device; 0 if device and host share one memory."""
     known = step.activations
     offloads = step.offloaded is not None or (known is not None and known.offloaded_bytes > 0)
     return memory(step).host_total if offloads and not step.on_cpu else 0
@@ -258,7 +258,7 @@ def most_host_bytes(steps: Iterable[Step]) -> int:
 
 
 def needed_bytes(step: Step, held: Memory) -> int:
-    """Return the bytes of limited memory: of the device, with the host's where they are one."""
+    """Return the bytes of device memory that a step needs, with host memory if both are one."""
     return held.total + (held.host_total if step.on_cpu else 0)
 
 
@@ -287,7 +287,7 @@ class Forecast:
 
     @functools.cached_property
     def peak(self) -> Peak:
-        """Return the peak of the rank that holds most."""
+        """Return the peak of the rank with the most memory in use."""
         return max(self.peaks, key=lambda each: each.allocated_bytes)
 
     @property
@@ -302,7 +302,7 @@ class Forecast:
 
     @property
     def price_per_step(self) -> float | None:
-        """Return the price of a step on all devices, in US dollars; None where the device has no price."""
+        """Return the price of a step on all devices, in US dollars; None if the device has no price."""
         per_hour = self.cluster.device.price_per_hour
         if per_hour is None:
             return None

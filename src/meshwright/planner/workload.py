@@ -1,7 +1,7 @@
-"""Predict strategies for a real module: the workload, the cluster that it runs on, and modules to be planned for.
+"""Predict strategies for a real module: the workload, modules to plan for, and the cluster that a job runs on.
 
-:class:`Workload` is what every plan for a module starts from. It takes a strategy through resolving, tracing, the
-pipeline cut, the memory budget and the methods' ``cost`` twins, and keeps whatever other strategies can use again.
+Every plan for a module starts from a :class:`Workload`. It takes a strategy through resolving, tracing, the pipeline
+cut, the memory budget and the methods' ``cost`` twins, and caches whatever other strategies can use again.
 """
 
 from __future__ import annotations
@@ -78,97 +78,12 @@ if TYPE_CHECKING:
     from meshwright.planner.plans import Forecast
     from meshwright.strategy import MethodConfig, Strategy
 
-
-_FSDP = 3  # the ZeRO level that a mesh axis ``zero`` means
+_FSDP = 3  # the ZeRO stage that a mesh axis ``zero`` implies
 _IDS = ("input_ids", "decoder_input_ids")
-_SAMPLES = 2  # a dim of one element could have another meaning
+_SAMPLES = 2  # a dim of size 1 may be no batch dim
 
 
-def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
-    """Return the tokens of one sample: the second dim of ``input_ids``, or of the first integers ``[samples, tokens]``.
-
-    None when there is no sample, or a sample has no tokens, as an image.
-
-    Args:
-        inputs_of: ``inputs_of(samples)`` returns the model input.
-    """
-    try:
-        inputs = inputs_of(_SAMPLES)
-    except Exception:  # a user's data may refuse; training will say so
-        return None
-    named = [inputs[name] for name in _IDS if isinstance(inputs, Mapping) and name in inputs]
-    for leaf in (*named, *leaves_of(inputs)):
-        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() == 2:
-            return leaf.shape[1] if leaf.shape[0] == _SAMPLES else None
-    return None
-
-
-# --- The cluster that a job runs on, as its processes see it or as it was described.
-
-
-def cluster_at_hand(device: torch.device, world: int, local_world: int) -> Cluster | None:
-    """Return the cluster of a job, with the usual links of its devices and the free host memory.
-
-    None for CPUs and unknown devices.
-
-    Args:
-        device: Device of this rank; all ranks are taken to have one like it.
-        world: Number of ranks.
-        local_world: Number of ranks on this node.
-    """
-    if device.type != "cuda":
-        return None
-    try:
-        known = make_cluster(torch.cuda.get_device_name(device), world, max(local_world, 1))
-    except ConfigError:
-        return None
-    return dataclasses.replace(known, host_memory_bytes=host_share_bytes(local_world))
-
-
-def described_cluster(
-    given: str | os.PathLike[str] | Cluster, device: torch.device, world: int, local_world: int
-) -> tuple[Cluster, tuple[str, ...]]:
-    """Return a described cluster with the job's ranks, and sentences on what of it may not hold here.
-
-    Args:
-        given: A cluster, a preset's name, or a file such as ``meshwright calibrate`` writes.
-        device: Device of this rank.
-        world: Number of ranks.
-        local_world: Number of ranks on this node.
-
-    Raises:
-        ConfigError: For a file that cannot be used, and one of other devices.
-    """
-    known = given if isinstance(given, Cluster) else find_cluster(os.fspath(given))
-    here = machine_name(device)
-    on_host = device.type == "cpu"
-    others = not on_host and _preset(known.device.name) not in (None, _preset(here))
-    if others or known.device.is_host != on_host:
-        raise ConfigError(
-            "cluster describes other devices than those that train",
-            expected=f"the one at hand, {here}",
-            got=known.device.name,
-            fix="name a file that meshwright calibrate has written here, or leave cluster out",
-        )
-    doubts, measured = [], known.calibration
-    if measured is not None and measured.machine not in (None, here):
-        doubts.append(f"cluster was measured on {measured.machine}, and this is {here}: seconds are that one's")
-    if measured is not None and on_host and known.num_devices != world:
-        doubts.append(
-            f"cluster was measured with {known.num_devices} ranks, and these are {world}: ranks share the cores of a "
-            f"CPU, so measure it with meshwright calibrate --processes {world}"
-        )
-    known = dataclasses.replace(known, num_devices=world, devices_per_node=max(local_world, 1))
-    if device.type == "cuda":
-        known = dataclasses.replace(known, host_memory_bytes=host_share_bytes(local_world))
-    return known, tuple(doubts)
-
-
-def _preset(name: str) -> str | None:
-    try:
-        return find_device(name).name
-    except ConfigError:
-        return None
+# --- The workload: one model, for any strategy
 
 
 @dataclass
@@ -180,17 +95,17 @@ class Workload:
         device: Where it trains.
         optim_func: Builds the optimizer from a list of parameters.
         optim_param_func: Chooses these parameters, or groups of them, from the model; None takes all.
-        inputs_of: ``inputs_of(samples)`` returns the model input of a micro-batch of that many samples, or None when
-            there is no sample.
+        inputs_of: ``inputs_of(samples)`` returns the model input of a micro-batch of that many samples; None without
+            a sample.
         forward: ``forward(model, inputs)`` computes the loss.
-        batch_size: Samples per step over all ranks; None when unknown.
-        num_micro_batches: Micro-batches per step; None: 1, or as many as a pipeline takes.
+        batch_size: Samples per step over all ranks; None if unknown.
+        num_micro_batches: Micro-batches per step; None takes 1, or as many as a pipeline needs.
         world: Number of ranks.
         zero_level: See ``init_distributed``.
         limit_bytes: Bytes that one rank may hold.
-        cluster: Cluster that it runs on; None: seconds are not predicted.
-        calibration: What kernels and links reach; None: the cluster's own.
-        one_host: Whether all ranks share one host, where no cluster says so.
+        cluster: Cluster that it runs on; with None, step times are not predicted.
+        calibration: Efficiencies of kernels and links; None takes the cluster's own.
+        one_host: Whether all ranks share one host, if there is no cluster to tell.
     """
 
     model: nn.Module
@@ -218,7 +133,7 @@ class Workload:
 
         Args:
             strategy: As a user wrote it.
-            num_micro_batches: Micro-batches per step; None: as many as the workload has.
+            num_micro_batches: Micro-batches per step; None takes the workload's number.
 
         Raises:
             StrategyError: When its methods do not fit together or do not fit the world.
@@ -240,7 +155,7 @@ class Workload:
         return self.elsewhere(self.cluster, samples, self.limit_bytes)
 
     def elsewhere(self, cluster: Cluster | None, batch_size: int | None, limit_bytes: int | None) -> Workload:
-        """Return the workload on another cluster of the same kind of device, with all that was traced of the model."""
+        """Return the workload on another cluster of the same kind of device; it shares all traces of the model."""
         world = self.world if cluster is None else cluster.num_devices
         other = replace(self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes)
         own = {field.name for field in fields(self)} | {"_replaced"}
@@ -248,7 +163,7 @@ class Workload:
         return other
 
     def _with(self, method: MethodConfig | None) -> Workload:
-        """Return the workload of the model with its modules replaced, which is traced apart."""
+        """Return the workload of the model with its modules replaced, which has traces of its own."""
         if method is not None and method not in self._replaced:
             self._replaced[method] = replace(self)
         return self if method is None else self._replaced[method]
@@ -261,17 +176,17 @@ class Workload:
         micro_batches = num_micro_batches(resolved, wanted_micro_batches)
         self._check_units(resolved)
         pipeline = self._pipeline(resolved, micro_batches)
-        # What a rank computes and saves is traced. It depends on the strategy through its conditions alone.
+        # Trace what a rank computes and saves. It depends on the strategy only through these conditions.
         conditions = self._conditions(resolved, micro_batches, pipeline)
         traced = self._tracer.of(conditions)
         step = self._traced_step(resolved, micro_batches, traced)
-        # Parameters and states are described for the ranks of a pipeline, which share the trace.
+        # Describe parameters and states for each rank of a pipeline; they share the trace.
         decided = Decision() if pipeline is None else self._decide_cut(pipeline, step, resolved, conditions)
         cut, described = decided.cut, self._described(conditions, decided.cut)
         step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
         in_half = conditions.param_dtype is not None
         ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, in_half=in_half)
-        # The methods' twins do the rest, once nothing is left open in their configs.
+        # The methods' twins do the rest, once their configs leave nothing open.
         has_budget = any(method.has_memory_budget for method in in_phase_order(resolved.strategy))
         fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)
         every = [cost_of(fitted.strategy, each) for each in ranks]
@@ -298,7 +213,7 @@ class Workload:
             return None
         pipeline = pipeline_of(resolved, self.model, micro_batches)
         if pipeline is not None:
-            self._flow(pipeline)  # refuses a model that cannot be cut before much time is spent on it
+            self._flow(pipeline)  # refuses a model that cannot be cut, before the long trace
         return pipeline
 
     def _conditions(self, resolved: Resolved, micro_batches: int, pipeline: Pipeline | None) -> Conditions:
@@ -330,7 +245,7 @@ class Workload:
         return decide_cut(pipeline, self.model, self._flow(pipeline), step, resolved.strategy, describe, limit)
 
     def _check_units(self, resolved: Resolved) -> None:
-        """Refuse what the sharding method would refuse."""
+        """Refuse a model that the sharding method would refuse."""
         sharding = tuple(method for method in resolved.strategy.methods if getattr(method, "shards", False))
         key = sharding, resolved.strategy.names, tuple(axis for axis, size in resolved.axes if size > 1)
         self._once("units", key, lambda: check_units(resolved, self.model))
@@ -346,17 +261,17 @@ class Workload:
         return tokens_per_sample(self.inputs_of)
 
     def _flow(self, pipeline: Pipeline) -> tuple[Dataflow | None, str]:
-        """Return the parameters that each block depends on."""
+        """Find the parameters outside the blocks that each block depends on."""
         run = functools.partial(trace_flow, pipeline, self.model, self.inputs_of, self.forward)
         return self._once("flow", pipeline.blocks, run)
 
     def _split(self, resolved: Resolved) -> Trace | None:
-        """Return how axes divide layers, tokens and experts."""
+        """Build the trace of one rank of the axes that divide layers, tokens and experts; None without such axes."""
         sample = SampleRun(self.inputs_of, self.forward)
         return self._once("split", trace_key(resolved), lambda: trace_of(resolved, self.model, sample))
 
     def _fp8(self, resolved: Resolved) -> Fp8Trace | None:
-        """Return which layers multiply in 8 bits."""
+        """Choose the layers that multiply in 8 bits; None if the strategy has no method for that."""
         method = find_method(resolved.strategy, lambda each: each.product_dtype == FP8)
         if method is None:
             return None
@@ -365,7 +280,7 @@ class Workload:
         return self._once("fp8 layers", (method, sharded, ranks), choose)
 
     def _described(self, conditions: Conditions, cut: Cut | None) -> Described:
-        """Return the parameters of every block."""
+        """Describe the parameters of every block."""
         split, fp8 = conditions.split, conditions.fp8
         marks = Marks(
             tensor_dims=split.dims if split else {},
@@ -376,7 +291,7 @@ class Workload:
         return self._once("blocks", (split, fp8, cut), lambda: describe_each(self.model, self._probe, marks, cut))
 
     def _once(self, what: str, key: Hashable, find: Callable[[], Any]) -> Any:
-        """Return what is found out once for all plans with equal keys."""
+        """Call ``find`` once for all plans with equal keys, and return its result."""
         if (what, key) not in self._findings:
             self._findings[what, key] = find()
         return self._findings[what, key]
@@ -396,7 +311,7 @@ class Workload:
 
 
 def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
-    """Return the peak bytes reserved by the caching allocator; None when unknown, or on CPUs."""
+    """Return the memory that the fullest rank needs, gaps between tensors included; None if unknown, and on CPUs."""
     if known is None or known.cluster.device.is_host or any(step.activations is None for step in steps):
         return None
     return max(taken_bytes(peak.reserved_bytes, known.cluster.device) for peak in known.peaks)
@@ -408,7 +323,7 @@ def _compute_dtypes(resolved: Resolved) -> ComputeDtypes:
 
 
 def _widens(resolved: Resolved) -> bool:
-    """Return whether bf16 products may be made in fp32, which is done for plain tensors and not for divided layers."""
+    """Return whether bf16 products may be computed in fp32, which divided layers do not support."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
     return not divided and any(method.widens(resolved.strategy) for method in in_phase_order(resolved.strategy))
 
@@ -418,7 +333,26 @@ def _replicas(resolved: Resolved) -> int:
     return math.prod(sizes.get(axis, 1) for axis in SAMPLED)
 
 
-# --- A module that is planned for on any cluster, before there is a job.
+def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
+    """Count the tokens of one sample: the second dim of ``input_ids``, or of the first integers ``[samples, tokens]``.
+
+    The result is None without a sample, and for samples without tokens, such as images.
+
+    Args:
+        inputs_of: ``inputs_of(samples)`` returns the model input.
+    """
+    try:
+        inputs = inputs_of(_SAMPLES)
+    except Exception:  # a user's data may raise anything; training will show the error
+        return None
+    named = [inputs[name] for name in _IDS if isinstance(inputs, Mapping) and name in inputs]
+    for leaf in (*named, *leaves_of(inputs)):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() == 2:
+            return leaf.shape[1] if leaf.shape[0] == _SAMPLES else None
+    return None
+
+
+# --- A module to plan for on any cluster, before there is a job
 
 
 @dataclass(frozen=True)
@@ -429,10 +363,10 @@ class ModuleModel:
         name: Name for reports.
         module: Plain module; parameters on ``meta`` need no values.
         sample_batch: A batch of any number of samples, as the model takes it.
-        loss_func: ``loss_func(model_input, model_output)``; None: the loss in the output, or the next token's.
-        model_input_format: As for ``accelerate``.
+        loss_func: ``loss_func(model_input, model_output)``; None takes the loss in the output, or the next-token loss.
+        model_input_format: See ``accelerate``.
         optim_func: Builds the optimizer from parameters.
-        seq: Tokens of a sample, where it has any.
+        seq: Tokens per sample, if it has any.
     """
 
     name: str
@@ -444,13 +378,13 @@ class ModuleModel:
     seq: int | None = None
 
     def describe(self) -> dict[str, Any]:
-        """See :class:`PlannedModel`."""
+        """See :class:`~meshwright.planner.plans.PlannedModel`."""
         count = sum(parameter.numel() for parameter in self.module.parameters())
         found = {"name": self.name, "class": type(self.module).__name__, "num_parameters": count}
         return found | ({"seq": self.seq} if self.seq is not None else {})
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
-        """See :class:`PlannedModel`; the module is traced once for all clusters of one kind."""
+        """See :class:`~meshwright.planner.plans.PlannedModel`. The module is traced once for CPUs and once for GPUs."""
         limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
         if cluster.device.is_host not in self._traced:
             self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
@@ -458,7 +392,7 @@ class ModuleModel:
 
     @functools.cached_property
     def _traced(self) -> dict[bool, Workload]:
-        """Return the workloads, by whether they train on CPUs."""
+        """Return the cache of workloads, by whether they train on CPUs."""
         return {}
 
     def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
@@ -512,5 +446,73 @@ def _usual_loss(inputs: Any, output: Any) -> Any:
 
 
 def token_batch(seq: int) -> torch.Tensor:
-    """Return two samples of token ids, ``[2, seq]``; a model that runs without data does not mind which."""
+    """Return two samples of token ids, ``[2, seq]``: zeros, since a pass without data reads no values."""
     return torch.zeros(2, seq, dtype=torch.long)
+
+
+# --- The cluster that a job runs on, found on its devices or described by the caller
+
+
+def cluster_at_hand(device: torch.device, world: int, local_world: int) -> Cluster | None:
+    """Return the cluster of a job, with the usual links of its devices and the free host memory.
+
+    The result is None for CPUs and unknown devices.
+
+    Args:
+        device: Device of this rank; all ranks are assumed to have one like it.
+        world: Number of ranks.
+        local_world: Number of ranks on this node.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        known = make_cluster(torch.cuda.get_device_name(device), world, max(local_world, 1))
+    except ConfigError:
+        return None
+    return dataclasses.replace(known, host_memory_bytes=host_share_bytes(local_world))
+
+
+def described_cluster(
+    given: str | os.PathLike[str] | Cluster, device: torch.device, world: int, local_world: int
+) -> tuple[Cluster, tuple[str, ...]]:
+    """Return a described cluster with the job's ranks, and a sentence on every figure that may be wrong here.
+
+    Args:
+        given: A cluster, a preset's name, or a file such as ``meshwright calibrate`` writes.
+        device: Device of this rank.
+        world: Number of ranks.
+        local_world: Number of ranks on this node.
+
+    Raises:
+        ConfigError: For a file that cannot be used, and for one that describes other devices.
+    """
+    known = given if isinstance(given, Cluster) else find_cluster(os.fspath(given))
+    here = machine_name(device)
+    on_host = device.type == "cpu"
+    others = not on_host and _preset(known.device.name) not in (None, _preset(here))
+    if others or known.device.is_host != on_host:
+        raise ConfigError(
+            "cluster describes other devices than those that train",
+            expected=f"the one at hand, {here}",
+            got=known.device.name,
+            fix="name a file that meshwright calibrate has written here, or leave cluster out",
+        )
+    doubts, measured = [], known.calibration
+    if measured is not None and measured.machine not in (None, here):
+        doubts.append(f"cluster was measured on {measured.machine}, and this is {here}: seconds are that one's")
+    if measured is not None and on_host and known.num_devices != world:
+        doubts.append(
+            f"cluster was measured with {known.num_devices} ranks, and these are {world}: ranks share the cores of a "
+            f"CPU, so measure it with meshwright calibrate --processes {world}"
+        )
+    known = dataclasses.replace(known, num_devices=world, devices_per_node=max(local_world, 1))
+    if device.type == "cuda":
+        known = dataclasses.replace(known, host_memory_bytes=host_share_bytes(local_world))
+    return known, tuple(doubts)
+
+
+def _preset(name: str) -> str | None:
+    try:
+        return find_device(name).name
+    except ConfigError:
+        return None

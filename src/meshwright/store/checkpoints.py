@@ -5,17 +5,17 @@
 
 - **Commit.** All files are written into ``.step-00000012.tmp``, then the manifest, then the directory is renamed
   (:func:`commit`). Each of these waits for the disk before the next begins. A run that is killed at any moment leaves
-  a hidden directory, which the next save deletes; what has the final name is complete.
+  a hidden directory, which the next save deletes; a directory with the final name is complete.
 - **Checksums.** Every rank hashes the files it wrote while they are still in its machine's memory; rank 0 gathers size
-  and SHA-256 of all files into the manifest. The manifest holds a digest of itself, and it can be written in one way
-  only, so that any changed byte shows. Loading reads and hashes every file before anything is changed; the ranks
+  and SHA-256 of all files into the manifest. The manifest holds a digest of itself and has exactly one valid
+  form, so that any changed byte shows. Loading reads and hashes every file before anything is changed; the ranks
   divide the files. Of several checkpoints the newest whole one is loaded, and damaged ones are named.
 - **Retention.** After the commit, the oldest are deleted until ``keep`` are left. Each is renamed first, so that a
   deletion that is killed half way leaves no half checkpoint under a good name.
-- **One writer.** A lock of the directory keeps two processes from mixing their files (:class:`Claim`).
+- **One writer.** A lock on the directory keeps two processes from mixing their files (:class:`Claim`).
 
-No file is a pickle, and none is read as one. :mod:`meshwright.store.manifest` has the files,
-:mod:`meshwright.store.snapshot` what goes into them.
+No file is a pickle, and none is read as one. :mod:`meshwright.store.manifest` reads and writes the record and the
+manifest; :mod:`meshwright.store.snapshot` collects the state that goes into them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from meshwright.store.tensor_files import (
 
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"
 _CALLS = "a CheckpointStore's save, load, newest or wait"
-_TRIES = 5  # to load the newest checkpoint, while another run deletes them
+_TRIES = 5  # attempts to load the newest checkpoint while another run deletes old ones
 _DELETE = "the new checkpoint is complete; delete the old ones by hand, and check who may write into the directory"
 
 
@@ -109,10 +109,10 @@ class CheckpointStore:
 
         Args:
             state: Live objects.
-            non_blocking: Return when each rank has copied its shards to host memory (which takes as much of it, for
-                good), and write them from there while training goes on. One save is under way at a time: the next one
-                waits for it. When it fails, the next ``save`` warns of that and writes at once, whether or not it
-                is ``non_blocking``; the next ``load``, :meth:`wait` or ``shutdown_distributed`` raises it.
+            non_blocking: Return once each rank has copied its shards to host memory, and write them from there while
+                training goes on. The copies keep their host memory for later saves. Only one save runs at a time: the
+                next one waits for it. If it fails, the next ``save`` warns of that and writes before it returns, even
+                if it is ``non_blocking``; the next ``load``, :meth:`wait` or ``shutdown_distributed`` raises the error.
 
         Returns:
             The new checkpoint's directory, the same on every rank; it appears when the checkpoint is complete.
@@ -129,7 +129,7 @@ class CheckpointStore:
 
     def _save(self, state: TrainingState, *, non_blocking: bool) -> Path:
         final = self.directory / step_name(state.step)
-        # All that can fail early does so here: the error of a save in the background shows only at the next call.
+        # Whatever can fail early fails here: the error of a save in the background shows only at the next call.
         try:
             with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot take a checkpoint", _DISK):
                 if runtime.rank() == 0:
@@ -138,7 +138,7 @@ class CheckpointStore:
                     make_room(final)
             ready = staged(state)
             if non_blocking:
-                with runtime.same_on_every_rank():  # there may be no memory for it
+                with runtime.same_on_every_rank():  # a rank may lack the memory
                     ready = self._copies.of(ready)
         except BaseException:
             self._give_up(final)
@@ -194,7 +194,7 @@ class CheckpointStore:
     def newest(self) -> Path | None:
         """Return the complete checkpoint of the highest step, or None; collective, equal on every rank.
 
-        Its contents are not read: :meth:`load` passes over one that was damaged after it was written.
+        Its contents are not read; :meth:`load` skips a checkpoint that was damaged after it was written.
 
         Raises:
             CheckpointError: On every rank, when the directory cannot be read, or a save in the background has failed.
@@ -216,15 +216,15 @@ class CheckpointStore:
     def load(self, state: TrainingState, checkpoint: Path | None = None) -> CheckpointInfo:
         """Load a checkpoint into a training state, in place and in whatever layout it has now; collective.
 
-        All files are verified and all entries compared before anything is changed. Parts that ``state`` leaves None
-        are not loaded. Random generators go on exactly when the job has as many ranks as the one that saved;
-        otherwise they are left as the new job seeded them (see ``CheckpointInfo.rng_restored``).
+        All files are verified and all entries compared before anything is changed. Parts that are None in ``state``
+        are not loaded. Random generators are restored if the job has as many ranks as the one that saved; otherwise
+        they stay as the new job seeded them (see ``CheckpointInfo.rng_restored``).
 
         Args:
             state: Live objects; ``step``, ``samples_seen`` and ``extra`` are filled in too.
-            checkpoint: Directory of one checkpoint; None means the newest that is whole: rank 0 warns of newer ones
-                that are damaged, and ``CheckpointInfo.damaged`` names them. One that a run still saving here deletes
-                while it is read gives way to the next.
+            checkpoint: Directory of one checkpoint. None takes the newest that is whole: rank 0 warns of newer ones
+                that are damaged, and ``CheckpointInfo.damaged`` names them. If a run that still saves here deletes the
+                checkpoint meanwhile, the next newest is loaded.
 
         Raises:
             CheckpointError: On every rank: there is none, it is incomplete, damaged, or of another model or optimizer.
@@ -243,7 +243,7 @@ class CheckpointStore:
     def _load(self, state: TrainingState, checkpoint: Path | None) -> CheckpointInfo:
         path, damaged = self._chosen(checkpoint)
         begin(state, to_load=True)
-        # Check: nothing changes before every rank has found that all of it fits.
+        # Check: nothing changes before every rank has found that everything fits.
         with runtime.same_on_every_rank():
             record = read_record(path)
             own = names_on_rank(model_entries(state.model), state.optim)
@@ -255,7 +255,7 @@ class CheckpointStore:
         load_shards(restoration.targets, path / TENSORS)
         if record.outer is not None and any(runtime.gather_objects(bool(restoration.averaged))):
             load_means(restoration.averaged, len(record.outer.replicas), path / TENSORS)
-        # Commit everything that is not a tensor. Generators come last: what precedes may draw from them.
+        # Commit everything that is not a tensor. Generators come last: the calls before may draw from them.
         with runtime.same_on_every_rank(), consistent(path):
             restoration.commit()
             rng_restored = generators is not None and set_generators(generators)
@@ -266,7 +266,7 @@ class CheckpointStore:
         )
 
     def _chosen(self, checkpoint: Path | None) -> tuple[Path, tuple[str, ...]]:
-        """Return a checkpoint that is whole, and what is wrong with newer ones; collective."""
+        """Choose a checkpoint that is whole, and describe the damage of newer ones; collective."""
         self.wait()
         candidates = [checkpoint] if checkpoint is not None else self._complete()[::-1]
         path, damaged = newest_valid(candidates)
@@ -317,7 +317,7 @@ def _read_generators(path: Path, record: Record) -> dict[str, torch.Tensor] | No
         return safetensors.torch.load_file(file)
 
 
-# --- Staging: a training state is named, and copied to the host where training goes on while it is written
+# --- Staging: name the tensors of a training state, and copy them to the host if training goes on meanwhile
 
 
 @dataclass(frozen=True)
@@ -338,16 +338,16 @@ def staged(state: TrainingState) -> Staged:
     begin(state, to_load=False)
     with runtime.same_on_every_rank():
         snapshot = capture(state, runtime.world_size())
-    # Ranks may hold different parts of a model, or replicas of their own: the record is of all of them.
+    # Ranks may hold different parts of a model, or replicas of their own. The record describes all of them.
     record = united(snapshot.record) if snapshot.replica is None else completed(snapshot.record, snapshot.replica)
     return Staged(writable(snapshot.tensors), record, generator_tensors())
 
 
 class HostCopies:
-    """Copies of a rank's tensors in host memory, in buffers that every save uses again.
+    """Copies of a rank's tensors in host memory, in buffers that every save reuses.
 
-    Fresh memory costs more than filling it: the system hands it out page by page, and locks pages that a GPU copies
-    into.
+    Allocating memory costs more than filling it: the system provides it page by page, and locks pages that a GPU
+    copies into.
     """
 
     def __init__(self) -> None:
@@ -370,18 +370,18 @@ class HostCopies:
         return wrapped_like(tensor, buffer)
 
 
-# --- The directory: one writer, a temporary name, the commit, and deletion. All of it on rank 0
+# --- The directory: one writer, a temporary name, the commit, and deletion; all on rank 0
 
-_own: set[Path] = set()  # directories whose checkpoints this process has resumed from, or has written
+_own: set[Path] = set()  # directories that this process has resumed from or saved into
 
 
 def own_directory(directory: Path) -> None:
-    """Note that this run resumes from a checkpoint in a directory: what it saves there belongs to the same run."""
+    """Note that this run has loaded a checkpoint of a directory, and may save into it without a warning."""
     _own.add(directory.resolve())
 
 
 def warn_of_another_run(directory: Path) -> None:
-    """Warn at a run's first save of checkpoints in the directory that it has not resumed from."""
+    """Warn at a run's first save into a directory with checkpoints that the run has not loaded."""
     found = complete_checkpoints(directory) if directory.resolve() not in _own else []
     own_directory(directory)
     if found:
@@ -394,15 +394,15 @@ def warn_of_another_run(directory: Path) -> None:
 
 
 def temporary_of(final: Path) -> Path:
-    """Return the directory that a checkpoint is written into until all of it is on the disk."""
+    """Return the directory into which a checkpoint is written until all of it is on the disk."""
     return final.with_name(f".{final.name}.tmp")
 
 
 class Claim:
     """The right of one process to save into a directory: two that write the same step would mix their files.
 
-    A lock of the operating system, which ends with the process however that ends. Some file systems that are shared
-    over a network have no such locks: there, others are not kept out.
+    It is a lock of the operating system, which ends with the process, however the process ends. Some network file
+    systems have no such locks, and nothing keeps other processes out.
 
     Args:
         directory: Made if it is missing.
@@ -435,12 +435,12 @@ class Claim:
             self._close()
 
     def release(self) -> None:
-        """Let others save; harmless when done before."""
+        """Let other processes save. Calling it again does nothing."""
         if self._descriptor >= 0 and sys.platform != "win32":
             import fcntl
 
             with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also of what a forked process has inherited
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # unlocks descriptors of forked processes, too
             self._close()
 
     def _close(self) -> None:
@@ -451,7 +451,7 @@ class Claim:
 def make_room(final: Path) -> Path:
     """Make the temporary directory of a checkpoint.
 
-    A damaged checkpoint of the same step, which a run that resumed from an earlier one meets again, is renamed.
+    A damaged checkpoint of the same step, such as a run that resumed from an earlier one reaches again, is renamed.
 
     Raises:
         CheckpointError: When there is a checkpoint of this step already.
@@ -482,26 +482,26 @@ def _move_aside(final: Path) -> None:
 
 
 def commit(final: Path) -> None:
-    """Give a checkpoint its name: it exists from here on. See [Note: verified checkpoints]."""
+    """Give a checkpoint its final name; from now on it exists. See [Note: verified checkpoints]."""
     temporary_of(final).rename(final)
     sync_directory(final.parent)
 
 
 def delete_old(directory: Path, newest_step: int, keep: int | None) -> None:
-    """Delete all but the newest ``keep`` checkpoints up to ``newest_step``, and what killed runs have left."""
+    """Delete all but the newest ``keep`` checkpoints up to ``newest_step``, and the remains of killed runs."""
     unfinished = [path for path in directory.glob(".step-*.tmp") if path.name < f".{step_name(newest_step)}.tmp"]
     for path in (*directory.glob(".step-*.deleted"), *unfinished):
         _delete(path)
     older = [path for step, path in complete_checkpoints(directory) if step < newest_step]
     for path in older[: max(len(older) - (keep - 1), 0)] if keep is not None else []:
-        # Renamed first: a deletion that is killed half way must not leave half a checkpoint under a good name.
+        # Rename first: a deletion that is killed half way must not leave half a checkpoint under a valid name.
         half = path.with_name(f".{path.name}.deleted")
         path.rename(half)
         _delete(half)
 
 
 def _delete(path: Path) -> None:
-    if path.is_symlink():  # a checkpoint that was moved to another disk stays there
+    if path.is_symlink():  # the checkpoint was moved to another disk, and stays there
         path.unlink()
     else:
         shutil.rmtree(path)

@@ -144,7 +144,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of a name.
+    """Return the torch dtype of a name.
 
     Raises:
         CheckpointError: When this torch has no such dtype.
@@ -285,7 +285,7 @@ def _fused(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> Iterat
 def _order_of(
     name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor, order: RankOrder
 ) -> tuple[RankOrder, int] | None:
-    """Return the order of a tensor and its fused dim; None when it has none, as a factor of columns."""
+    """Return the rank order of a tensor and its fused dim; None if it has none, such as a factor of columns."""
     dim = _fused_dim(tensor, parameter, order)
     if dim is None:
         return None

@@ -432,7 +432,7 @@ class ReplicaView:
         return own if own in self.own.tensors else name
 
     def is_averaged(self, name: str) -> bool:
-        """Return whether a tensor is to become the mean over the stored replicas."""
+        """Return whether a tensor becomes the mean over the stored replicas."""
         if self.own is None or len(self._outer.replicas) == self.num_replicas:
             return False
         stored = self.own.tensors.get(replica_name(self._source, name))

@@ -117,12 +117,12 @@ class OwnedTensor:
 def owned_by_ranks(
     tensors: Mapping[str, torch.Tensor], order: Iterable[str] = (), stale: Container[str] = ()
 ) -> dict[str, OwnedTensor]:
-    """Return the tensors of all ranks, by name; collective.
+    """Describe the tensors of all ranks, by name; collective.
 
     Args:
         tensors: This rank's, plain or DTensors; equal wherever they have one name.
-        order: Names in the order wanted; others follow.
-        stale: Names of those that are trained elsewhere only.
+        order: Names in the wanted order; others follow.
+        stale: Names of tensors that are trained on other ranks only.
     """
     every = gather_objects({name: (record, name not in stale) for name, record in tensor_records(tensors).items()})
     names = dict.fromkeys(name for own in every for name in own)
@@ -190,7 +190,7 @@ def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, owner
 
 
 def entries_with_stages(model: torch.nn.Module) -> tuple[ModelEntries, dict[str, OwnedTensor]]:
-    """Return the entries of a model, those of other stages on ``meta``, and who holds those that are on one stage.
+    """Return the entries of a model, with those of other stages on ``meta``, and the owners of those on one stage.
 
     Raises:
         CheckpointError: When a module on a stage has extra state that is not a tensor.

@@ -188,7 +188,7 @@ class MethodConfig(BaseModel):
 
 
 def _fields(config: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Return the keys of the config at a path of keys in another; empty where there is no config."""
+    """Return the keys of the config at a path of keys in another one; empty if there is no config."""
     for key in path:
         field = config.model_fields.get(key)
         every = () if field is None else (field.annotation, *get_args(field.annotation))

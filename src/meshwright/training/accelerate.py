@@ -1,8 +1,8 @@
-"""The journey of a model, from a plain module to one that trains on every rank.
+"""Turn a plain module into one that trains on every rank.
 
-:func:`accelerate` is its table of contents: ask, agree, plan, apply, build the optimizer, hand over. The steps follow
-below it in this order. What is asked for is a :class:`~meshwright.training.request.Request`; how each method changes
-the model, and why the phases have the order they have, stands in :mod:`meshwright.methods`.
+:func:`accelerate` is the table of contents: ask, agree, plan, apply, build the optimizer, hand over. The helpers of
+each step follow it in the same order. A :class:`~meshwright.training.request.Request` holds what the caller asks for;
+:mod:`meshwright.methods` has the methods that change the model, and the reasons for the order of their phases.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from meshwright.runtime import (
 )
 from meshwright.runtime.lazy import paused_collection
 
-# Optimizers, DDP and predictions import dynamo in any case: here the garbage collector is paused meanwhile.
+# Optimizers, DDP and predictions import dynamo in any case. Imported here, it loads with the garbage collector paused.
 from meshwright.runtime.torch_internals.compilers import dynamo as dynamo
 from meshwright.strategy import read_size
 from meshwright.training.accelerated import Accelerated, LossWeight
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from meshwright.planner.measure import Measured
 
 
-# For clip_grad_norm. Weak: a strong reference would keep every model alive for ever.
+# The optimizers that clip_grad_norm finds by their models. References are weak: no model is kept alive by them.
 _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], Stages | None]]
 _OPTIMIZERS = weakref.WeakKeyDictionary()
 _CHANGED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that methods have been applied to
@@ -97,69 +97,70 @@ def accelerate(
     dry_run: bool = False,
     verbose: bool = False,
 ) -> Accelerated:
-    """Make a plain model train on all ranks under a strategy, given or chosen. Every rank calls it alike.
+    """Make a plain model train on all ranks, under a given strategy or one that is chosen; collective.
 
-    First everything is checked, without changing anything; then the methods of the strategy change the model in place,
-    in one fixed order. When it returns, random generators are seeded per data-parallel replica, so that dropout differs
-    where samples differ.
+    Everything is checked before anything changes. Then the methods of the strategy change the model in place, in one
+    fixed order. On return, random generators are seeded per data-parallel replica, so that dropout differs where
+    samples differ.
 
     Args:
         model: A plain ``nn.Module`` with its parameters initialised, equal on every rank.
-        optim_func: Optimizer class, or ``optim_func(parameters, **optim_args)``; called on the sharded model. Or an
-            optimizer built over the plain model's parameters that has not stepped: the same object, with its groups,
-            goes on with the parameters of the sharded model.
+        optim_func: Optimizer class, or a function called as ``optim_func(parameters, **optim_args)``, with the
+            parameters of the sharded model. Or an optimizer that was built over the plain model and has not stepped:
+            the same object, with its groups, goes on with the parameters of the sharded model.
         dataset: torch Dataset; None makes no dataloader.
-        loss_func: ``loss_func(model_input, model_output)``: the loss, or a list or tuple with the loss first. None
-            takes the loss that the model's output carries.
-        strategy: A Strategy, or anything it can be made from. None chooses: where the devices are known by name (CUDA)
-            or by ``cluster``, the fastest by prediction of all that a search finds to fit into a rank's memory, with
-            the caller's precision and number of micro-batches; elsewhere (the CPU), where seconds cannot be told, the
-            first of data, zero2, fsdp and fsdp with checkpoint that fits.
+        loss_func: ``loss_func(model_input, model_output)`` returns the loss, or a list or tuple with the loss first.
+            None takes the loss in the model's output.
+        strategy: A Strategy, or anything it can be made from. None chooses one. If the devices are known, by name
+            (CUDA) or by ``cluster``, a search takes the strategy with the fastest predicted step among those that fit
+            into a rank's memory; the caller's precision and number of micro-batches stay. Otherwise (on the CPU) step
+            times cannot be predicted, and the first of data, zero2, fsdp and fsdp with checkpoint that fits is taken.
         prepare_input: ``(data, device) -> model input``; None moves the tensors of a batch to the device.
         model_input_format: None for ``model(x)``, ``"unpack_sequence"`` for ``model(*x)``, ``"unpack_dict"`` for
             ``model(**x)``.
         optim_args: Keyword arguments of ``optim_func``.
-        optim_param_func: ``f(model)`` returns parameters or groups of them, from the model as applied.
+        optim_param_func: ``f(model)`` returns parameters or groups of them, from the model that the methods have
+            changed.
         dataloader_args: Keyword arguments of torch's DataLoader; ``batch_size`` is over all ranks.
         distributed_sampler_cls: Used instead of torch's DistributedSampler.
-        lr_scheduler_cls: ``lr_scheduler_cls(optimizer, **lr_scheduler_args)``, stepped once per optimizer step; one
-            that wants a metric, as ReduceLROnPlateau does, is built over the result's optimizer and stepped by hand.
+        lr_scheduler_cls: ``lr_scheduler_cls(optimizer, **lr_scheduler_args)``, stepped once per optimizer step. Build
+            one that needs a metric, such as ReduceLROnPlateau, over the result's optimizer, and step it by hand.
         lr_scheduler_args: Its keyword arguments.
         excluded: Methods that an automatic choice must not use.
         included: Methods that an automatic choice must use: names, or ``(name, config)`` with keys that stay as they
-            are; of half precision that names no type, what the device is fastest in.
+            are. Half precision without a dtype takes the one in which the device is fastest.
         max_grad_norm: Largest gradient norm; None measures it without clipping.
-        num_micro_batches: Parts into which ``step`` cuts a batch; None takes ``init_distributed``'s, or 1, or under a
-            pipeline one for each of its ranks (stages, where the schedule needs as many).
-        loss_weight: ``loss_weight(model_input)``: how many items the loss of a micro-batch is the mean over (a number,
-            or a tensor of one), such as its labels that are not -100. ``step`` and ``evaluate`` then take the mean
-            over the items of the whole batch; None averages the losses of ranks and micro-batches alike. Read by the
-            host at the start of each step.
-        find_unused_parameters: For DDP, when parts of the model do not take part in every step.
+        num_micro_batches: Parts into which ``step`` cuts a batch. None takes ``init_distributed``'s number, or else 1;
+            a pipeline takes one per rank, or one per stage if the schedule needs as many.
+        loss_weight: ``loss_weight(model_input)`` returns the number of items that the loss of a micro-batch is the mean
+            over (a number, or a tensor of one), such as its labels that are not -100. ``step`` and ``evaluate`` then
+            take the mean over the items of the whole batch; None averages the losses of ranks and micro-batches
+            equally. The host reads it at the start of each step.
+        find_unused_parameters: For DDP, if some parameters are not used in every step.
         ddp_options: Further keyword arguments of DistributedDataParallel, for strategies without a sharding method.
-        sample_batch: A batch for predictions where there is no dataset; of any number of samples.
-        batch_size: Samples per step over all ranks, for predictions where there is no dataset.
+        sample_batch: A batch for predictions without a dataset, of any number of samples.
+        batch_size: Samples per step over all ranks, for predictions without a dataset.
         sampler_seed: Seed of the order of samples.
-        memory_limit: What a strategy that is chosen may need on a rank, by prediction: bytes, or as ``"40 GiB"``; None
-            takes what the device has. Allocations are not held to it.
-        time_limit: Where a strategy is chosen: seconds in which the best few by prediction may be run for a few steps
-            each, on copies of the model, to choose the fastest; None chooses by prediction. A candidate that fails on
-            every rank is passed over; one that fails on some, or ends a rank, ends the program. A step is not broken
-            off: the last one may end later.
-        cluster: What predictions and the choice go by: a file that ``meshwright calibrate`` wrote, in which the runs of
-            ``time_limit`` are noted, another cluster file, or a Cluster, which stays as it is; None: what is usual for
-            devices that are known by name.
-        finetune_strategy: Choose anew what a search decides of the methods that ``strategy`` names: recomputation,
-            offloading, schedules, and how ranks are grouped. All else that it says stays.
+        memory_limit: Predicted memory that a chosen strategy may need on a rank: bytes, or text such as ``"40 GiB"``.
+            None takes the memory of the device. Allocations are not limited.
+        time_limit: Seconds for measuring candidates, if a strategy is chosen: the best few by prediction run for a few
+            steps each, on copies of the model, and the fastest is taken. None chooses by prediction. A candidate that
+            fails on every rank is passed over; one that fails on some, or ends a rank, ends the program. A running
+            step is not interrupted: the last one may end later.
+        cluster: Cluster that predictions and the choice are made for: a file that ``meshwright calibrate`` wrote, in
+            which the runs of ``time_limit`` are noted, another cluster file, or a Cluster, which stays as it is. None
+            takes usual figures for devices that are known by name.
+        finetune_strategy: Let a search decide again about the methods that ``strategy`` names: recomputation,
+            offloading, schedules, and how ranks are grouped. Everything else in it stays.
         dry_run: Run forward and backward once before returning, without changing anything.
         verbose: Print the plan.
 
     Raises:
-        MeshwrightError: On every rank, when anything does not fit together.
+        MeshwrightError: On every rank, if the arguments, the model and the ranks do not fit together.
     """
     world = settings()
 
-    # Ask: the arguments become one value. What cannot work is refused before anything has changed.
+    # Ask: the arguments become one value. What cannot work is refused before anything changes.
     if num_micro_batches is None:
         num_micro_batches = world.num_micro_batches
     request = Request(
@@ -175,18 +176,18 @@ def accelerate(
     memory_bytes = _smallest_memory(memory_limit, world)
     _check_request(request, world)
 
-    # Agree: ranks that differ would wait for each other for ever, or train apart without an error.
+    # Agree: ranks that differ would wait for each other for ever, or train different models without an error.
     check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines())
     difference = difference_between_ranks(dict(model.named_parameters()))
 
-    # Plan: rank 0 predicts for all ranks; candidates that are to be run are run on all of them.
+    # Plan: rank 0 predicts for all ranks. Candidates that are measured run on all of them.
     plan, reason = _decide(request, world, memory_bytes)
     notices = describe_difference(difference, plan)
 
     # Apply: the methods change the model in place, in the order of their phases.
     job, dataloader = _apply(request, plan, world.device)
 
-    # Build the optimizer over the parameters that the methods leave, and the scheduler over the optimizer.
+    # Build the optimizer over the parameters as the methods have left them, and the scheduler over the optimizer.
     optim, lr_scheduler = _build_optimizer(request, job)
 
     # Hand over.
@@ -195,7 +196,7 @@ def accelerate(
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
-    # Dropout is to differ where samples differ; all above drew from generators that are equal on every rank.
+    # Everything above drew from generators that are equal on every rank. Dropout must differ where samples differ.
     seed_replica(world.seed, job.mesh_axes.replica)
     if optim is not None:
         _OPTIMIZERS[job.model] = (weakref.ref(optim), job.stages)
@@ -207,7 +208,7 @@ def accelerate(
 
 
 def _smallest_memory(memory_limit: int | str | None, world: Settings) -> int:
-    """Return the bytes that a strategy may need on a rank: the least of what the ranks give or have. Collective."""
+    """Return the least limit, or memory of a device, on any rank in bytes; collective."""
     given = read_size(memory_limit, "memory_limit")
     return min(gather_objects(given or memory_limit_bytes(world.device, world.local_world_size)))
 
@@ -232,15 +233,15 @@ _own_versions = functools.cache(code_versions)  # it reads every source file
 
 
 def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> None:
-    """Refuse ranks that do not start alike; collective.
+    """Refuse ranks that differ in their code, strategy, guards or model; collective.
 
     Args:
-        strategy: The strategy asked for, as text.
-        model: A short text that tells models apart.
-        parameters: A line for each of its parameters; gathered only where models differ.
+        strategy: The requested strategy, as text.
+        model: A short text that differs for different models.
+        parameters: A line for each parameter of the model; gathered only if models differ.
 
     Raises:
-        LaunchError: On every rank, naming ranks, and the first parameter that differs.
+        LaunchError: On every rank, naming two ranks and the first difference.
     """
     check_all_equal(
         ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
@@ -265,10 +266,10 @@ def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> No
 
 
 def describe_difference(difference: Difference | None, plan: Plan) -> list[str]:
-    """Describe weights that differ between ranks, where the plan gives every rank those of rank 0.
+    """Describe weights that differ between ranks, if applying the plan gives every rank those of rank 0.
 
     Raises:
-        ModelError: On every rank, where each would keep its own.
+        ModelError: On every rank, if each would keep its own weights.
     """
     if difference is None:
         return []
@@ -292,7 +293,7 @@ def _broadcasts_weights(plan: Plan) -> bool:
     if sizes.get("tensor", 1) > 1 or sizes.get("expert", 1) > 1:
         return True
     sharding = [method for method in plan.strategy.methods if getattr(method, "shards", False)]
-    # Without one: DDP, and replicas of an outer method, begin with the first one's.
+    # Without a sharding method, DDP and replicas of an outer method start from the weights of rank 0.
     return not sharding or bool(getattr(sharding[0], "sync_module_states", False))
 
 
@@ -300,7 +301,7 @@ def _broadcasts_weights(plan: Plan) -> bool:
 
 
 def _decide(request: Request, world: Settings, memory_bytes: int) -> tuple[Plan, str | None]:
-    """Return the plan, and why it was chosen: None where the strategy was given. Collective."""
+    """Return the plan and the reason for choosing it, which is None if the strategy was given; collective."""
     if not (request.chooses and request.time_limit is not None):
         with same_on_every_rank(), paused_collection():
             decided = request.plan(world, memory_bytes) if rank() == 0 else None
@@ -323,7 +324,7 @@ def _decide(request: Request, world: Settings, memory_bytes: int) -> tuple[Plan,
 
 
 def _note_runs(request: Request, results: Sequence[Measured], world: Settings) -> str:
-    """Note what ran in the cluster's file, where one was named; describe the outcome. Collective."""
+    """Note measured runs in the cluster's file, if the caller named one, and describe the result; collective."""
     if request.cluster is None or isinstance(request.cluster, Cluster) or not Path(request.cluster).suffix:
         return ""
     from meshwright.planner.measure import note_runs
@@ -337,13 +338,14 @@ def _note_runs(request: Request, results: Sequence[Measured], world: Settings) -
 def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, DataLoader[Any] | None]:
     """Apply the plan's methods to the request's model.
 
-    In the order of their phases: mesh, module replacement, pipeline, fp8, tensor, sequence and context, recomputation,
-    compilation, precision, offload, sharding, replication. ``Phase`` has the reasons.
+    They are applied in the order of their phases: mesh, module replacement, pipeline, fp8, tensor, sequence and
+    context, recomputation, compilation, precision, offload, sharding, replication, and what changes the optimizer.
+    :class:`~meshwright.methods.base.Phase` has the reasons.
     """
     with same_on_every_rank():
         job = request.job(plan, device)
         dataloader = request.dataloader(job)
-    # All methods are asked before the first one changes anything.
+    # Every method checks the job before the first one changes it.
     check_strategy(job)
     _CHANGED.add(request.model)
     apply_strategy(job)
@@ -354,7 +356,7 @@ def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Dat
 
 
 def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRScheduler | None]:
-    """Build optimizer and scheduler over the model as the methods have left it. Collective."""
+    """Build optimizer and scheduler over the model as the methods have left it; collective."""
     with same_on_every_rank():
         optim = job.build_optimizer()
     if optim is not None:
@@ -392,7 +394,7 @@ def _hand_over(
 
 
 def describe_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: int) -> list[str]:
-    """Describe a last batch of an epoch that will be an error: hours may pass until it comes."""
+    """Describe a last batch of an epoch that cannot be divided, since its error may come after hours."""
     last = dataloader.last_batch_size if isinstance(dataloader, GlobalBatchLoader) else None
     if last is None or last % num_micro_batches == 0:
         return []
@@ -426,7 +428,7 @@ def _dry_run(request: Request, accelerated: Accelerated) -> None:
 def clip_grad_norm(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None
 ) -> torch.Tensor:
-    """Clip the gradients of a model that ``accelerate`` returned; remove the loss scale first where there is one.
+    """Clip the gradients of a model that ``accelerate`` returned, after removing the loss scale if there is one.
 
     Args:
         model: ``result.model``.

@@ -69,7 +69,7 @@ class BuiltOptimizer:
 
     @property
     def probe(self) -> Callable[[Any], Optimizer] | None:
-        """A function that builds a throw-away optimizer of the same kind, for its states; None where none can be built.
+        """A function that builds a throw-away optimizer of the same kind, for its states; None if none can be built.
 
         It returns one of our own optimizers itself, which knows its states without a step.
         """

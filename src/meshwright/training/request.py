@@ -233,13 +233,13 @@ class Request:
         return batch_size_of(self.sample_batch) * world_size() if self.sample_batch is not None else None
 
     def _sample_inputs(self, device: torch.device, samples: int) -> Any:
-        """Return the model input of so many samples; None where reading a sample would consume data."""
+        """Return a model input of a number of samples; None if reading a sample would consume data."""
         with preserved_rng():
             batch = self.sample_of(samples)
             return None if batch is None else self.prepare(batch, device)
 
     def sample_of(self, samples: int) -> Any:
-        """Return a batch of so many samples, as the dataloader yields it; None where reading would consume data."""
+        """Return a batch of a number of samples, as the dataloader yields it; None if reading would consume data."""
         if self.sample_batch is not None:
             return resized(self.sample_batch, samples)
         if self.dataset is None or isinstance(self.dataset, IterableDataset):

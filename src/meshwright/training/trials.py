@@ -75,8 +75,8 @@ def _common_error(plan: Plan, error: str, seconds: float) -> str:
     """Return the first error of any rank; empty when there is none.
 
     Raises:
-        StrategyError: On a rank that fails while others wait for it in a collective: they cannot be called back, and
-            would wait for ever if this rank stayed.
+        StrategyError: On a rank that fails while others wait for it in a collective: those cannot be interrupted, and
+            would wait for ever if this rank went on.
     """
     errors = gather_over_store("candidate", error, _PATIENCE_S + 2 * seconds if error else None)
     if None in errors:
@@ -124,7 +124,7 @@ def _copied(request: Request) -> Request:
 
 @contextlib.contextmanager
 def restored_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator[None]:
-    """Restore attributes, tensors and gradients of modules on exit; copies of the values wait in host memory.
+    """Restore attributes, tensors and gradients of modules on exit, from copies in host memory.
 
     Args:
         modules: Modules to restore, with their submodules. Sharded ones are left out: FSDP2 moves their tensors itself.
@@ -185,6 +185,6 @@ def _used_by(function: Any) -> list[Any]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             closed.append(cell.cell_contents)
-    # Functions of other files are taken for libraries', which have no modules of the user.
+    # Functions of other files belong to libraries, which use no modules of the user.
     same = [each for each in named if getattr(each, "__globals__", None) is function.__globals__]
     return [*closed, *same, *(each for each in named if isinstance(each, nn.Module))]

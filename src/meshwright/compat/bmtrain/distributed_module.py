@@ -50,9 +50,9 @@ from meshwright.runtime.torch_internals.modules import parameters_of
 class DistributedModule(nn.Module):
     """A module in which ``self.weight`` is the full tensor, although every rank holds a part of the parameter.
 
-    Outside a :class:`Block`, every access of a ``DistributedParameter`` gathers it (one all-gather; its backward
-    averages the gradient over the ranks and splits it), so read it once per forward. Inside a Block the parameters are
-    gathered together when the Block runs. Gradients of ordinary parameters are averaged over the ranks. A parameter
+    Outside a ``Block``, every access of a ``DistributedParameter`` gathers it (one all-gather; its backward averages
+    the gradient over the ranks and splits it), so read it once per forward. Inside a Block the parameters are gathered
+    together when the Block runs. Gradients of ordinary parameters are averaged over the ranks. A parameter
     that is split over tensor ranks (``tp_split_dim``) reads as the rank's piece.
 
     ``state_dict()`` holds the shards (DTensors, under ordinary names) without communication; ``load_state_dict`` takes

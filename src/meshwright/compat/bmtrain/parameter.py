@@ -40,19 +40,19 @@ class _DistributedParameterType(type(nn.Parameter)):  # type: ignore[misc]
 class DistributedParameter(nn.Parameter, metaclass=_DistributedParameterType):
     """A sharded parameter: an ``nn.Parameter`` around a DTensor, of which every rank holds a part of dim 0.
 
-    All ranks pass the same values, or an ``init_method`` and call :func:`init_parameters`. Only the rank's own part of
+    All ranks pass the same values, or an ``init_method`` and call ``init_parameters``. Only the rank's own part of
     ``data`` is kept, on the rank's device.
 
     Args:
         data: The full tensor, of at least one dimension, on any device. On ``meta`` the part is left uninitialised.
         requires_grad: Whether it trains.
-        init_method: Called by :func:`init_parameters` with a full-shape tensor: the result does not depend on the
+        init_method: Called by ``init_parameters`` with a full-shape tensor: the result does not depend on the
             number of ranks.
-        group: A name by which :func:`grouped_parameters` collects parameters.
+        group: A name by which ``grouped_parameters`` collects parameters.
         tp_mode: Whether tensor ranks hold pieces of it; see ``tp_split_dim``.
         tp_split_dim: With ``tp_mode``, the dim along which a tensor group (``init_distributed``'s ``tp_size`` ranks)
             splits the parameter. ``data`` is then this rank's piece, and the parameter has the shape of the whole,
-            which ``init_method`` fills. In a :class:`DistributedModule` the attribute is the rank's piece. -1 for a
+            which ``init_method`` fills. In a ``DistributedModule`` the attribute is the rank's piece. -1 for a
             parameter that every tensor rank has whole.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Run one pass of micro-batches through the stages of a :class:`PipelineTransformerBlockList`.
+"""Run one pass of micro-batches through the stages of a ``PipelineTransformerBlockList``.
 
 [Note: one chain of exchanges]
 A pass goes through ticks in lock-step: in tick t, stage s computes micro-batch t - s and sends it on, all in one

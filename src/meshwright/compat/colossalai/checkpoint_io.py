@@ -145,7 +145,7 @@ class CheckpointVerbs:
     def save_lora_as_pretrained(
         self, model: nn.Module, checkpoint: str | os.PathLike[str], use_safetensors: bool = True
     ) -> None:
-        """Write the adapters alone, whole, into a folder that ``peft`` and :meth:`enable_lora` read; collective.
+        """Write the adapters alone, whole, into a folder that ``peft`` and ``Booster.enable_lora`` read; collective.
 
         Raises:
             ModelError: When the model has no adapters.

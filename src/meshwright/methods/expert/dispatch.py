@@ -230,7 +230,7 @@ _NOT_ASKED = -1  # as a count of rows; for 0 an expert runs on no rows
 class DividedExperts(nn.Module):
     """Replaces a block's list of experts, and holds this rank's experts under their own names.
 
-    A block can index it, loop over it and call the items; a call goes to :attr:`responder` instead of an expert.
+    A block can index it, loop over it and call the items; a call goes to ``responder`` instead of an expert.
 
     Args:
         experts: All experts.
@@ -331,7 +331,7 @@ def check_answer(number: int, given: torch.Tensor, answer: Any) -> None:
 
 
 def questions_of(block: nn.Module, experts: DividedExperts, run: Callable[[], Any]) -> list[Question]:
-    """Return what a block asks its experts, by running it with answers of zeros.
+    """Find the questions of a block to its experts, by running it with zeros for answers.
 
     Args:
         block: The block; its buffers and the random generators are restored afterwards.

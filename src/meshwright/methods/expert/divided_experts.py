@@ -68,7 +68,7 @@ class Experts:
                 module.run_always = True
 
     def stages(self, model: nn.Module, device: torch.device) -> Stages | None:
-        """Return how norms are summed if ranks hold experts under different names; None if all are DTensors."""
+        """Describe how to sum norms if ranks hold experts under different names; None if all are DTensors."""
         listed = [module for module in self.modules if isinstance(module, DividedExperts)]
         if not listed:
             return None

@@ -46,7 +46,7 @@ class PipelineRank:
         return len(self.stage_ranks) - 1
 
     def holds(self, stage: int) -> bool:
-        """Return whether a stage is this rank's."""
+        """Return whether this rank runs a stage."""
         return self.stage_ranks[stage] == self.index
 
     def peer(self, stage: int) -> int:

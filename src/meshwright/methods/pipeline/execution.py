@@ -298,7 +298,7 @@ class PipelineEngine:
                 ranks.
             call: Calls the model.
             loss: Computes a micro-batch's loss.
-            measure: Measures what the first micro-batch saves for backward, to set :attr:`saved_bytes`.
+            measure: Measures what the first micro-batch saves for backward, to set ``saved_bytes``.
 
         Returns:
             The sum of the micro-batches' losses, equal on every rank of the pipeline.

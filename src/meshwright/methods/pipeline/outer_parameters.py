@@ -7,7 +7,6 @@ graph behind a block's output reaches the parameters that this block uses, not t
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.nn import run_with
-from meshwright.nn.batches import map_tree
-from meshwright.runtime.torch_internals.fake_tensors import FakeTensorMode
+from meshwright.nn import FakeTensors, run_with
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -165,27 +162,20 @@ def trace_blocks(
         Exception: Whatever the model raises when it runs over fake tensors.
     """
     _refuse_repeated(blocks)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def converted(tensor: torch.Tensor) -> torch.Tensor:
-        copy: torch.Tensor = fake.from_tensor(tensor.detach())
-        return copy
-
-    state = {name: converted(tensor) for name, tensor in model.named_buffers()}
+    fakes = FakeTensors()
+    state = {name: fakes.like(tensor) for name, tensor in model.named_buffers()}
     inside = {parameter for block in blocks for parameter in block.parameters()}
     names = {}
     for name, parameter in model.named_parameters():
-        tensor = state[name] = converted(parameter)
+        tensor = state[name] = fakes.like(parameter)
         if tensor.is_floating_point():
             tensor.requires_grad_()  # frozen ones too: the ranks that use them need them as well
         if parameter not in inside:
             names[id(tensor)] = name
     run = _Run(model, blocks, names)
-    given = map_tree(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
-    with warnings.catch_warnings(), fake, torch.enable_grad(), run.hooked():
-        warnings.simplefilter("ignore")
-        loss = run_with(forward, model, state, given)
-        return run.finish(loss)
+    fake_inputs = fakes.like_all(inputs)
+    with fakes.running(), torch.enable_grad(), run.hooked():
+        return run.finish(run_with(forward, model, state, fake_inputs))
 
 
 def _refuse_repeated(blocks: list[nn.Module]) -> None:

@@ -63,7 +63,7 @@ def stage_cost(schedule: str, step: Step) -> Step:
         Buffer(p.numel, p.itemsize, p.floating)
         for block in step.blocks
         for p in block.parameters
-        if stages.here in p.lent_to
+        if stages.here in p.buffer_on
     ]
     step = step.replace(
         stages=dataclasses.replace(stages, schedule=schedule),

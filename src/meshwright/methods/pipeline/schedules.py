@@ -100,7 +100,7 @@ def _torch_order(schedule: type[Any], ranks: int, stages_per_rank: int, micro_ba
 
 @functools.cache
 def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
-    """Return what every rank computes, in order: ``(kind, stage, micro-batch)``.
+    """List the actions of every rank in order, as ``(kind, stage, micro-batch)``.
 
     Kinds: F forward, B backward, I and W the backward of inputs and of weights. The result is cached: do not change it.
     """
@@ -116,7 +116,7 @@ def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> 
 def live_peaks(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int, stage_sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the peak of what is saved for backward at once, on every rank.
+    """Return the most that every rank saves for backward at one time.
 
     Args:
         name: The schedule.

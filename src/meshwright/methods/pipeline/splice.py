@@ -258,7 +258,7 @@ def _check_nothing_else(running: _Running, leaves: list[Any]) -> None:
 
 
 def part_of(model: nn.Module, cut: Cut, rank: int) -> Part:
-    """Return which ranks hold each entry of the whole model's state dict, before other parts are released."""
+    """Map every entry of the whole model's state dict to the ranks that hold it, before other parts are released."""
     trained = {model.get_parameter(item.name): item.trained_on for item in cut.outside}
     holders: dict[str, tuple[int, ...]] = {}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -27,7 +27,7 @@ class Outside:
 
     name: str
     trained_on: tuple[int, ...]
-    lent_to: tuple[int, ...] = ()  # as a buffer of its first value: these ranks compute with it, but discard the result
+    buffer_on: tuple[int, ...] = ()  # these ranks compute with a buffer of its first value, but discard the result
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Cut:
         return next(stage for stage in range(self.num_stages) if index < self.bounds[stage + 1])
 
     def stage_of(self, name: str) -> int | None:
-        """Return the stage of the block that a parameter, buffer or module lies in; None outside the list."""
+        """Return the stage of the block that contains a parameter, buffer or module; None if no block does."""
         index = _index_in(self.path, name)
         return self.stage_of_block(index) if index is not None else None
 
@@ -87,7 +87,7 @@ class Cut:
         if any(name.rpartition(".")[0] == path for name in self.late):
             return (self.ranks[-1],)
         own = next((item for item in self.outside if item.name.rpartition(".")[0] == path), None)
-        return tuple(range(self.num_ranks)) if own is None else own.trained_on + own.lent_to
+        return tuple(range(self.num_ranks)) if own is None else own.trained_on + own.buffer_on
 
     def rank_of_block(self, index: int) -> int:
         """Return the pipeline rank that holds a block."""
@@ -95,7 +95,7 @@ class Cut:
 
 
 def _index_in(path: str, name: str) -> int | None:
-    """Return the index of the block that a name lies in; None outside the list."""
+    """Return the index of the block that contains a name; None if no block does."""
     return int(name[len(path) + 1 :].partition(".")[0]) if name.startswith(path + ".") else None
 
 
@@ -177,7 +177,7 @@ def check_not_compiled(model: nn.Module, named: str | None) -> None:
 
 
 def given_bounds(split: Sequence[int], blocks: int, stages: int) -> tuple[int, ...]:
-    """Return the bounds of stages whose numbers of blocks the user gives.
+    """Turn a user's numbers of blocks per stage into bounds.
 
     Raises:
         StrategyError: When the numbers do not add up.
@@ -243,7 +243,7 @@ class Balancer:
         self.is_exhaustive = True
 
     def fastest(self, limit_bytes: int) -> tuple[int, ...] | None:
-        """Return the bounds of the cut that fits and has the fastest slowest stage; None when none is found."""
+        """Find the cut that fits whose slowest stage is the fastest, and return its bounds; None if no cut fits."""
         blocks = range(len(self._costs))
         bounds = sorted({self._sums[end + 1] - self._sums[first] for first in blocks for end in blocks[first:]})
         best = self._within(bounds[-1], limit_bytes)

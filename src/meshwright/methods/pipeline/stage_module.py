@@ -42,7 +42,7 @@ Parameters = Callable[[], Iterator[nn.Parameter]]
 class StageModule(nn.Module):
     """Runs one stage for the micro-batch of a given number.
 
-    A stage that fails continues with zeros, so its peers get what they wait for; :attr:`error` holds the exception
+    A stage that fails continues with zeros, so its peers get what they wait for; ``error`` holds the exception
     until all ranks are done.
 
     Args:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,9 +17,8 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.split_plan import LINEAR, PlannedLayer
-from meshwright.nn import find_blocks, run_with
+from meshwright.nn import FakeTensors, find_blocks, run_with
 from meshwright.nn.batches import map_tree
-from meshwright.runtime.torch_internals.fake_tensors import FakeTensorMode
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
@@ -344,20 +342,14 @@ def _short(inputs: Any, tokens: int) -> Any:
 
 
 def _run(model: nn.Module, blocks: list[RecordedBlock], inputs: Any, forward: Callable[[nn.Module, Any], Any]) -> None:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def converted(tensor: torch.Tensor) -> torch.Tensor:
-        return fake.from_tensor(tensor.detach()).to("cpu")
-
-    with warnings.catch_warnings(), fake:
-        warnings.simplefilter("ignore")
-        state = {}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            trains = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            state[name] = converted(tensor).requires_grad_(trains)
-        fake_inputs = map_tree(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
-        with _recording(blocks), torch.enable_grad():
-            run_with(forward, model, state, fake_inputs)
+    fakes = FakeTensors(torch.device("cpu"))
+    state = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        trains = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        state[name] = fakes.like(tensor).requires_grad_(trains)
+    fake_inputs = fakes.like_all(inputs)
+    with fakes.running(), _recording(blocks), torch.enable_grad():
+        run_with(forward, model, state, fake_inputs)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""Split layers over the tensor axis: how ``tensor_parallel`` changes a model. :class:`SplitTrace` is its twin.
+"""Split layers over the tensor axis: how ``tensor_parallel`` changes a model.
+
+Its twin is :class:`~meshwright.methods.tensor.tensor_parallel.SplitTrace`, which counts the same exchanges.
 
 Parameters become DTensors, so that saving, further sharding and norms see them as parts of a whole; layers compute with
 local parts. Layers with one input share the all-reduce of its gradient, as in Megatron-LM (Shoeybi et al. 2019, §3);

@@ -68,7 +68,7 @@ def is_hidden(value: Any) -> bool:
 
 
 def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Where | None:
-    """Return which argument is the hidden state: the first that has its form; None without one."""
+    """Find the argument that is the hidden state: the first of its form; None without one."""
     every: list[tuple[Where, Any]] = [*enumerate(args), *kwargs.items()]
     return next((where for where, value in every if is_hidden(value)), None)
 
@@ -236,7 +236,7 @@ class BlockProof:
         return best
 
     def _seen(self, call: BlockCall) -> int:
-        """Return how many weights get a gradient in a call of the whole block; -1 if it cannot be called so."""
+        """Count the weights that get a gradient in a call of the whole block; -1 if the call fails."""
         try:
             gradients = self._run([], self.state, call.values(), None, []).gradients.values()
         except Refuted:
@@ -244,7 +244,7 @@ class BlockProof:
         return sum(g is not None and g.dim() > 1 and bool(g.isfinite().all() and g.any()) for g in gradients)
 
     def num_outputs(self) -> int:
-        """Return how many tensors the block returns."""
+        """Count the tensors that the block returns."""
         return len(self._run([], self.state, self.call.values(), None, []).outputs)
 
     def given(self, split: tuple[tuple[int, int], ...]) -> BlockProof:

@@ -345,7 +345,7 @@ class TensorParallel(Method):
             job.model.to(job.device)
 
     def cost(self, step: Step) -> Step:
-        """Divide the parameters, with all that depends on them, and add the collectives around split layers."""
+        """Divide the parameters and everything that depends on them, and add the collectives around split layers."""
         ranks = step.size(AXIS)
         if ranks == 1:
             return step

@@ -94,7 +94,7 @@ def _read_table(mask: torch.Tensor, order: TokenOrder) -> Table:
 
 
 def view_of(table: Table, order: TokenOrder, source: int, tokens: int, *, is_causal: bool) -> View | None:
-    """Return what this rank's queries see of the keys of rank ``source``; None if nothing.
+    """Describe which keys of rank ``source`` this rank's queries see; None if they see none.
 
     Args:
         table: See :data:`Table`.

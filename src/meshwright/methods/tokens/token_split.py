@@ -164,7 +164,7 @@ class TokenParts:
         self._known = {}
 
     def _whole(self, hidden: torch.Tensor) -> int:
-        """Return the number of tokens of the whole sequence, given the part that goes from block to block."""
+        """Return the number of tokens of the whole sequence, given a rank's part between two blocks."""
         return int(hidden.shape[TOKENS_DIM]) * self._order.size * self._order.within
 
     def _part(self, name: str, leaf: Any) -> Any:
@@ -190,7 +190,7 @@ def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def tokens_dim(name: str, tensor: torch.Tensor, tokens: int) -> int | None:
-    """Return the dim of a block's argument that goes with the tokens; None if it stays whole.
+    """Return the dim along which a block's argument is divided like the tokens; None if it stays whole.
 
     Hidden states, and cosines and sines of positions, are (…, tokens, features); position ids (…, tokens). Masks
     (…, tokens or 1, tokens) stay whole, since attention is over all tokens.

@@ -1,4 +1,4 @@
-"""Optimizers with statistics over whole parameters, computed on shards; see :mod:`.whole_tensors`."""
+"""Compute statistics over whole parameters on shards; see :mod:`meshwright.optim.sharded.whole_tensors`."""
 
 from typing import TYPE_CHECKING
 

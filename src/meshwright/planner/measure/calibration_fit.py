@@ -173,7 +173,7 @@ def _as_fractions(fitting: _Fitting, machine: Machine) -> Machine:
 
 
 def _updating(machine: Machine) -> Machine:
-    """Return the machine at the update, where ``cost.update`` divides by both efficiencies."""
+    """Return the machine at the update, where ``cost.device_time.update_s`` divides by both efficiencies."""
     return _with_efficiency(machine, memory=machine.efficiency.memory * machine.efficiency.update)
 
 

@@ -22,7 +22,8 @@ from meshwright.planner.trace.aten_kernels import kernels_of
 from meshwright.runtime import Settings, gather_objects, synchronize_device, world_size
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 
-# Per fp32 element, as ``cost.update`` counts: weight and two states read and written, the gradient three times.
+# Per fp32 element, as ``cost.device_time.update_s`` counts: weight and two states read and written, the gradient
+# three times.
 UPDATE_BYTES = 36
 _CHAIN = 32  # kernels
 

@@ -67,7 +67,7 @@ class Measured:
 
     @property
     def step_time_s(self) -> float | None:
-        """Return the median of the steps; None: none ran."""
+        """Return the median time of the steps; None if none ran."""
         return statistics.median(self.times_s) if self.times_s else None
 
     @property

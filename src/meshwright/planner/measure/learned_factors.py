@@ -65,7 +65,7 @@ def note_runs(file: Path, measured: Sequence[Measured], now: Settings) -> str:
 
 
 def disturbed(now: Settings) -> float:
-    """Return how many times longer computing takes because of other programs; 1 if unknown. Collective."""
+    """Measure how many times longer computing takes because of other programs; 1 if unknown. Collective."""
     if not tells_cpu_time(now.device):
         return 1.0
     left = torch.ones(_PROBED, _PROBED)
@@ -142,7 +142,7 @@ def _learned(at: np.ndarray) -> Learned:
 
 
 def read_bare(file: Path) -> Calibration:
-    """Return the calibration of a file without what was learned."""
+    """Read the calibration of a file without learned factors."""
     known = read_cluster(file, learned=False).calibration
     assert known is not None
     return known

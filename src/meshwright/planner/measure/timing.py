@@ -46,7 +46,7 @@ def tells_cpu_time(device: torch.device) -> bool:
 
 
 def ranks_per_core(local_world_size: int) -> float:
-    """Return the number of our ranks per core; 1 where each has its own."""
+    """Return the number of our ranks per core; 1 if each has its own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else local_world_size
     return max(1.0, local_world_size / cores)
 

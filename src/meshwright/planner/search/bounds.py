@@ -15,14 +15,14 @@ from meshwright.errors import MeshwrightError
 from meshwright.methods import cost_of, mesh_method
 from meshwright.methods.base import SHARD_AXES
 from meshwright.planner.plans import Subject
-from meshwright.planner.search.probing import Kept, Probe, State, bare_blocks, kept_of, probe_of, probing, scaled
+from meshwright.planner.search.probing import Probe, SavedBytes, State, bare_blocks, probe_of, probing, saved_by, scaled
 from meshwright.planner.search.search_space import Branch, Choice, Mesh, Space, shards_alone
 from meshwright.strategy import Strategy
 
 
 def bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
-    """Return how long a rank of a pipeline waits, in units of its computation for one micro-batch."""
-    # More than these only go on as the last ones did.
+    """Return the waiting time of a pipeline's ranks, in units of their computation for one micro-batch."""
+    # Further micro-batches add nothing: the schedule repeats.
     return _played_bubble(schedule, ranks, stages_per_rank, settled_after(schedule, ranks, micro_batches))
 
 
@@ -42,7 +42,7 @@ _OF_EACH_CALL = ("gap_s", "product_s", "call_s", "hop", "reduce_scatter_s", "sha
 class Bounds:
     """Lower bounds for the candidates of one subject on one cluster.
 
-    A probe is one plan of the subject without pipeline and sharding, with micro-batches of one sample: it says what a
+    A probe is one plan of the subject without pipeline and sharding, with micro-batches of one sample. It tells what a
     rank computes and saves for a sample. Everything else follows from the methods' ``cost`` twins on bare parameters,
     so bounds know no method. They hold as far as no stage is larger than the mean one, and a link is used at its full
     bandwidth.
@@ -101,9 +101,9 @@ class Bounds:
         if of_batch is None:
             return probe_of(plan)
 
-        def again(samples: int) -> Kept:
+        def again(samples: int) -> SavedBytes:
             self.num_probes += 1
-            return kept_of(of_batch(samples * replicas).plan(strategy, 1))
+            return saved_by(of_batch(samples * replicas).plan(strategy, 1))
 
         return probe_of(plan, again)
 
@@ -146,7 +146,7 @@ class Bounds:
                 return self._mesh_s(mesh, samples, quickest(sharded=True), probed=probed)
             except MeshwrightError:
                 if all(space.sharding):
-                    raise  # else what refuses sharding is left to do without; branches say why
+                    raise  # otherwise go on without sharding; the branches report the reason
         return self._mesh_s(mesh, samples, quickest(sharded=False), probed=probed)
 
     def _mesh_s(self, mesh: Mesh, samples: int, methods: Choice, *, probed: bool) -> float:
@@ -155,7 +155,7 @@ class Bounds:
         return self._ideal_s(self.probe(self._whole, methods), samples) / _shares(mesh) / mesh.pipeline
 
     def roughly_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
-        """Return the seconds of a branch's step from what is known already.
+        """Return the seconds of a branch's step without a new probe.
 
         Only the least waiting and the least traffic are counted.
         """
@@ -225,25 +225,27 @@ class Bounds:
             branch: The branch.
             micro_batch: Samples of a micro-batch; 0 counts the state alone.
             micro_batches: Micro-batches of a step.
-            roughly: Whether each sample counts for as much as one alone, which can be too much; otherwise what several
-                samples share counts once, which takes a probe of two.
+            roughly: Whether every sample counts as much as a single one, which can be too much. Otherwise tensors that
+                samples share count once, which takes a probe of two samples.
         """
         state, parts = self.state(branch), self._parts(branch)
         alone = state.held_bytes(micro_batches) / parts
         probe = self.divided(branch) if micro_batch and self.known_probe(branch) else None
         if probe is None:
             return alone * self.undivided(branch).slack
-        kept = probe.kept.of_samples(micro_batch, None if roughly or micro_batch == 1 else probe.kept_by_two)
+        saved = probe.saved.of_samples(micro_batch, None if roughly or micro_batch == 1 else probe.saved_by_two)
         if branch.schedule is None:
-            at_loss: float = kept.total
+            at_loss: float = saved.total
         else:
             ranks, per_rank = branch.shape
             each = probe.num_blocks // (ranks * per_rank) * per_rank / max(probe.num_blocks, 1)
-            at_loss = max(kept.inside * each * branch.schedule.in_flight(ranks, micro_batches), kept.behind + kept.loss)
+            at_loss = max(
+                saved.inside * each * branch.schedule.in_flight(ranks, micro_batches), saved.behind + saved.loss
+            )
         return max(alone, state.at_loss_bytes(micro_batches) / parts + at_loss) * probe.slack
 
     def _parts(self, branch: Branch) -> int:
-        """Return into how many parts the parameters are divided before they are sharded."""
+        """Return the number of parts into which parameters are divided before they are sharded."""
         inner = dict(branch.mesh.inner)
         return inner.get("tensor", 1) * inner.get("expert", 1) * branch.mesh.pipeline
 
@@ -259,13 +261,13 @@ class Bounds:
         return self._state_of[branch]
 
     def _state(self, branch: Branch, axes: tuple[tuple[str, int], ...]) -> State:
-        # What leaves the device is chosen parameter by parameter.
+        # Offloading chooses parameter by parameter, so they must not be merged.
         merged = self._bare(branch, axes, 1, merged=True).offloaded is None
         bare = functools.partial(self._bare, branch, axes, merged=merged)
         return State(bare, self._full_links, self._machine, self._network, self.undivided(branch).taken)
 
     def twin(self, branch: Branch) -> int:
-        """Return a number that branches share whose states cost the very same."""
+        """Return a number that is equal for branches whose states cost exactly the same."""
         state = self.state(branch)
         if id(state) not in self._twins:  # to hash a step takes long
             self._twins[id(state)] = self._twins.setdefault((state.once, state.twice), len(self._twins))
@@ -297,6 +299,6 @@ def _probing(branch: Branch) -> Choice:
 
 
 def _shares(mesh: Mesh) -> int:
-    """Return into how many parts the inner axes divide a replica's work; expert ranks have samples of their own."""
+    """Return the number of parts into which inner axes divide a replica's work; expert ranks have their own samples."""
     inner = dict(mesh.inner)
     return math.prod(inner.values()) // inner.get("expert", 1)

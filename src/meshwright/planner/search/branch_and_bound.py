@@ -155,7 +155,7 @@ class Engine:
         return enough
 
     def _is_twin(self, branch: Branch) -> bool:
-        """Return whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
+        """Return whether another method does exactly the same here, as all stages of ZeRO do in a pipeline."""
         assert self.bounds is not None
         others = (branch.mesh, branch.axes, branch.but_for_sharding)
         return self._first.setdefault((others, self.bounds.twin(branch)), branch) is not branch
@@ -164,7 +164,7 @@ class Engine:
         return self.state.headrooms.setdefault(branch.but_for_offload, Headroom())
 
     def _may_gain(self, branch: Branch, micro_batch: int | None = None) -> bool:
-        """Return whether offloading can do anything but slow a branch: memory was not enough without."""
+        """Return whether offloading can help a branch: without it, memory ran out."""
         if self.objective == "memory" or not self.state.headrooms_before:
             return True
         headroom = self.state.headrooms_before.get(branch.but_for_offload)
@@ -173,7 +173,7 @@ class Engine:
         return micro_batch not in headroom.fitting and headroom.ran_out and not self._is_settled(headroom.bound)
 
     def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
-        """Return a bound for a branch, by default with its most micro-batches, which wait least for each other."""
+        """Return a bound for a branch, by default with its largest number of micro-batches, which waits least."""
         assert self.bounds is not None
         samples = self._samples(branch.mesh)
         if self.objective == "memory":
@@ -204,14 +204,14 @@ class Engine:
                 self._push(bound, 3, leaf)
 
     def _number(self, branch: Branch, micro_batches: int | None) -> int:
-        """Return the number of micro-batches of a leaf that leaves it to the subject."""
+        """Return the number of micro-batches of a leaf; None takes the subject's number."""
         if micro_batches is not None:
             return micro_batches
         given = getattr(self.subject, "num_micro_batches", None)
         return given or (1 if branch.schedule is None else branch.schedule.fewest_micro_batches(branch.mesh.pipeline))
 
     def _bound_of_leaf(self, branch: Branch, micro_batches: int) -> float | None:
-        """Return a rough bound; None where the leaf cannot fit."""
+        """Return a rough bound; None if the leaf cannot fit."""
         micro_batch = self._samples(branch.mesh) // micro_batches
         if self._is_known_too_large(branch, micro_batch) or self._cannot_fit(branch, micro_batch, micro_batches):
             return None

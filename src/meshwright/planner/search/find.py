@@ -73,7 +73,7 @@ def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
 
 
 def _binding(smallest: Plan) -> tuple[str, str, str]:
-    """Return the class of memory that is too large, a sentence on it, and the limits."""
+    """Find the class of memory that is too large; return it with a sentence and the limits."""
     limits = readable_bytes(smallest.limit_bytes or 0)
     if smallest.fits_device:
         limits += f", and {readable_bytes(smallest.host_limit_bytes or 0)} of host memory,"
@@ -319,15 +319,15 @@ class _Passes:
         return nothing_fits(self.subject, smallest, self.fewest_devices(larger))
 
     def smallest(self, space: Space, known: Sequence[Plan]) -> Plan | None:
-        """Return the plan that takes least, though it is too much, of those that divide all that can be divided."""
+        """Return the plan that needs the least memory, although too much, among those that divide everything."""
         state = self._pass(space, "memory", 1, limited=False)
         plans = [*known, *(plan for _, plan in state.plans)]
         return min(plans, key=lambda plan: (plan.needed_bytes, str(plan.strategy)), default=None)
 
     def fewest_devices(self, space: Space) -> int | None:
-        """Return how many devices would do: doubled again and again, then with what lies between.
+        """Find the number of devices that would be enough: double it until a plan fits, then search in between.
 
-        None where that cannot be found out, or a thousand times as many are too few.
+        The result is None if it cannot be found, or if a thousand times as many are too few.
         """
         grow: Callable[[int], Subject] | None = getattr(self.subject, "on", None)
         if grow is None or self.cluster is None:
@@ -339,7 +339,7 @@ class _Passes:
         return None
 
     def _between(self, few: int, enough: int, grow: Callable[[int], Subject], space: Space) -> int:
-        """Return the fewest devices that do between too few and twice as many, by quarters and in whole nodes."""
+        """Return the fewest devices that are enough between too few and twice as many, by quarters and in whole nodes."""
         unit = self.node if few > self.node and few % self.node == 0 else 1
         for quarter in (few // 2, few // 4):
             middle = enough - quarter
@@ -348,7 +348,7 @@ class _Passes:
         return enough
 
     def _fits_on(self, number: int, grow: Callable[[int], Subject], space: Space) -> bool:
-        """Return whether anything fits on so many devices."""
+        """Return whether any strategy fits on a number of devices."""
         assert self.cluster is not None
         larger, cluster = grow(number), self.cluster.resized(number)
         wider = space.replace(sizes=_wider(space, default_space(larger)))
@@ -376,7 +376,7 @@ def _is_untraced(state: SearchState) -> bool:
 
 
 def _roomiest(space: Space, offload: tuple[Choice, ...]) -> Space:
-    """Return the part of a space that takes least memory: all is divided over as many ranks as possible."""
+    """Return the part of a space that needs the least memory: everything is divided over as many ranks as possible."""
     return space.replace(hybrid=False, recompute=space.recompute[-1:], offload=offload)
 
 

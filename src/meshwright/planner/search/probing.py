@@ -18,9 +18,9 @@ from meshwright.strategy import MethodConfig
 
 
 def scaled(step: Step, samples: int) -> Step:
-    """Return a step as a single micro-batch of so many times as many samples.
+    """Return a step as one micro-batch of ``samples`` times as many samples.
 
-    Only the traffic that blocks wait for is kept.
+    Traffic that no block waits for is left out.
     """
     return step.replace(
         blocks=tuple(dataclasses.replace(b, ops=tuple(_op(op, samples) for op in b.ops)) for b in step.blocks),
@@ -86,7 +86,7 @@ def _as_vector(parameter: Parameter) -> Parameter:
     return dataclasses.replace(parameter, name="", shape=(1,), states=states, tensor_dim=None, trained_on=None)
 
 
-# --- What parameters alone cost a candidate.
+# --- The cost of a candidate's parameters
 
 _VERY_MUCH = 2**60  # bytes
 
@@ -122,11 +122,11 @@ class State:
         return self.bare(2)
 
     def held_bytes(self, micro_batches: int) -> int:
-        """Return the bytes of parameters, gradients, the optimizer's state and what is gathered."""
+        """Return the bytes of parameters, gradients, optimizer states and gathered weights."""
         return self._held_once if micro_batches == 1 else self._held_twice
 
     def at_loss_bytes(self, micro_batches: int) -> int:
-        """Return the bytes that are there at the start of backward, beside all that forward saved.
+        """Return the bytes in use at the start of backward, except those that forward saved.
 
         What only forward gathers is free then.
         """
@@ -169,63 +169,63 @@ class State:
         return sum(one_s(step, each, self.network) for each in hidden)
 
 
-# --- What a sample costs one rank.
+# --- The cost of a sample on one rank
 
 
 @functools.cache
 def _any_sharding() -> Choice:
-    """Return a method that shards: all gather weights in the precision that they compute in."""
+    """Return any method that shards: all of them gather weights in the precision in which they compute."""
     return searched(Role.SHARDING)[0]
 
 
-class Kept(NamedTuple):
-    """Bytes that a rank keeps of a micro-batch from forward to backward."""
+class SavedBytes(NamedTuple):
+    """Bytes that a rank saves of a micro-batch from forward to backward."""
 
-    inside: int  # by the blocks
-    behind: int  # behind the last of them
-    loss: int  # beside these, at the start of backward (loss)
+    inside: int  # in the blocks
+    behind: int  # behind the last block
+    loss: int  # further bytes, at the start of backward (loss)
 
     @property
     def total(self) -> int:
-        """Return the bytes that are there at the start of backward."""
+        """Return the sum of all three: the bytes at the start of backward."""
         return self.inside + self.behind + self.loss
 
-    def of_samples(self, samples: int, two: Kept | None) -> Kept:
+    def of_samples(self, samples: int, two: SavedBytes | None) -> SavedBytes:
         """Return the bytes of a micro-batch of more samples than one.
 
         Args:
             samples: Number of samples.
-            two: Bytes of a micro-batch of two, which keeps casts of weights, masks and tables once. None counts every
-                sample like the first, which can be too much.
+            two: Bytes of a micro-batch of two samples, which share casts of weights, masks and tables. None counts
+                every sample like the first, which can be too much.
         """
         if two is None or samples < 1:
-            return Kept(*(samples * each for each in self))
-        return Kept(*(one + max(both - one, 0) * (samples - 1) for one, both in zip(self, two, strict=True)))
+            return SavedBytes(*(samples * each for each in self))
+        return SavedBytes(*(one + max(both - one, 0) * (samples - 1) for one, both in zip(self, two, strict=True)))
 
 
 @dataclass(frozen=True)
 class Probe:
     """The work of one rank for a micro-batch of one sample, and the bytes it saves.
 
-    It is found once for all candidates that differ only in how samples are divided.
+    It is made once for all candidates that differ only in how samples are divided.
 
     Args:
         step: After the twins of its axes, precision and recomputation.
-        kept: Bytes kept from forward to backward.
+        saved: Bytes saved from forward to backward.
         slack: Ratio of the bytes taken of the limit to the bytes of tensors.
-        taken: Returns the least bytes that a step's tensors take of the limit, without slack.
-        again: Returns the bytes kept of a micro-batch of so many samples; None where that is not known.
+        taken: Returns the fewest bytes of the limit that a step's tensors need, without slack.
+        again: Returns the saved bytes of a micro-batch of more samples; None if they cannot be found.
     """
 
     step: Step
-    kept: Kept
+    saved: SavedBytes
     slack: float
     taken: Callable[[Step], int]
-    again: Callable[[int], Kept] | None = None
+    again: Callable[[int], SavedBytes] | None = None
 
     @functools.cached_property
-    def kept_by_two(self) -> Kept | None:
-        """Return the bytes kept of a micro-batch of two samples."""
+    def saved_by_two(self) -> SavedBytes | None:
+        """Return the saved bytes of a micro-batch of two samples; None if they cannot be found."""
         return None if self.again is None else self.again(2)
 
     @property
@@ -239,23 +239,24 @@ class Probe:
         return sum(block.count for block in self.step.blocks if block.name != "outside")
 
 
-def probe_of(plan: Plan, again: Callable[[int], Kept] | None = None) -> Probe:
-    """Return the probe that a plan makes."""
+def probe_of(plan: Plan, again: Callable[[int], SavedBytes] | None = None) -> Probe:
+    """Make a probe from a plan."""
     if plan.taken_bytes is None:
-        return Probe(plan.step, kept_of(plan), 1.0, lambda step: needed_bytes(step, memory(step)), again)
+        return Probe(plan.step, saved_by(plan), 1.0, lambda step: needed_bytes(step, memory(step)), again)
     slack = plan.taken_bytes / max(_at_peak(plan.step), 1)
     # For a real module, when gradients are there is known block by block, and parameters alone do not show it.
     known = plan.step.activations
     but_for: tuple[Literal["recomputation"], ...] = ("recomputation",) if known is not None and known.transients else ()
-    return Probe(plan.step, kept_of(plan), slack, functools.partial(_at_peak, but_for=but_for), again)
+    return Probe(plan.step, saved_by(plan), slack, functools.partial(_at_peak, but_for=but_for), again)
 
 
-def kept_of(plan: Plan) -> Kept:
-    """Return the bytes that a plan keeps of its micro-batch."""
-    known, kept = plan.step.activations, plan.memory.activations or 0
-    behind = min(known.outside_bytes, kept) if known is not None else 0
-    # Where classes are summed, what only the loss's backward makes is none of them.
-    return Kept(kept - behind, behind, known.loss_bytes if known is not None and plan.taken_bytes is not None else 0)
+def saved_by(plan: Plan) -> SavedBytes:
+    """Return the bytes that a plan saves of its micro-batch."""
+    known, saved = plan.step.activations, plan.memory.activations or 0
+    behind = min(known.outside_bytes, saved) if known is not None else 0
+    # Without taken_bytes, memory is a sum of classes, and none of them has what only the loss's backward makes.
+    loss = known.loss_bytes if known is not None and plan.taken_bytes is not None else 0
+    return SavedBytes(saved - behind, behind, loss)
 
 
 def _at_peak(step: Step, but_for: tuple[Literal["recomputation"], ...] = ()) -> int:
@@ -263,7 +264,7 @@ def _at_peak(step: Step, but_for: tuple[Literal["recomputation"], ...] = ()) -> 
 
 
 def probing(precision: Choice, recompute: Choice, rest: Choice, *, sharded: bool) -> Choice:
-    """Return the methods of a probe: those that need no other axes and no sharding, and matter for one sample.
+    """Choose the methods of a probe: those that need no other axes and no sharding, and change the work of a sample.
 
     Sharding methods gather weights in the precision in which they compute, where autocast casts them in every layer:
     that is time, and bytes for backward. All of them do it alike, so one stands for all.
@@ -281,5 +282,5 @@ def _no_probes(method: MethodConfig) -> bool:
 
 
 def _lacks(method: MethodConfig) -> bool:
-    """Return whether a method needs another one beside it."""
+    """Return whether a method needs another one in the strategy."""
     return isinstance(method, Method) and any(need.when(method) for need in method.needs)

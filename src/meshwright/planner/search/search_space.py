@@ -111,7 +111,7 @@ def _of_axis(axis: str) -> type[Method]:
 
 
 def offloads(world: int = 1) -> tuple[Choice, ...]:
-    """Return what may leave the device, the least first, on so many devices."""
+    """Return the choices of offloading on a number of devices, those that move the least first."""
     return searched(Role.OFFLOADING, SearchScope(world))
 
 
@@ -205,7 +205,7 @@ class Branch:
 
 
 def role_of(method: MethodConfig) -> Role | None:
-    """Return the decision of a search that a method answers; None: none."""
+    """Return the decision of a search that a method is an option of; None if it is an option of none."""
     return method.role if isinstance(method, Method) else None
 
 
@@ -335,7 +335,7 @@ class Candidates:
 
 
 def replicas_of(mesh: Mesh) -> int:
-    """Return how many different micro-batches are computed at once."""
+    """Return the number of different micro-batches that are computed at once."""
     return mesh.ranks * mesh.replica * dict(mesh.inner).get("expert", 1)
 
 

@@ -130,7 +130,7 @@ class SearchState:
         stopped: Whether the pass used up its predictions before it was certain that nothing better was left.
         headrooms: Whether memory was enough, of every branch without regard to what it offloads.
         headrooms_before: The same of the pass through the same space that did not offload.
-        only_better: Whether only what beats the best so far is looked for, not all that may be among ``top``.
+        only_better: Whether to look only for plans that beat the best so far, not for all that may be among ``top``.
         stopped_before: Whether an earlier pass used up its predictions.
     """
 
@@ -215,7 +215,7 @@ class FollowUp:
     where: Literal["always", "divided", "nothing"] = "always"
 
     def is_worth(self, state: SearchState) -> bool:
-        """Return whether to go on here, too, after the passes that offload."""
+        """Return whether to search here, too, after the passes that offload."""
         if self.where == "nothing" or state.best is None:
             return self.where == "nothing" and state.best is None
         is_divided = find_method(

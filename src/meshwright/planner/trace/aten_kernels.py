@@ -20,7 +20,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from meshwright.cost import HALF, Op, ProductDtype
 from meshwright.runtime.torch_internals.fake_tensors import (
     FakeTensor,
-    FakeTensorMode,
     TorchDispatchMode,
     disable_current_modes,
     in_kernel_invocation_manager,
@@ -282,7 +281,7 @@ def _grouped_mm(args: tuple[Any, ...]) -> tuple[Op, ...]:
 
 
 def _dealt(rows: int, groups: int) -> tuple[int, int]:
-    """Return the rows of a group and the groups; all rows as one group where they do not divide."""
+    """Return the number of rows of a group and of groups; one group if the rows do not divide."""
     return (rows, 1) if rows % groups else (rows // groups, groups)
 
 
@@ -476,16 +475,8 @@ def device_here(device: torch.device) -> torch.device:
     return device if device.type == "cuda" and torch.cuda.is_available() else torch.device("cpu")
 
 
-def converted_to(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """Return a fake tensor like another tensor, which may be on ``meta``."""
-    if tensor.device.type != "meta":
-        return fake.from_tensor(tensor.detach()).to(device)
-    with fake:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-
 def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
-    """Return what is assumed where a pass cannot run on the device that the model will train on; else None."""
+    """Return a notice on what is assumed if a pass cannot run on the device that the model will train on; else None."""
     device = device_of_pass(model, wanted)
     if wanted is None or wanted.type == device.type:
         return None

@@ -1,9 +1,10 @@
 """Run forward and backward of one micro-batch on fake tensors, as one rank of the axes that divide the model.
 
 [Note: passes without data] A :class:`Pass` puts fake tensors of one rank's shapes in place of parameters, buffers and
-inputs, runs the user's forward and loss under recorders, and gives the model its own tensors back. What axes do to a
-rank's work is the methods' matter (``Method.traced_layers``, ``Method.traced_tokens``): they change the running model
-through hooks, and count what a real rank would send.
+inputs, runs the user's forward and loss under recorders, and gives the model its own tensors back. How an axis changes
+a rank's work is known to the methods (``traced_layers`` and ``traced_tokens`` of
+:class:`~meshwright.methods.planner_hooks.PlannerHooks`): they change the running model through hooks, and count what a
+real rank would send.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -23,9 +23,9 @@ from torch import nn
 from meshwright.methods import in_phase_order
 from meshwright.methods.base import INNER_AXES
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
-from meshwright.nn import find_blocks, run_with
+from meshwright.nn import FakeTensors, find_blocks, run_with
 from meshwright.nn.batches import map_tree
-from meshwright.planner.trace.aten_kernels import FlopCount, converted_to, device_of_pass, kernels_of_device, tensors_in
+from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, tensors_in
 from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved
 from meshwright.planner.trace.op_recording import (
     ModelOps,
@@ -45,7 +45,7 @@ from meshwright.planner.trace.repeated_blocks import (
     continued_ops,
 )
 from meshwright.runtime.lazy import paused_collection
-from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary, Placed, Transient
@@ -101,7 +101,7 @@ class LayersAndTokens:
 
 
 def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace | None:
-    """Return how the axes of a strategy divide the work of a forward pass; None where none does.
+    """Build the trace of one rank of the axes that divide a forward pass; None if no axis of the strategy does.
 
     Raises:
         ModelError: When the model cannot be divided so.
@@ -223,17 +223,16 @@ class Pass:
     # Without pauses, circles of references would be freed at random operators.
     @paused_collection()
     def _record(self) -> _Recorded:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
         device = device_of_pass(self.model, self.device)
-        state, inputs = self._state(fake, device), self._fake_inputs(fake, device)
+        fakes = FakeTensors(device)
+        state, inputs = self._state(fakes), self._fake_inputs(fakes)
         counter = FlopCount()
         blocks = self._blocks_here()
         work = PlacedWork(self.model, blocks, counter)
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
         found = record_saved(self.model, counter=counter, blocks=blocks)
         held = LiveBytes(state.values(), tensors_in(inputs))
-        with warnings.catch_warnings(), fake, counter, autocast, found as saved:
-            warnings.simplefilter("ignore")
+        with fakes.running(), counter, autocast, found as saved:
             recorder = self._recorder(saved, held)
 
             def pass_of(model: nn.Module, inputs: Any) -> tuple[tuple[Boundary, ...], Placed, bool]:
@@ -272,17 +271,15 @@ class Pass:
     def _as_one_rank(self, log: SaveLog) -> contextlib.AbstractContextManager[None]:
         return self.split.running(log) if self.split is not None else _nothing()
 
-    def _state(self, fake: FakeTensorMode, device: torch.device) -> dict[str, torch.Tensor]:
+    def _state(self, fakes: FakeTensors) -> dict[str, torch.Tensor]:
         return {
-            name: self._one_ranks(self._cast(converted_to(tensor, fake, device)), tensor).requires_grad_(
-                tensor.requires_grad
-            )
+            name: self._one_ranks(self._cast(fakes.like(tensor)), tensor).requires_grad_(tensor.requires_grad)
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
         }
 
-    def _fake_inputs(self, fake: FakeTensorMode, device: torch.device) -> Any:
+    def _fake_inputs(self, fakes: FakeTensors) -> Any:
         def to_fake(leaf: Any) -> Any:
-            return self._cast(converted_to(leaf, fake, device)) if isinstance(leaf, torch.Tensor) else leaf
+            return self._cast(fakes.like(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
         return map_tree(to_fake, self.inputs)
 

@@ -333,7 +333,7 @@ class LiveBytes:
                 saved.add(key, made.num_bytes, self._moments[made.operator][0], made.reference)
 
     def transients(self, saved: SavedTensors) -> tuple[Transient, ...]:
-        """Return what every place holds for a moment; nothing where backward has not run.
+        """Return the temporary tensors of every place; none if backward has not run.
 
         Args:
             saved: Record of the same pass.

@@ -80,7 +80,7 @@ def _offloaded(guard: GuardedOptimizer | None) -> tuple[HostWeights | None, Offl
     )
 
 
-# --- What an optimizer keeps for each parameter, and holds while it updates it.
+# --- The states of an optimizer, and its temporary tensors during an update.
 
 _PROBE_SIZES = (3, 5, 7, 11, 13, 17)  # distinct, so that every dim of a state tensor can be told apart
 _MANY = 4  # tiny parameters updated at once, to see what grows with their number
@@ -125,7 +125,7 @@ class OptimizerProbe:
         return self._states[kind]
 
     def updating(self, parameter: nn.Parameter) -> Updating | None:
-        """Return what is held of a parameter for a moment while it is updated, as by torch's multi-tensor optimizers.
+        """Describe the temporary tensors of a parameter's update, as torch's multi-tensor optimizers make them.
 
         Tiny parameters are updated a few times. Our own optimizers update in pieces of bounded size, which are not
         counted; nor is what a CPU holds of one parameter after the other.
@@ -150,7 +150,7 @@ class _Group(NamedTuple):
     values: dict[str, Any] | None
 
     def of(self, parameters: list[nn.Parameter]) -> list[Any]:
-        """Return what an optimizer of these parameters alone is built over."""
+        """Return the argument with which to build an optimizer of these parameters alone."""
         return parameters if self.values is None else [{**self.values, "params": parameters}]
 
 
@@ -336,7 +336,7 @@ def describe_blocks(
 def describe_each(
     model: nn.Module, states_of: StatesOf, marks: Marks | None = None, cut: Cut | None = None
 ) -> Described:
-    """Return the parameters of every block, and of what is in none; arguments as for :func:`describe_blocks`."""
+    """Describe the parameters of every block, and those outside; arguments as for :func:`describe_blocks`."""
     seen: set[nn.Parameter] = set()
     owners, marks = _owners(model), marks or Marks()
     places = {item.name: item for item in cut.outside} if cut is not None else {}
@@ -430,7 +430,7 @@ def _describe(
                 expert=marks.experts.get(parameter),
                 num_fp8=marks.num_fp8.get(parameter, 0),
                 trained_on=place.trained_on if place is not None else None,
-                lent_to=place.lent_to if place is not None else (),
+                buffer_on=place.buffer_on if place is not None else (),
             )
         )
     return tuple(described)

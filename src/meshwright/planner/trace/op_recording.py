@@ -62,9 +62,10 @@ class OpRecorder(FakeDispatchMode):
     which their modules are found.
 
     Args:
-        saved: What the running modules have saved, kept up to date by :func:`record_saved`.
+        saved: What the running modules have saved, kept up to date by
+            :func:`~meshwright.planner.trace.live_tensors.record_saved`.
         held: Notified of every operator.
-        fp8: Layers whose products run in 8 bits. What they cast belongs to these products (see ``cost.kernels``).
+        fp8: Layers whose products run in 8 bits. What they cast belongs to these products (see ``cost.device_time``).
         scaling: Scaling of their tensors.
     """
 
@@ -299,13 +300,13 @@ class ModelOps:
 
     @functools.cached_property
     def by_path(self) -> dict[str, tuple[Op, ...]]:
-        """Return the ops of every block, equal ones counted."""
+        """Return the ops of every block; equal ones are counted."""
         alike = {id(ops): ops for _, ops in self.blocks}  # equal blocks have one description
         counted = {key: together(ops) for key, ops in alike.items()}
         return {path: counted[id(ops)] for path, ops in self.blocks}
 
     def outside_of(self, blocks: Container[str], last_rank: int | None) -> tuple[Op, ...]:
-        """Return the ops of none of the blocks given, equal ones counted.
+        """Return the ops outside the given blocks; equal ones are counted.
 
         Args:
             blocks: Paths of the blocks.
@@ -353,7 +354,7 @@ _Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ..
 
 
 def summarise(model: nn.Module, saved: SavedTensors, transients: tuple[Transient, ...]) -> Activations:
-    """Return what the forward pass of a plain model saves, and what recomputation can change of it."""
+    """Summarise what the forward pass of a plain model saves, and what recomputation can change."""
     named = [(path, module) for path, module in model.named_modules() if path]
     numbers = {module: number for number, (_, module) in enumerate(named)}
     blocks = [block for _, block in find_blocks(model)]

@@ -151,7 +151,7 @@ class Places:
         self._copies = len(blocks) - RUN
 
     def of(self, place: int, shift: int = 0) -> int:
-        """Return a place in the whole model; with a shift, of a copy of the third block so many blocks further on."""
+        """Return a place in the whole model; with a shift, that of a copy of the third block further on."""
         return self._of[place] + (shift if place in self._shifted else 0)
 
     def placed(self, amounts: Placed) -> Placed:
@@ -159,7 +159,7 @@ class Places:
         return self._each([(place, size) for (place,), size in amounts], lambda place, size: ((place,), size))
 
     def transients(self, found: Sequence[Transient]) -> tuple[Transient, ...]:
-        """Return what every place holds for a moment, copied for all blocks."""
+        """Return the temporary tensors of every place, copied for all blocks."""
         return self._each([(each.place, each) for each in found], lambda place, each: each._replace(place=place))
 
     def _each(self, found: Sequence[tuple[int, Any]], at: Callable[[int, Any], T]) -> tuple[T, ...]:
@@ -177,7 +177,7 @@ class NotRepeatedError(Exception):
 def continued(
     saved: SavedTensors, kept: Sequence[nn.Module], every: Sequence[nn.Module], places: Places
 ) -> SavedTensors:
-    """Return what a run of all blocks would have saved, from a run of four.
+    """Extend what a run of four blocks saved to a run of all blocks.
 
     Args:
         saved: Record of the run.
@@ -338,7 +338,7 @@ class _Continued:
 
 
 def continued_ops(ops: Ops, kept: Sequence[nn.Module], every: Sequence[nn.Module]) -> Ops:
-    """Return the ops of all blocks; copies have those of the third.
+    """Extend the recorded ops to all blocks: further blocks have those of the third.
 
     Raises:
         NotRepeatedError: When one of the blocks did not run.
@@ -355,7 +355,7 @@ def continued_ops(ops: Ops, kept: Sequence[nn.Module], every: Sequence[nn.Module
 def continued_boundaries(
     boundaries: Sequence[Boundary], repeated: Repeated, every: Sequence[nn.Module]
 ) -> tuple[Boundary, ...]:
-    """Return what all blocks send.
+    """Extend the recorded collectives to all blocks.
 
     Collectives with a path are copied by it; others are sent as often by a copy as by each block that ran.
 

@@ -121,7 +121,7 @@ class Samples:
             known[samples] = value
 
     def continued(self, kind: Hashable, samples: int) -> Any | None:
-        """Return the result that a run of so many samples would have; None where that is not known."""
+        """Extrapolate the result of a run with a number of samples; None if it cannot be told from those at hand."""
         trusted = kind in self._straight or (bool(self._straight) and not self._bent)
         if not trusted or samples == 1 or len(self._known.get(kind, {})) < _LINE:
             return None
