@@ -339,7 +339,7 @@ class _Passes:
         return None
 
     def _between(self, few: int, enough: int, grow: Callable[[int], Subject], space: Space) -> int:
-        """Return the fewest devices that are enough between too few and twice as many, by quarters and in whole nodes."""
+        """Return the fewest devices that are enough, between too few and twice as many, in quarters and whole nodes."""
         unit = self.node if few > self.node and few % self.node == 0 else 1
         for quarter in (few // 2, few // 4):
             middle = enough - quarter
