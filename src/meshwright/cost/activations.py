@@ -15,7 +15,7 @@ the list, and the number of its blocks is behind it. What belongs to several pla
 
 @functools.lru_cache(maxsize=512)
 def sums_of(ranges: tuple[tuple[int, int], ...], num_blocks: int, amounts: Placed) -> tuple[int, ...]:
-    """Return what every pipeline stage has of some amounts.
+    """Sum amounts over the places of every pipeline stage.
 
     The first stage also has what is before the blocks, the last what is behind them. Cached, since every rank of a
     pipeline asks for the same.
@@ -302,7 +302,7 @@ class Activations:
         ).settled()
 
     def first_blocks(self) -> tuple[BlockSaves, ...]:
-        """Return what changes if all saves of the first block are copied to the host; of the first two; and so on."""
+        """Return the bytes that move if all saves of the first 1, 2, … blocks are copied to the host."""
         freed, copied = [0] * len(self.blocks), [0] * len(self.blocks)
         for tensor in (tensor for stage in self.stages for tensor in stage):
             places = self._savers_in_blocks(tensor)

@@ -298,3 +298,43 @@ def _numbers(entry: Mapping[str, Any], least: float = 0.0) -> dict[str, float]:
     if wrong:
         raise ValueError(f"{wrong}: what is reached is a positive number")
     return found
+
+
+# --- Checks of what files hold.
+
+_LEAST_FIGURE = 1e-30  # bounds of all figures: from this to its inverse
+
+
+def refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Refuse keys that a table cannot have.
+
+    Raises:
+        ValueError: Naming them.
+    """
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ValueError(f"unknown keys in {where}: {', '.join(map(str, unknown))}; known: {', '.join(sorted(known))}")
+
+
+def count_of(data: Mapping[str, Any], key: str, default: int | None = 1) -> Any:
+    """Return a positive integer of a table, or the default.
+
+    Raises:
+        ValueError: When it is something else.
+    """
+    value = data.get(key, default)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{key} must be a positive number, and is {value!r}")
+    return value
+
+
+def positive_number(value: Any, name: str) -> float:
+    """Return a positive figure as a float.
+
+    Raises:
+        ValueError: When it is something else.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not _LEAST_FIGURE < value < 1 / _LEAST_FIGURE:
+        raise ValueError(f"{name} must be a positive number, and is {value!r}")
+    return float(value)

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.cost.calibration import Calibration, calibration_from, calibration_tables
+from meshwright.cost.calibration import (
+    Calibration,
+    calibration_from,
+    calibration_tables,
+    count_of,
+    positive_number,
+    refuse_unknown,
+)
 from meshwright.errors import ConfigError, MeshwrightError, did_you_mean, join_names
 
 _MIB, _GIB = 2**20, 2**30
@@ -326,10 +333,9 @@ class Cluster:
 # LUMI's nodes of 8 dies: 4 x 200). Datasheets.
 _INTRA = {
     "V100-PCIe": 16e9, "V100S": 16e9, "V100": 150e9, "A100-PCIe": 32e9, "A100": 300e9, "A800-PCIe": 32e9, "A800": 200e9,
-    "H100-PCIe": 64e9, "H100-NVL": 64e9, "H100": 450e9,
-    "H800-PCIe": 64e9, "H800": 200e9,
-    "H200": 450e9, "B200": 900e9, "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9,
-    "H20": 450e9, "MI300X": 448e9, "MI325X": 448e9, "MI250X": 200e9,
+    "H100-PCIe": 64e9, "H100-NVL": 64e9, "H100": 450e9, "H800-PCIe": 64e9, "H800": 200e9, "H200": 450e9, "H20": 450e9,
+    "B200": 900e9, "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9,
+    "MI300X": 448e9, "MI325X": 448e9, "MI250X": 200e9,
     "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
     "RTX-A6000": 25e9, "RTX-6000-Ada": 25e9, "RTX-PRO-6000": 50e9, "RTX-3090": 18e9, "RTX-4090": 18e9, "RTX-5090": 32e9,
 }  # fmt: skip
@@ -367,8 +373,7 @@ _HOST_MEMORY = {
 _HOST_MEMORY_GIB = {
     "V100": 64, "A100": 256, "A100-40": 128, "A100-PCIe-40": 128, "A800": 256, "H100": 256, "H800": 256, "H200": 256,
     "H20": 256, "B200": 256, "B300": 256, "GH200": 480, "GB200": 240, "GB300": 240, "MI300X": 288, "MI325X": 288,
-    "MI250X": 64, "A10G": 64, "A10": 64, "L40S": 64, "L40": 64, "L4": 48,
-    "RTX": 64, "RTX-PRO-6000": 128,
+    "MI250X": 64, "A10G": 64, "A10": 64, "L40S": 64, "L40": 64, "L4": 48, "RTX": 64, "RTX-PRO-6000": 128,
 }  # fmt: skip
 MOST_DEVICES = 2**24
 """The largest cluster that is accepted. A larger number in a file is a mistake, and would take forever to simulate."""
@@ -422,15 +427,15 @@ def make_cluster(
 
 
 def most_joined(device: Device) -> int:
-    """Return how many devices fast links join at most: a rack's in an NVL72, else the eight of a node."""
+    """Return the most devices that fast links join: a rack's in an NVL72, else the eight of a node."""
     return _NVLINK_RACK.get(device.name, 8)
 
 
 def _usual_node(device: Device, num_devices: int) -> int:
-    most, part = most_joined(device), _TAKEN_OF_A_RACK
-    return (
-        part if num_devices > most > part and num_devices % most and num_devices % part == 0 else min(most, num_devices)
-    )
+    most = most_joined(device)
+    if num_devices > most > _TAKEN_OF_A_RACK and num_devices % most and num_devices % _TAKEN_OF_A_RACK == 0:
+        return _TAKEN_OF_A_RACK
+    return min(most, num_devices)
 
 
 # --- Clusters by name and as files, written by hand or by ``calibrate``.
@@ -442,7 +447,6 @@ _KEYS = {
     "host_memory_bytes", "devices_per_host_link", "price_per_hour",
 }  # fmt: skip
 _MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
-_LEAST = 1e-30  # bounds of all figures: from this to its inverse
 _LINKS = ("intra", "inter", "host_link", "host_memory", "disk")
 _LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
 _DEVICE_KINDS = {"name": str, "efficiency": str, "bf16": bool, "is_host": bool}  # the others are positive numbers
@@ -519,7 +523,7 @@ def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
 def _cluster_from(data: Any) -> Cluster:
     if not isinstance(data, Mapping) or not {"device", "num_devices"} <= set(data):
         raise ValueError("device and num_devices must be given")
-    _refuse_unknown(data, _KEYS | _MEASURED_KEYS, "cluster")
+    refuse_unknown(data, _KEYS | _MEASURED_KEYS, "cluster")
     if data.get("format", FORMAT) != FORMAT or data.get("version", VERSION) != VERSION:
         given = f"format {data.get('format')!r}, version {data.get('version')!r}"
         raise ValueError(f"{given}; known: {FORMAT!r}, {VERSION}")
@@ -529,8 +533,8 @@ def _cluster_from(data: Any) -> Cluster:
         # Older calibration files do not say so.
         device = dataclasses.replace(device, is_host=True)
     if "price_per_hour" in data:
-        device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
-    base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))
+        device = dataclasses.replace(device, price_per_hour=positive_number(data["price_per_hour"], "price_per_hour"))
+    base = make_cluster(device, count_of(data, "num_devices"), count_of(data, "devices_per_node", None))
 
     host = data.get("host_memory_bytes", base.host_memory_bytes)
     sharing = 1 if "host_link" in data else base.devices_per_host_link
@@ -538,9 +542,9 @@ def _cluster_from(data: Any) -> Cluster:
     return dataclasses.replace(
         base,
         **links,
-        host_memory_bytes=None if host is None else round(_positive(host, "host_memory_bytes")),
+        host_memory_bytes=None if host is None else round(positive_number(host, "host_memory_bytes")),
         calibration=calibration_from(data["calibration"]) if "calibration" in data else None,
-        devices_per_host_link=_count(data, "devices_per_host_link", sharing),
+        devices_per_host_link=count_of(data, "devices_per_host_link", sharing),
     )
 
 
@@ -552,37 +556,18 @@ def _device(data: Mapping[str, Any]) -> Device:
         wanted = _DEVICE_KINDS.get(name, (int, float))
         right = isinstance(value, wanted) and (wanted in (str, bool) or not isinstance(value, bool))
         if not right or (name not in _DEVICE_KINDS and not (value == 0 and name == "cache_bytes")):
-            _positive(value if right else repr(value), f"device.{name}")
+            positive_number(value if right else repr(value), f"device.{name}")
     return Device(**data)
 
 
 def _link(data: Any, usual: Link, name: str) -> Link:
     if not isinstance(data, Mapping):
         raise ValueError(f"{name} is not a table")
-    _refuse_unknown(data, _LINK_KEYS, name)
+    refuse_unknown(data, _LINK_KEYS, name)
     if {"gbps", "bytes_per_s"} <= set(data):
         raise ValueError(f"{name} has both gbps and bytes_per_s, which say the same: keep one")
     rate = data.get("bytes_per_s", data["gbps"] * 1e9 / 8 if "gbps" in data else usual.bytes_per_s)
-    return Link(_positive(rate, f"{name}.bytes_per_s"), _positive(data.get("latency_s", usual.latency_s), name))
-
-
-def _refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(set(data) - known)
-    if unknown:
-        raise ValueError(f"unknown keys in {where}: {', '.join(map(str, unknown))}; known: {', '.join(sorted(known))}")
-
-
-def _count(data: Mapping[str, Any], key: str, default: int | None = 1) -> Any:
-    value = data.get(key, default)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{key} must be a positive number, and is {value!r}")
-    return value
-
-
-def _positive(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not _LEAST < value < 1 / _LEAST:
-        raise ValueError(f"{name} must be a positive number, and is {value!r}")
-    return float(value)
+    return Link(positive_number(rate, f"{name}.bytes_per_s"), positive_number(data.get("latency_s", usual.latency_s), name))
 
 
 def write_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) -> str:

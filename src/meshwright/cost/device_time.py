@@ -431,7 +431,7 @@ def group_of(
     devices_per_node: int,
     counted_again: tuple[str, ...] = (),
 ) -> Group:
-    """Return how the ranks along some axes (taken as one) lie on nodes; the first axis is innermost.
+    """Count the ranks along some axes, taken as one, and those of them on one node; the first axis is innermost.
 
     Args:
         axes: Names and sizes.

@@ -106,7 +106,7 @@ def _saved_bytes(step: Step) -> int:
 
 
 def _saved_before_the_last_block(step: Step) -> int:
-    """Return what one micro-batch has saved; ranks of a pipeline gather before they hold several."""
+    """Return the bytes that one micro-batch has saved; 0 in pipelines, which gather before they hold several."""
     known = step.activations
     if known is None or step.stages is not None:
         return 0
@@ -378,7 +378,7 @@ def _at_update(step: Step, most: Memory) -> Memory:
 
 
 def _gradients(step: Step) -> tuple[int, int, int]:
-    """Return whole gradients: accumulated, of the blocks that are computed and reduced, and of all outside blocks.
+    """Return bytes of whole gradients: accumulated, of blocks that are computed and reduced, and outside blocks.
 
     Two blocks at once; one beside accumulated gradients, which exist already.
     """

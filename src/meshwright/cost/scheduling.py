@@ -229,7 +229,7 @@ class StageTimes:
 
 @functools.cache
 def order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Action]]:
-    """Return what every rank computes, in order.
+    """Return the actions of every rank, in order.
 
     ``gpipe`` (Huang et al. 2019), ``1f1b`` (Narayanan et al. 2019) and ``interleaved`` (Narayanan et al. 2021, §2.2).
     Schedules that split backward (``zbv``, ``dualpipev``) have no order here, see :func:`pipeline_s`.
@@ -288,7 +288,7 @@ def _split_s(times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, mi
 
 
 def settled_after(schedule: str, ranks: int, micro_batches: int) -> int:
-    """Return how many micro-batches to play before every further round takes as long as the last."""
+    """Return the number of micro-batches after which every further round takes as long as the last."""
     each = _per_round(schedule, ranks, micro_batches)
     return min(micro_batches, (_SETTLED_ROUNDS + 1) * each + micro_batches % each)
 

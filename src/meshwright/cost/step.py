@@ -92,7 +92,7 @@ class Compression:
         return encoding.num_bytes(numel)
 
     def neighbours(self, axes: Sequence[tuple[str, int]], axis: str) -> int | None:
-        """Return how many consecutive ranks along an axis share a node; None for one collective over them all.
+        """Return the number of consecutive ranks along an axis on one node; None for one collective over them all.
 
         Args:
             axes: ``(name, size)``, innermost first: neighbours along an axis lie as many ranks apart as the axes
@@ -255,7 +255,7 @@ class Stages:
     schedule: str = "1f1b"  # in which order ranks compute
 
     def sums(self, amounts: Placed) -> tuple[int, ...]:
-        """Return what every stage has of some amounts."""
+        """Sum amounts over the places of every stage."""
         return sums_of(self.ranges, self.num_blocks, amounts)
 
     def has(self, stage: int, places: tuple[int, ...]) -> bool:

@@ -159,7 +159,7 @@ def _met(waited_for: Sequence[Traffic]) -> list[Traffic]:
 
 
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:
-    """Return what one micro-batch computes and gathers; reductions are left at zero."""
+    """Return the seconds in which one micro-batch computes and gathers; reductions are left at zero."""
     blocks = [block for block in step.blocks if block.name != "outside"]
     forward, backward, outside = _computing(step, blocks, machine)
     count = max(len(forward), 1)
@@ -429,7 +429,7 @@ def once_s(rank: Rank) -> float:
 
 
 def last_rounds(ranks: int, stages: int, micro_batches: int) -> float:
-    """Return how many backwards hide a rank's reductions, which begin with its first finished stage.
+    """Return the number of backwards that hide a rank's reductions, which begin with its first finished stage.
 
     A rank with several stages takes a round of micro-batches through each in turn.
     """

@@ -162,7 +162,7 @@ def keep_part_of_whole(model: nn.Module, part: Part) -> None:
 
 
 def part_of_whole(model: nn.Module) -> Part | None:
-    """Return what :func:`keep_part_of_whole` attached; None for a model that is whole on every rank."""
+    """Return the part that :func:`keep_part_of_whole` attached; None for a model that is whole on every rank."""
     part: Part | None = model.__dict__.get(_ATTRIBUTE)
     return part
 

@@ -116,7 +116,7 @@ def inside_launcher() -> bool:
 
 
 def restart_count() -> int:
-    """Return how often the launcher has started the ranks again after a failure; 0 in the first attempt."""
+    """Return the number of restarts by the launcher after failures; 0 in the first attempt."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
