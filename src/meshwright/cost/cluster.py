@@ -567,7 +567,9 @@ def _link(data: Any, usual: Link, name: str) -> Link:
     if {"gbps", "bytes_per_s"} <= set(data):
         raise ValueError(f"{name} has both gbps and bytes_per_s, which say the same: keep one")
     rate = data.get("bytes_per_s", data["gbps"] * 1e9 / 8 if "gbps" in data else usual.bytes_per_s)
-    return Link(positive_number(rate, f"{name}.bytes_per_s"), positive_number(data.get("latency_s", usual.latency_s), name))
+    return Link(
+        positive_number(rate, f"{name}.bytes_per_s"), positive_number(data.get("latency_s", usual.latency_s), name)
+    )
 
 
 def write_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) -> str:
