@@ -59,11 +59,11 @@ class Transient(NamedTuple):
 
     Args:
         place: See :data:`~meshwright.cost.activations.Placed`.
-        instants: Those that can be the one at which most is held, for some number of samples.
+        instants: The instants at which most can be held, for some number of samples.
         gradients: Bytes of the parameters' gradients that its backward completes.
         forward: Behind the blocks, the same of forward as far as the model goes, without its loss.
         returned: Bytes made here in forward that nobody saves and the model holds, such as keys and values it returns.
-        left: Of those, what is held in backward, too.
+        left: The part of those that is held in backward, too.
         remains: Bytes that are not free when its backward has run.
     """
 
@@ -284,7 +284,7 @@ class Activations:
         """Return the activations of one pipeline rank.
 
         Args:
-            stages: Of this rank: whether each has any of some places.
+            stages: For each stage of this rank, whether it has any of some places.
             in_flight: See the attribute.
             backward_at: See the attribute.
         """

@@ -29,18 +29,18 @@ class Device:
     """An accelerator.
 
     Args:
-        name: What presets and messages call it.
-        memory_bytes: What the driver reports as total memory.
+        name: Name in presets and messages.
+        memory_bytes: Total memory as the driver reports it.
         half_flops_per_s: Peak of dense fp16 and bf16 matrix products with fp32 accumulation.
         fp32_flops_per_s: Peak of fp32 matrix products (without TF32).
         fp8_flops_per_s: Peak of dense fp8 products; None where the device has none.
         fp4_flops_per_s: Peak of dense 4-bit products; None where the device has none.
-        bandwidth_bytes_per_s: Of its memory.
-        efficiency: Whose fitted efficiencies it takes (a key of ``efficiencies.json``).
+        bandwidth_bytes_per_s: Bandwidth of its memory.
+        efficiency: Family whose fitted efficiencies it takes (a key of ``efficiencies.json``).
         power_fraction: Sustained power for each FLOP/s of the peak, over that of the device which its family's
             efficiencies are stated for: boards of one chip that may draw less keep lower clocks.
-        cache_bytes: Of its cache, so much of a kernel's bytes as moves at ``Efficiency.cached``; 0: not told apart.
-        price_per_hour: In US dollars; None: unknown. Prices differ by vendor and month: set your own.
+        cache_bytes: Bytes of a kernel that move through the cache, at ``Efficiency.cached``; 0: the cache is ignored.
+        price_per_hour: Price in US dollars; None: unknown. Prices differ by vendor and month: set your own.
         bf16: Whether it multiplies in bf16; without, half precision is fp16.
         is_host: Whether its memory is the host's.
     """
@@ -261,7 +261,7 @@ class Link:
 
     Args:
         bytes_per_s: Per device, in one direction.
-        latency_s: Of one hop.
+        latency_s: Latency of one hop.
     """
 
     bytes_per_s: float
@@ -273,17 +273,17 @@ class Cluster:
     """Nodes of equal devices.
 
     Args:
-        device: What computes.
+        device: The accelerator of all nodes.
         num_devices: All of them.
-        devices_per_node: In one node.
+        devices_per_node: Number of devices in one node.
         intra: Links inside a node.
         inter: Links between nodes, as each device's share of its node's.
-        host_link: Between a device and host memory, in one direction, while no other device copies.
+        host_link: Link between a device and host memory, in one direction, while no other device copies.
         host_memory: Each device's share of the host's memory bandwidth.
         disk: Each device's share of its node's disks.
         host_memory_bytes: Each device's share of its node's memory, which offloading fills; None: unknown, or the
             device's own.
-        calibration: What its kernels and links reach, where that was measured; None: the fitted presets.
+        calibration: Measured speed of its kernels and links; None: the fitted presets.
         devices_per_host_link: Neighbours behind one PCIe switch, which copy over its one link to the host.
     """
 
@@ -396,9 +396,9 @@ def make_cluster(
     Args:
         device: A device, or its name.
         num_devices: All of them.
-        devices_per_node: That their fast links join; None: 8, or the 72 of an NVL72, or all of fewer.
+        devices_per_node: Devices that fast links join; None: 8, or the 72 of an NVL72, or all of fewer.
         node_gbps: Network of one node in Gbit/s; None: what is usual.
-        latency_s: From node to node.
+        latency_s: Latency from node to node.
 
     Raises:
         ConfigError: For an unknown device, or numbers that do not fit together.
@@ -497,7 +497,7 @@ def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
     and in ``measured`` how it was made.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         learned: Whether its calibration is corrected by what dry runs have taught.
 
     Raises:

@@ -23,7 +23,7 @@ def names_class(reference: str, names: Iterable[str]) -> bool:
     A class defined in a script is ``__main__.Block`` there and ``train.Block`` elsewhere: only its bare name counts.
 
     Args:
-        reference: What a strategy says.
+        reference: Name of a class in a strategy.
         names: Qualified names of a class and of the classes it derives from.
     """
     wanted_bare = reference.rsplit(".", 1)[-1]
@@ -97,7 +97,7 @@ class Compression:
         Args:
             axes: ``(name, size)``, innermost first: neighbours along an axis lie as many ranks apart as the axes
                 before it hold.
-            axis: Along which a collective goes.
+            axis: Axis along which a collective runs.
 
         Raises:
             StrategyError: When nodes cut the axis into unequal parts.
@@ -509,7 +509,7 @@ def gather_traffic(
     """Return an all-gather of so many bytes; in a hierarchy one between nodes, then one within them.
 
     Args:
-        step: What gathers.
+        step: The step that gathers.
         axis: Over which.
         num_bytes: Payload of the whole tensor.
         moment: When.
@@ -527,7 +527,7 @@ def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, eac
     It is an all-to-all on CPUs and with compression; in a hierarchy one within nodes, then one between them.
 
     Args:
-        step: What reduces.
+        step: The step that reduces.
         axis: Over which.
         num_bytes: Payload of the whole tensor.
         calls: Collectives that the bytes are cut into.

@@ -54,8 +54,8 @@ class Rank:
         update_s: The optimizer's update, with what it sends.
         gathers_each: Whether every micro-batch gathers, and not the first alone.
         reduces_each: Whether every micro-batch reduces, and not the last alone.
-        accumulate_s: Of every micro-batch after the first, adding to the gradients.
-        offload_time: Of copies between memories, where something is offloaded.
+        accumulate_s: Seconds in which every micro-batch after the first adds to the gradients.
+        offload_time: Copies between memories, where something is offloaded.
     """
 
     passes: Passes
@@ -303,8 +303,8 @@ def simulate(
 
     Args:
         steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
-        cluster: What it runs on.
-        calibration: What kernels and links reach; None: what the cluster was measured to, or else the fitted presets.
+        cluster: The cluster to run on.
+        calibration: Speed of kernels and links; None: the cluster's own calibration, or else the fitted presets.
         in_turn: Whether gradients are reduced only when backward has ended, and not beside it.
     """
     every = [steps] if isinstance(steps, Step) else list(steps)

@@ -148,7 +148,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     Args:
         arguments: Command line after the interpreter, such as ``["-m", "package", …]``.
         nproc: Number of processes.
-        max_restarts: How often all ranks are started again after one has failed; see :func:`restart_count`.
+        max_restarts: Number of times that all ranks are started again after one has failed; see :func:`restart_count`.
 
     Returns:
         0, or the exit status of the rank that failed first (1 where a signal ended it, 130 on Ctrl-C).

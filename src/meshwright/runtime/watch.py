@@ -104,7 +104,7 @@ class Report:
     """The collective that it waits in; empty when it does something else."""
     caller: str
     wait_share: float = 0.0
-    """Of its time in the latest steps, the share in which it waited in collectives."""
+    """Share of its time in the latest steps in which it waited in collectives."""
 
     def to_json(self) -> str:
         """Return the report as JSON."""
@@ -188,7 +188,7 @@ def slow_ranks(wait_shares: Mapping[int, float]) -> list[int]:
     """Return the ranks for which the others wait: those wait in collectives, and these hardly do.
 
     Args:
-        wait_shares: Of every rank, the share of its time that it waits in collectives.
+        wait_shares: Share of every rank's time in which it waits in collectives.
     """
     typical = statistics.median_high(wait_shares.values())
     if typical < _WAITING_SHARE:
