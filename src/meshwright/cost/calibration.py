@@ -158,7 +158,7 @@ class Constants:
         tile: Times the bytes of its operands that a product's first and last tiles cost beside its arithmetic.
         host_s: Seconds of the host per kernel launch in a module that is not compiled: a block cannot be faster.
         operator_s: The same for one operator of a traced model, of which a module has several.
-        rowwise_bytes: Bytes moved for each element of an fp8 product's inputs that is scaled row by row, beside the cast.
+        rowwise_bytes: Bytes moved per element of an fp8 product's inputs that is scaled by rows, beside the cast.
         async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
         function_s: Per element to which a function (an exponential, a normalisation) is applied, beside its bytes:
             nothing on GPUs, where that hides behind the bytes.

@@ -252,7 +252,7 @@ def _as_named(device: Device, name: str) -> Device:
     return dataclasses.replace(device, **changes) if changes else device  # type: ignore[arg-type]
 
 
-# --- Clusters.
+# --- Clusters: nodes of one device, with the links that are usual for it.
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,7 @@ def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-# --- Checks.
+# --- Checks of parameters without a shape, and of embeddings that rescale their rows.
 
 
 def check_initialized(model: nn.Module) -> None:
