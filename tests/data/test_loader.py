@@ -16,7 +16,7 @@ from torch.utils.data import (
 from meshwright.data import GlobalOrder, global_batch_loader, numbers_that_divide
 from meshwright.errors import ConfigError, DataError
 from tests.data.helpers import refused
-from tests.data.test_order import Stream
+from tests.data.test_loader_order import Stream
 
 
 class Numbers(torch.utils.data.Dataset):

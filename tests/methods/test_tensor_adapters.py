@@ -5,7 +5,7 @@ import torch
 
 import meshwright as mw
 from meshwright.compat.colossalai import Booster, HybridParallelPlugin
-from tests.compat.colossalai.test_tensor_parallel import STEPS, build, train
+from tests.compat.colossalai.test_booster_tensor_parallel import STEPS, build, train
 
 EVERY = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 

@@ -1,4 +1,4 @@
-"""LAMB against the formulas of the paper, and of ColossalAI, in fp64 (its layouts: test_layouts.py)."""
+"""LAMB against the formulas of the paper and of ColossalAI in fp64. Its layouts: sharded/test_sharded_optimizer.py."""
 
 import math
 

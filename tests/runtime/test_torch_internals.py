@@ -18,6 +18,7 @@ NOT_IN_EVERY_TORCH = {
     "_fsdp_param_groups": "later it may have several",
     "_reset_iter_state": "since torch 2.13",
     "_get_grad_send_meta": "since torch 2.12",
+    "_validate_fwd_outputs": "up to torch 2.11",
     "_saved_split_sizes": "of the nodes of torch.split alone, tested below",
     "_is_avx512_bf16_supported": "of some builds for CPUs",
     "_is_amx_tile_supported": "of some builds for CPUs",
@@ -60,6 +61,8 @@ def attributes(tree):
             if ast.unparse(node).partition(".")[0] in ("torch", "_T", "_aten", "Variable"):
                 continue
             yield node.attr
+        elif isinstance(node, ast.ClassDef) and node.bases:  # methods of torch that ours replace
+            yield from (each.name for each in node.body if isinstance(each, ast.FunctionDef) and is_private(each.name))
 
 
 def sources_of(tree):

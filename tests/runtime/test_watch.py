@@ -1,5 +1,6 @@
 """A rank that hangs, and one that is slow, get a name from the others."""
 
+import sys
 import threading
 import time
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
-from meshwright.runtime import rank, watch
+from meshwright.runtime import agreement, rank, watch
 from meshwright.runtime.watch import Report, Watch, slow_ranks, verdict
 
 LIMIT_S = 0.5
@@ -109,6 +110,29 @@ def test_who_holds_up_the_others_is_named(ranks):
     (hang,) = [text for text in first[4] + second[4] if "no step has ended" in text]
     assert "rank 0: step 4" in hang
     assert "rank 1: step 3" in hang
+
+
+def test_ranks_that_wait_in_the_store_wait_and_those_that_add_up_bits_work(monkeypatch):
+    has_come = threading.Event()
+
+    class Store:
+        def add(self, key, amount):
+            return 2 if has_come.is_set() else 1
+
+    monkeypatch.setattr(agreement, "world_size", lambda: 2)
+    monkeypatch.setattr(agreement, "default_store", Store)
+    thread = threading.Thread(target=agreement.wait_for_all_ranks, args=("save",))
+    thread.start()
+    seen = set()
+    deadline_s = time.monotonic() + 10.0
+    while "wait_for_all_ranks" not in seen and time.monotonic() < deadline_s:
+        seen.add(watch.place_of(thread.ident).operation)
+    has_come.set()
+    thread.join()
+    assert "wait_for_all_ranks" in seen
+    found = {}
+    exec(compile("def bit_sum(): return sys._getframe()", agreement.__file__, "exec"), {"sys": sys}, found)
+    assert watch._operation(found["bit_sum"]()) == ""
 
 
 def _report(step=5, operation="all_reduce", caller="a.py:1 in f", number=3):

@@ -43,7 +43,7 @@ def decode(
     Args:
         message: Bytes ``(num_rows, …)``, contiguous or not.
         sizes: Elements of every part.
-        encoding: As in :func:`encode`.
+        encoding: Encoding as in :func:`encode`.
         dtype: Floating.
 
     Returns:
@@ -134,7 +134,7 @@ class Packing:
     sizes: tuple[int, ...]
     """Elements of every part, in the order in which they lie in a row."""
     quantised: tuple[bool, ...]
-    """Which of them are quantised."""
+    """Whether each of them is quantised."""
     encoding: Encoding | None
     """Encoding of those; None: nothing is quantised."""
 
@@ -153,7 +153,7 @@ class Packing:
         Args:
             messages: Bytes ``(num_rows, bytes)``.
             sent: Type of the parts that are not quantised.
-            rows: To be overwritten; of any floating type.
+            rows: Rows to overwrite, of any floating type.
         """
         large, small = self._sorted(rows.split(self.sizes, dim=1))
         behind = 0
@@ -207,7 +207,7 @@ def route(group: dist.ProcessGroup, per_node: int | None) -> Route:
 
     Args:
         group: Its ranks lie node by node.
-        per_node: How many consecutive ones share a node; None sends over all of them at once.
+        per_node: Number of consecutive ranks on one node; None sends over all of them at once.
     """
     if per_node is None:
         return Route(group, None)

@@ -208,7 +208,7 @@ class Pending:
     """A collective under way; torch keeps its inputs alive.
 
     Args:
-        work: What to wait for.
+        work: The work to wait for.
         finish: Returns the result, once ``work`` is done.
     """
 

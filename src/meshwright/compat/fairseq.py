@@ -36,7 +36,7 @@ class BMUF(BlockMomentum):
         average_sync: Average the inner optimizer's states when replicas synchronise; without it they are reset at the
             end of warm-up and kept afterwards.
         distributed_world_size: Number of replicas, as a check; 1 switches synchronisation off. None takes the group's.
-        nbm_mode: Which of the two NBM rules.
+        nbm_mode: One of the two NBM rules.
         warmup: What replicas do during warm-up, see OuterPolicy; ``"broadcast"`` is fairseq's way, ``"synchronous"``
             wastes nothing.
         group: See OuterOptimizer.
@@ -112,7 +112,7 @@ class BMUF(BlockMomentum):
         """Load what ``state_dict`` returned; collective. See OuterOptimizer.
 
         Args:
-            state_dict: Of this class. The state of the optimizer inside alone goes into ``optimizer.load_state_dict``.
+            state_dict: State dict of this class. The inner optimizer's alone goes into ``optimizer.load_state_dict``.
             optimizer_overrides: Hyperparameters for all groups of the optimizer inside, instead of the saved ones, such
                 as ``{"lr": 1e-4}``.
 

@@ -15,7 +15,7 @@ the list, and the number of its blocks is behind it. What belongs to several pla
 
 @functools.lru_cache(maxsize=512)
 def sums_of(ranges: tuple[tuple[int, int], ...], num_blocks: int, amounts: Placed) -> tuple[int, ...]:
-    """Return what every pipeline stage has of some amounts.
+    """Sum amounts over the places of every pipeline stage.
 
     The first stage also has what is before the blocks, the last what is behind them. Cached, since every rank of a
     pipeline asks for the same.
@@ -59,11 +59,11 @@ class Transient(NamedTuple):
 
     Args:
         place: See :data:`~meshwright.cost.activations.Placed`.
-        instants: Those that can be the one at which most is held, for some number of samples.
+        instants: The instants at which most can be held, for some number of samples.
         gradients: Bytes of the parameters' gradients that its backward completes.
         forward: Behind the blocks, the same of forward as far as the model goes, without its loss.
         returned: Bytes made here in forward that nobody saves and the model holds, such as keys and values it returns.
-        left: Of those, what is held in backward, too.
+        left: The part of those that is held in backward, too.
         remains: Bytes that are not free when its backward has run.
     """
 
@@ -284,7 +284,7 @@ class Activations:
         """Return the activations of one pipeline rank.
 
         Args:
-            stages: Of this rank: whether each has any of some places.
+            stages: For each stage of this rank, whether it has any of some places.
             in_flight: See the attribute.
             backward_at: See the attribute.
         """
@@ -302,7 +302,7 @@ class Activations:
         ).settled()
 
     def first_blocks(self) -> tuple[BlockSaves, ...]:
-        """Return what changes if all saves of the first block are copied to the host; of the first two; and so on."""
+        """Return the bytes that move if all saves of the first 1, 2, … blocks are copied to the host."""
         freed, copied = [0] * len(self.blocks), [0] * len(self.blocks)
         for tensor in (tensor for stage in self.stages for tensor in stage):
             places = self._savers_in_blocks(tensor)

@@ -84,19 +84,19 @@ class Efficiency:
     """Fractions of stated peaks, fitted to published runs (``benchmarks/fit.py``) or measured on a machine.
 
     Args:
-        matmul: Of the peak of half-precision (and fp32) matrix products, in large ones.
-        fp8: Of the peak of fp8 products, in large ones.
-        fp4: Of the peak of 4-bit products, in large ones; None: as ``fp8``.
-        attention: Of the half-precision peak, in fused attention with heads of width 128.
-        memory: Of the memory bandwidth, in kernels that are bound by it.
-        intra: Of the bandwidth of links inside a node.
-        inter: Of the bandwidth of links between nodes.
+        matmul: Fraction of the peak of half-precision (and fp32) matrix products, in large ones.
+        fp8: Fraction of the peak of fp8 products, in large ones.
+        fp4: Fraction of the peak of 4-bit products, in large ones; None: as ``fp8``.
+        attention: Fraction of the half-precision peak, in fused attention with heads of width 128.
+        memory: Fraction of the memory bandwidth, in kernels that are bound by it.
+        intra: Fraction of the bandwidth of links inside a node.
+        inter: Fraction of the bandwidth of links between nodes.
         attention_backward: Speed of fused attention's backward beside its forward's.
         attention_fp32: As ``attention``, of the fp32 peak in fp32; None: the same fraction.
         attention_backward_fp32: As ``attention_backward``, in fp32; None: the same.
         cached: Speed of the bytes of a kernel that fit into the device's cache beside that of its memory.
         update: Speed of the optimizer's update beside other kernels that are bound by memory.
-        all_reduce: Of what links reach (``intra``, ``inter``), in all-reduces; so are those that follow.
+        all_reduce: Fraction of the rate of links (``intra``, ``inter``), in all-reduces; so are those that follow.
     """
 
     matmul: float = 0.75
@@ -141,13 +141,13 @@ class Constants:
     """Constants that all devices share.
 
     Args:
-        gap_s: From the end of one kernel to the start of the next.
-        interference: By how much computing slows down while a collective runs beside it (Galvatron: 0.1 to 0.3).
+        gap_s: Seconds from the end of one kernel to the start of the next.
+        interference: Slowdown of computing while a collective runs beside it (Galvatron: 0.1 to 0.3).
         power: Exponent of sustained power in sustained arithmetic.
         step_s: Once per step: the optimizer's launch, reading the loss, loading a batch.
-        call_s: What a collective costs beside its bytes and hops.
-        hop: By how much a hop between nodes takes longer than the link's latency.
-        p2p_s: What handing on to the next stage of a pipeline costs beside its bytes: ranks wait for each other.
+        call_s: Seconds of a collective beside its bytes and hops.
+        hop: Ratio of the seconds of a hop between nodes to the link's latency.
+        p2p_s: Seconds of a send to the next pipeline stage beside its bytes: ranks wait for each other.
         narrow: Exponent by which attention slows down with heads narrower than 128.
         flash1: Speed of the first generation of fused attention (Triton's) beside the second, in forward.
         vendor: Of the half-precision peak, what fused attention reaches that is written for its generation of devices
@@ -156,14 +156,14 @@ class Constants:
         blocks: Speed of fp8 products with a scale for each 32 elements beside those with one for each tensor (6.8 and
             7.2 ms for the same products on B300: Transformer Engine's documentation, gemm_profiling).
         tile: Times the bytes of its operands that a product's first and last tiles cost beside its arithmetic.
-        host_s: What the host takes to launch one kernel of a module that is not compiled: a block cannot be faster.
-        operator_s: The same of one operator of a model that was traced: of these a module has several.
-        rowwise_bytes: Moved for each element of an fp8 product's inputs that is scaled row by row, beside the cast.
+        host_s: Seconds of the host per kernel launch in a module that is not compiled: a block cannot be faster.
+        operator_s: The same for one operator of a traced model, of which a module has several.
+        rowwise_bytes: Bytes moved per element of an fp8 product's inputs that is scaled by rows, beside the cast.
         async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
         function_s: Per element to which a function (an exponential, a normalisation) is applied, beside its bytes:
             nothing on GPUs, where that hides behind the bytes.
-        product_s: What a matrix product takes beside its arithmetic and bytes: on CPUs its operands are packed anew.
-        reduce_scatter_s: What a reduce-scatter costs beside that: gloo polls for a millisecond, NCCL does not.
+        product_s: Seconds of a matrix product beside its arithmetic and bytes: on CPUs its operands are packed anew.
+        reduce_scatter_s: Seconds of a reduce-scatter beside that: gloo polls for a millisecond, NCCL does not.
         accumulation: Times that the bytes of a gradient are moved when a further micro-batch adds to it; 0 where that
             is in other constants.
         spread: Deviation of devices of one kind in sustained arithmetic, as a share of it (Sinha et al. 2022 found 8 %
@@ -174,7 +174,7 @@ class Constants:
         half_in_step: Times as long as ``in_step`` that products and attention take in half precision, with their casts.
         sharded: Seconds of the bytes that are gathered and reduced of shards over those of bare collectives: they are
             copied in and out of one buffer.
-        shard_s: What one of these takes beside its bytes, ranks that wait included; 0: what a bare collective does.
+        shard_s: Seconds of one of these beside its bytes, waiting included; 0: those of a bare collective.
         wait_s: Seconds until the second of two ranks arrives at a collective that computing waits for, and both go on.
         per_core: Ranks that take turns on a core of a CPU: what one leaves idle, another uses.
     """
@@ -223,7 +223,7 @@ class Calibration:
 
     Args:
         devices: Efficiencies by family.
-        constants: That go with them.
+        constants: Constants that go with them.
         machine: Where they were measured; None: nowhere alone.
         num_runs: Dry runs that they were corrected by.
     """
@@ -298,3 +298,43 @@ def _numbers(entry: Mapping[str, Any], least: float = 0.0) -> dict[str, float]:
     if wrong:
         raise ValueError(f"{wrong}: what is reached is a positive number")
     return found
+
+
+# --- Checks of what files hold.
+
+_LEAST_FIGURE = 1e-30  # bounds of all figures: from this to its inverse
+
+
+def refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Refuse keys that a table cannot have.
+
+    Raises:
+        ValueError: Naming them.
+    """
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ValueError(f"unknown keys in {where}: {', '.join(map(str, unknown))}; known: {', '.join(sorted(known))}")
+
+
+def count_of(data: Mapping[str, Any], key: str, default: int | None = 1) -> Any:
+    """Return a positive integer of a table, or the default.
+
+    Raises:
+        ValueError: When it is something else.
+    """
+    value = data.get(key, default)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{key} must be a positive number, and is {value!r}")
+    return value
+
+
+def positive_number(value: Any, name: str) -> float:
+    """Return a positive figure as a float.
+
+    Raises:
+        ValueError: When it is something else.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not _LEAST_FIGURE < value < 1 / _LEAST_FIGURE:
+        raise ValueError(f"{name} must be a positive number, and is {value!r}")
+    return float(value)

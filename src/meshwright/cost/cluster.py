@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.cost.calibration import Calibration, calibration_from, calibration_tables
+from meshwright.cost.calibration import (
+    Calibration,
+    calibration_from,
+    calibration_tables,
+    count_of,
+    positive_number,
+    refuse_unknown,
+)
 from meshwright.errors import ConfigError, MeshwrightError, did_you_mean, join_names
 
 _MIB, _GIB = 2**20, 2**30
@@ -22,18 +29,18 @@ class Device:
     """An accelerator.
 
     Args:
-        name: What presets and messages call it.
-        memory_bytes: What the driver reports as total memory.
+        name: Name in presets and messages.
+        memory_bytes: Total memory as the driver reports it.
         half_flops_per_s: Peak of dense fp16 and bf16 matrix products with fp32 accumulation.
         fp32_flops_per_s: Peak of fp32 matrix products (without TF32).
         fp8_flops_per_s: Peak of dense fp8 products; None where the device has none.
         fp4_flops_per_s: Peak of dense 4-bit products; None where the device has none.
-        bandwidth_bytes_per_s: Of its memory.
-        efficiency: Whose fitted efficiencies it takes (a key of ``efficiencies.json``).
+        bandwidth_bytes_per_s: Bandwidth of its memory.
+        efficiency: Family whose fitted efficiencies it takes (a key of ``efficiencies.json``).
         power_fraction: Sustained power for each FLOP/s of the peak, over that of the device which its family's
             efficiencies are stated for: boards of one chip that may draw less keep lower clocks.
-        cache_bytes: Of its cache, so much of a kernel's bytes as moves at ``Efficiency.cached``; 0: not told apart.
-        price_per_hour: In US dollars; None: unknown. Prices differ by vendor and month: set your own.
+        cache_bytes: Bytes of a kernel that move through the cache, at ``Efficiency.cached``; 0: the cache is ignored.
+        price_per_hour: Price in US dollars; None: unknown. Prices differ by vendor and month: set your own.
         bf16: Whether it multiplies in bf16; without, half precision is fp16.
         is_host: Whether its memory is the host's.
     """
@@ -245,7 +252,7 @@ def _as_named(device: Device, name: str) -> Device:
     return dataclasses.replace(device, **changes) if changes else device  # type: ignore[arg-type]
 
 
-# --- Clusters.
+# --- Clusters: nodes of one device, with the links that are usual for it.
 
 
 @dataclass(frozen=True)
@@ -254,7 +261,7 @@ class Link:
 
     Args:
         bytes_per_s: Per device, in one direction.
-        latency_s: Of one hop.
+        latency_s: Latency of one hop.
     """
 
     bytes_per_s: float
@@ -266,17 +273,17 @@ class Cluster:
     """Nodes of equal devices.
 
     Args:
-        device: What computes.
+        device: The accelerator of all nodes.
         num_devices: All of them.
-        devices_per_node: In one node.
+        devices_per_node: Number of devices in one node.
         intra: Links inside a node.
         inter: Links between nodes, as each device's share of its node's.
-        host_link: Between a device and host memory, in one direction, while no other device copies.
+        host_link: Link between a device and host memory, in one direction, while no other device copies.
         host_memory: Each device's share of the host's memory bandwidth.
         disk: Each device's share of its node's disks.
         host_memory_bytes: Each device's share of its node's memory, which offloading fills; None: unknown, or the
             device's own.
-        calibration: What its kernels and links reach, where that was measured; None: the fitted presets.
+        calibration: Measured speed of its kernels and links; None: the fitted presets.
         devices_per_host_link: Neighbours behind one PCIe switch, which copy over its one link to the host.
     """
 
@@ -326,10 +333,9 @@ class Cluster:
 # LUMI's nodes of 8 dies: 4 x 200). Datasheets.
 _INTRA = {
     "V100-PCIe": 16e9, "V100S": 16e9, "V100": 150e9, "A100-PCIe": 32e9, "A100": 300e9, "A800-PCIe": 32e9, "A800": 200e9,
-    "H100-PCIe": 64e9, "H100-NVL": 64e9, "H100": 450e9,
-    "H800-PCIe": 64e9, "H800": 200e9,
-    "H200": 450e9, "B200": 900e9, "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9,
-    "H20": 450e9, "MI300X": 448e9, "MI325X": 448e9, "MI250X": 200e9,
+    "H100-PCIe": 64e9, "H100-NVL": 64e9, "H100": 450e9, "H800-PCIe": 64e9, "H800": 200e9, "H200": 450e9, "H20": 450e9,
+    "B200": 900e9, "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9,
+    "MI300X": 448e9, "MI325X": 448e9, "MI250X": 200e9,
     "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
     "RTX-A6000": 25e9, "RTX-6000-Ada": 25e9, "RTX-PRO-6000": 50e9, "RTX-3090": 18e9, "RTX-4090": 18e9, "RTX-5090": 32e9,
 }  # fmt: skip
@@ -367,8 +373,7 @@ _HOST_MEMORY = {
 _HOST_MEMORY_GIB = {
     "V100": 64, "A100": 256, "A100-40": 128, "A100-PCIe-40": 128, "A800": 256, "H100": 256, "H800": 256, "H200": 256,
     "H20": 256, "B200": 256, "B300": 256, "GH200": 480, "GB200": 240, "GB300": 240, "MI300X": 288, "MI325X": 288,
-    "MI250X": 64, "A10G": 64, "A10": 64, "L40S": 64, "L40": 64, "L4": 48,
-    "RTX": 64, "RTX-PRO-6000": 128,
+    "MI250X": 64, "A10G": 64, "A10": 64, "L40S": 64, "L40": 64, "L4": 48, "RTX": 64, "RTX-PRO-6000": 128,
 }  # fmt: skip
 MOST_DEVICES = 2**24
 """The largest cluster that is accepted. A larger number in a file is a mistake, and would take forever to simulate."""
@@ -391,9 +396,9 @@ def make_cluster(
     Args:
         device: A device, or its name.
         num_devices: All of them.
-        devices_per_node: That their fast links join; None: 8, or the 72 of an NVL72, or all of fewer.
+        devices_per_node: Devices that fast links join; None: 8, or the 72 of an NVL72, or all of fewer.
         node_gbps: Network of one node in Gbit/s; None: what is usual.
-        latency_s: From node to node.
+        latency_s: Latency from node to node.
 
     Raises:
         ConfigError: For an unknown device, or numbers that do not fit together.
@@ -422,15 +427,15 @@ def make_cluster(
 
 
 def most_joined(device: Device) -> int:
-    """Return how many devices fast links join at most: a rack's in an NVL72, else the eight of a node."""
+    """Return the most devices that fast links join: a rack's in an NVL72, else the eight of a node."""
     return _NVLINK_RACK.get(device.name, 8)
 
 
 def _usual_node(device: Device, num_devices: int) -> int:
-    most, part = most_joined(device), _TAKEN_OF_A_RACK
-    return (
-        part if num_devices > most > part and num_devices % most and num_devices % part == 0 else min(most, num_devices)
-    )
+    most = most_joined(device)
+    if num_devices > most > _TAKEN_OF_A_RACK and num_devices % most and num_devices % _TAKEN_OF_A_RACK == 0:
+        return _TAKEN_OF_A_RACK
+    return min(most, num_devices)
 
 
 # --- Clusters by name and as files, written by hand or by ``calibrate``.
@@ -442,7 +447,6 @@ _KEYS = {
     "host_memory_bytes", "devices_per_host_link", "price_per_hour",
 }  # fmt: skip
 _MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
-_LEAST = 1e-30  # bounds of all figures: from this to its inverse
 _LINKS = ("intra", "inter", "host_link", "host_memory", "disk")
 _LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
 _DEVICE_KINDS = {"name": str, "efficiency": str, "bf16": bool, "is_host": bool}  # the others are positive numbers
@@ -493,7 +497,7 @@ def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
     and in ``measured`` how it was made.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         learned: Whether its calibration is corrected by what dry runs have taught.
 
     Raises:
@@ -519,7 +523,7 @@ def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
 def _cluster_from(data: Any) -> Cluster:
     if not isinstance(data, Mapping) or not {"device", "num_devices"} <= set(data):
         raise ValueError("device and num_devices must be given")
-    _refuse_unknown(data, _KEYS | _MEASURED_KEYS, "cluster")
+    refuse_unknown(data, _KEYS | _MEASURED_KEYS, "cluster")
     if data.get("format", FORMAT) != FORMAT or data.get("version", VERSION) != VERSION:
         given = f"format {data.get('format')!r}, version {data.get('version')!r}"
         raise ValueError(f"{given}; known: {FORMAT!r}, {VERSION}")
@@ -529,8 +533,8 @@ def _cluster_from(data: Any) -> Cluster:
         # Older calibration files do not say so.
         device = dataclasses.replace(device, is_host=True)
     if "price_per_hour" in data:
-        device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
-    base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))
+        device = dataclasses.replace(device, price_per_hour=positive_number(data["price_per_hour"], "price_per_hour"))
+    base = make_cluster(device, count_of(data, "num_devices"), count_of(data, "devices_per_node", None))
 
     host = data.get("host_memory_bytes", base.host_memory_bytes)
     sharing = 1 if "host_link" in data else base.devices_per_host_link
@@ -538,9 +542,9 @@ def _cluster_from(data: Any) -> Cluster:
     return dataclasses.replace(
         base,
         **links,
-        host_memory_bytes=None if host is None else round(_positive(host, "host_memory_bytes")),
+        host_memory_bytes=None if host is None else round(positive_number(host, "host_memory_bytes")),
         calibration=calibration_from(data["calibration"]) if "calibration" in data else None,
-        devices_per_host_link=_count(data, "devices_per_host_link", sharing),
+        devices_per_host_link=count_of(data, "devices_per_host_link", sharing),
     )
 
 
@@ -552,37 +556,20 @@ def _device(data: Mapping[str, Any]) -> Device:
         wanted = _DEVICE_KINDS.get(name, (int, float))
         right = isinstance(value, wanted) and (wanted in (str, bool) or not isinstance(value, bool))
         if not right or (name not in _DEVICE_KINDS and not (value == 0 and name == "cache_bytes")):
-            _positive(value if right else repr(value), f"device.{name}")
+            positive_number(value if right else repr(value), f"device.{name}")
     return Device(**data)
 
 
 def _link(data: Any, usual: Link, name: str) -> Link:
     if not isinstance(data, Mapping):
         raise ValueError(f"{name} is not a table")
-    _refuse_unknown(data, _LINK_KEYS, name)
+    refuse_unknown(data, _LINK_KEYS, name)
     if {"gbps", "bytes_per_s"} <= set(data):
         raise ValueError(f"{name} has both gbps and bytes_per_s, which say the same: keep one")
     rate = data.get("bytes_per_s", data["gbps"] * 1e9 / 8 if "gbps" in data else usual.bytes_per_s)
-    return Link(_positive(rate, f"{name}.bytes_per_s"), _positive(data.get("latency_s", usual.latency_s), name))
-
-
-def _refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(set(data) - known)
-    if unknown:
-        raise ValueError(f"unknown keys in {where}: {', '.join(map(str, unknown))}; known: {', '.join(sorted(known))}")
-
-
-def _count(data: Mapping[str, Any], key: str, default: int | None = 1) -> Any:
-    value = data.get(key, default)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{key} must be a positive number, and is {value!r}")
-    return value
-
-
-def _positive(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not _LEAST < value < 1 / _LEAST:
-        raise ValueError(f"{name} must be a positive number, and is {value!r}")
-    return float(value)
+    return Link(
+        positive_number(rate, f"{name}.bytes_per_s"), positive_number(data.get("latency_s", usual.latency_s), name)
+    )
 
 
 def write_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) -> str:

@@ -25,11 +25,11 @@ class Casts:
     """Bytes moved per element that is cast around the three products of a layer.
 
     Args:
-        input: In forward, of the layer's input.
-        weight: In forward.
-        gradient: In backward, of the gradient of the layer's result.
-        input_again: In backward, where forward's cast was not kept.
-        weight_again: In backward, likewise.
+        input: Cast of the layer's input in forward.
+        weight: Cast of the weight in forward.
+        gradient: Cast of the result's gradient in backward.
+        input_again: Cast of the input in backward, where forward's was not kept.
+        weight_again: Cast of the weight in backward, likewise.
     """
 
     input: float
@@ -75,7 +75,7 @@ def casts_of(op: Op, rowwise_bytes: float) -> Casts:
 
     Args:
         op: A product.
-        rowwise_bytes: What scales by rows move beside each cast.
+        rowwise_bytes: Bytes that scales by rows move beside each cast.
     """
     if op.dtype not in ("fp8", "fp4"):
         return Casts(0, 0, 0)
@@ -319,8 +319,8 @@ class OffloadTime:
     """Seconds of a step's copies, were they alone.
 
     Args:
-        forward_s: Beside forward, in the direction that carries more: links work in both at once.
-        backward_s: Beside backward.
+        forward_s: Copies beside forward, in the direction that carries more: links work in both at once.
+        backward_s: Copies beside backward.
         update_s: At the update, which waits for them.
         hides: Whether they run beside computing: on a CPU they take its cores.
     """
@@ -431,12 +431,12 @@ def group_of(
     devices_per_node: int,
     counted_again: tuple[str, ...] = (),
 ) -> Group:
-    """Return how the ranks along some axes (taken as one) lie on nodes; the first axis is innermost.
+    """Count the ranks along some axes, taken as one, and those of them on one node; the first axis is innermost.
 
     Args:
         axes: Names and sizes.
-        names: Those taken as one.
-        devices_per_node: In one node.
+        names: Axes that are taken as one.
+        devices_per_node: Number of devices in one node.
         counted_again: Axes whose ranks those behind them have, too.
     """
     stride, size, in_node = 1, 1, 1
@@ -454,8 +454,8 @@ def collective_s(kind: str, num_bytes: float, group: Group, network: Network, ca
     Args:
         kind: As in ``Traffic``; so is what ``num_bytes`` counts.
         num_bytes: Payload of the whole tensors; of an all-to-all, what one rank has for all.
-        group: Who takes part. All groups of the axis run at once, so that each has its own devices' share of a node's
-            links and no more.
+        group: Ranks that take part. All groups of the axis run at once, so that each has its own devices' share of a
+            node's links and no more.
         network: The links.
         calls: Collectives that the bytes are cut into.
     """
@@ -525,8 +525,8 @@ def ring_s(step: Step, network: Network, moment: str) -> float:
     """Return the exposed seconds of a micro-batch's ring: what attention does not hide of keys and values.
 
     Args:
-        step: After all ``cost`` twins.
-        network: What carries it, between devices that attend.
+        step: The step after all ``cost`` twins.
+        network: Links between the devices that attend.
         moment: ``"forward"`` or ``"backward"``.
     """
     sent = [each for each in step.traffic if each.moment == moment and each.axis == AXIS and each.kind == "send"]

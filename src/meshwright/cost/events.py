@@ -40,11 +40,11 @@ class StepEvent:
     """A piece of a step as it ran.
 
     Args:
-        rank: Of the pipeline; 0 without one.
-        lane: What was busy. ``collective`` are those that blocks wait for; ``gather`` and ``reduce`` run beside
-            computing; ``host`` is what happens once per step beside all that.
-        name: What it is, for people.
-        start_s: From the beginning of the step.
+        rank: Rank of the pipeline; 0 without one.
+        lane: The part that was busy. ``collective`` are those that blocks wait for; ``gather`` and ``reduce`` run
+            beside computing; ``host`` is what happens once per step beside all that.
+        name: Description for people.
+        start_s: Seconds from the beginning of the step.
         end_s: The same.
         critical: Whether a shorter one would have ended the step earlier.
     """
@@ -72,8 +72,8 @@ def step_events(
 
     Args:
         steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
-        cluster: What it runs on.
-        calibration: What kernels and links reach; None: what the cluster was measured to, or else the fitted presets.
+        cluster: The cluster to run on.
+        calibration: Speed of kernels and links; None: the cluster's own calibration, or else the fitted presets.
     """
     every = [steps] if isinstance(steps, Step) else list(steps)
     known = calibration or cluster.calibration or fitted()

@@ -106,7 +106,7 @@ def _saved_bytes(step: Step) -> int:
 
 
 def _saved_before_the_last_block(step: Step) -> int:
-    """Return what one micro-batch has saved; ranks of a pipeline gather before they hold several."""
+    """Return the bytes that one micro-batch has saved; 0 in pipelines, which gather before they hold several."""
     known = step.activations
     if known is None or step.stages is not None:
         return 0
@@ -124,7 +124,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
     """Yield whether a place lies behind the blocks, and the memory at its own peak in backward.
 
     Args:
-        step: With transients.
+        step: A step with transients.
         whole: Its memory.
     """
     known = step.activations
@@ -294,9 +294,9 @@ class Peak:
     Args:
         moment: As forward gathers weights or receives buffers, at the start of backward, in the last block, as the last
             gradients are reduced, or at the update.
-        memory: By class, at that moment.
-        allocated_bytes: Of tensors.
-        reserved_bytes: Of the caching allocator, which keeps what it once took, stream by stream.
+        memory: Bytes by class at that moment.
+        allocated_bytes: Bytes of tensors.
+        reserved_bytes: Bytes of the caching allocator, which keeps what it once took, stream by stream.
     """
 
     moment: Moment
@@ -309,7 +309,7 @@ def peak(step: Step, but_for: Collection[Moment] = ()) -> Peak:
     """Return the fullest moment of a step.
 
     Args:
-        step: What it computes.
+        step: The simulated step.
         but_for: Moments to leave out; never the update.
     """
     every = {moment: held for moment, held in moments(step).items() if moment not in but_for}
@@ -378,7 +378,7 @@ def _at_update(step: Step, most: Memory) -> Memory:
 
 
 def _gradients(step: Step) -> tuple[int, int, int]:
-    """Return whole gradients: accumulated, of the blocks that are computed and reduced, and of all outside blocks.
+    """Return bytes of whole gradients: accumulated, of blocks that are computed and reduced, and outside blocks.
 
     Two blocks at once; one beside accumulated gradients, which exist already.
     """

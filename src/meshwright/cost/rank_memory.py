@@ -44,7 +44,7 @@ def pick_largest(keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], budget: 
 
     Args:
         keys: Break ties between equal sizes, in the same way wherever the same things are asked about.
-        sizes: Of each thing.
+        sizes: Size of each item.
         budget: Most that the chosen may sum up to.
 
     Returns:
@@ -60,9 +60,9 @@ def pick_numbers(
     """Choose how many of each kind of item fit, as :func:`pick_largest` chooses items.
 
     Args:
-        keys: As of :func:`pick_largest`.
-        sizes: Of one of each.
-        counts: How many of each there are.
+        keys: Keys as in :func:`pick_largest`.
+        sizes: Size of one of each kind.
+        counts: Number of each kind.
         budget: Most that the chosen may sum up to.
     """
     # The margin lets a fraction of 1 fit in spite of rounding.

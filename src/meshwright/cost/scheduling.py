@@ -13,9 +13,9 @@ class Task:
     """A piece of work on one stream.
 
     Args:
-        name: What it is, for people.
-        stream: What runs it: ``compute``, ``link``, ``copy``, or a rank's of these.
-        seconds: How long it takes.
+        name: Description for people.
+        stream: The stream that runs it: ``compute``, ``link``, ``copy``, or a rank's of these.
+        seconds: Duration.
         after: Indices of the tasks that must have ended before; all of them stand earlier in the list.
     """
 
@@ -229,7 +229,7 @@ class StageTimes:
 
 @functools.cache
 def order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Action]]:
-    """Return what every rank computes, in order.
+    """Return the actions of every rank, in order.
 
     ``gpipe`` (Huang et al. 2019), ``1f1b`` (Narayanan et al. 2019) and ``interleaved`` (Narayanan et al. 2021, §2.2).
     Schedules that split backward (``zbv``, ``dualpipev``) have no order here, see :func:`pipeline_s`.
@@ -244,10 +244,10 @@ def pipeline_s(
 
     Args:
         schedule: Its name.
-        times: Of every rank of the pipeline.
-        hop_s: From one stage to the next.
+        times: Times of every rank of the pipeline.
+        hop_s: Seconds from one stage to the next.
         stages_per_rank: Stages of a rank.
-        micro_batches: Of a step. Beyond a few rounds each takes as long as those before.
+        micro_batches: Micro-batches of a step. Beyond a few rounds each takes as long as those before.
     """
     ranks = len(times)
     slowest = max(each.forward_s + each.backward_s for each in times)
@@ -288,7 +288,7 @@ def _split_s(times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, mi
 
 
 def settled_after(schedule: str, ranks: int, micro_batches: int) -> int:
-    """Return how many micro-batches to play before every further round takes as long as the last."""
+    """Return the number of micro-batches after which every further round takes as long as the last."""
     each = _per_round(schedule, ranks, micro_batches)
     return min(micro_batches, (_SETTLED_ROUNDS + 1) * each + micro_batches % each)
 
@@ -382,11 +382,11 @@ def play_on_cores(
     The rank that is ready first takes the core that is free first.
 
     Args:
-        rows: What every rank computes, in order.
-        times: Of every rank, with a core of its own.
-        hop_s: From one stage to the next.
+        rows: Actions of every rank, in order.
+        times: Times of every rank with a core of its own.
+        hop_s: Seconds from one stage to the next.
         stages_per_rank: Stages of a rank.
-        cores: Of all ranks together.
+        cores: Cores of all ranks together.
 
     Raises:
         ValueError: When the order waits for itself.

@@ -23,7 +23,7 @@ def names_class(reference: str, names: Iterable[str]) -> bool:
     A class defined in a script is ``__main__.Block`` there and ``train.Block`` elsewhere: only its bare name counts.
 
     Args:
-        reference: What a strategy says.
+        reference: Name of a class in a strategy.
         names: Qualified names of a class and of the classes it derives from.
     """
     wanted_bare = reference.rsplit(".", 1)[-1]
@@ -92,12 +92,12 @@ class Compression:
         return encoding.num_bytes(numel)
 
     def neighbours(self, axes: Sequence[tuple[str, int]], axis: str) -> int | None:
-        """Return how many consecutive ranks along an axis share a node; None for one collective over them all.
+        """Return the number of consecutive ranks along an axis on one node; None for one collective over them all.
 
         Args:
             axes: ``(name, size)``, innermost first: neighbours along an axis lie as many ranks apart as the axes
                 before it hold.
-            axis: Along which a collective goes.
+            axis: Axis along which a collective runs.
 
         Raises:
             StrategyError: When nodes cut the axis into unequal parts.
@@ -255,7 +255,7 @@ class Stages:
     schedule: str = "1f1b"  # in which order ranks compute
 
     def sums(self, amounts: Placed) -> tuple[int, ...]:
-        """Return what every stage has of some amounts."""
+        """Sum amounts over the places of every stage."""
         return sums_of(self.ranges, self.num_blocks, amounts)
 
     def has(self, stage: int, places: tuple[int, ...]) -> bool:
@@ -509,7 +509,7 @@ def gather_traffic(
     """Return an all-gather of so many bytes; in a hierarchy one between nodes, then one within them.
 
     Args:
-        step: What gathers.
+        step: The step that gathers.
         axis: Over which.
         num_bytes: Payload of the whole tensor.
         moment: When.
@@ -527,7 +527,7 @@ def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, eac
     It is an all-to-all on CPUs and with compression; in a hierarchy one within nodes, then one between them.
 
     Args:
-        step: What reduces.
+        step: The step that reduces.
         axis: Over which.
         num_bytes: Payload of the whole tensor.
         calls: Collectives that the bytes are cut into.

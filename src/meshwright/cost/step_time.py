@@ -54,8 +54,8 @@ class Rank:
         update_s: The optimizer's update, with what it sends.
         gathers_each: Whether every micro-batch gathers, and not the first alone.
         reduces_each: Whether every micro-batch reduces, and not the last alone.
-        accumulate_s: Of every micro-batch after the first, adding to the gradients.
-        offload_time: Of copies between memories, where something is offloaded.
+        accumulate_s: Seconds in which every micro-batch after the first adds to the gradients.
+        offload_time: Copies between memories, where something is offloaded.
     """
 
     passes: Passes
@@ -159,7 +159,7 @@ def _met(waited_for: Sequence[Traffic]) -> list[Traffic]:
 
 
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:
-    """Return what one micro-batch computes and gathers; reductions are left at zero."""
+    """Return the seconds in which one micro-batch computes and gathers; reductions are left at zero."""
     blocks = [block for block in step.blocks if block.name != "outside"]
     forward, backward, outside = _computing(step, blocks, machine)
     count = max(len(forward), 1)
@@ -303,8 +303,8 @@ def simulate(
 
     Args:
         steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
-        cluster: What it runs on.
-        calibration: What kernels and links reach; None: what the cluster was measured to, or else the fitted presets.
+        cluster: The cluster to run on.
+        calibration: Speed of kernels and links; None: the cluster's own calibration, or else the fitted presets.
         in_turn: Whether gradients are reduced only when backward has ended, and not beside it.
     """
     every = [steps] if isinstance(steps, Step) else list(steps)
@@ -429,7 +429,7 @@ def once_s(rank: Rank) -> float:
 
 
 def last_rounds(ranks: int, stages: int, micro_batches: int) -> float:
-    """Return how many backwards hide a rank's reductions, which begin with its first finished stage.
+    """Return the number of backwards that hide a rank's reductions, which begin with its first finished stage.
 
     A rank with several stages takes a round of micro-batches through each in turn.
     """

@@ -106,7 +106,7 @@ def share(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
 
     Args:
         tensor: Plain, or a DTensor with any mix of ``Shard``, ``StridedShard`` and ``Replicate``.
-        name: For the error.
+        name: Name of the tensor, for the error.
 
     Returns:
         A plain tensor without gradient (perhaps empty), and the team.

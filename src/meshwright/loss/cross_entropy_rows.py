@@ -67,7 +67,7 @@ def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-# --- Checks.
+# --- Checks of options, targets and tensors.
 
 REDUCTIONS = ("mean", "sum", "none")
 

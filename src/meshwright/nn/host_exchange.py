@@ -296,7 +296,7 @@ class HostGathers(_SharedByRanks):
         return int(oldest)
 
     def _find_space(self, num_bytes: int) -> int | None:
-        """Return where ``num_bytes`` are free on all ranks: behind the newest slot, or at the beginning."""
+        """Find the offset of ``num_bytes`` that are free on all ranks, behind the newest slot or at the start."""
         if not self._places:
             return 0
         first, last = self._places[0].start, self._places[-1].end

@@ -162,12 +162,12 @@ def keep_part_of_whole(model: nn.Module, part: Part) -> None:
 
 
 def part_of_whole(model: nn.Module) -> Part | None:
-    """Return what :func:`keep_part_of_whole` attached; None for a model that is whole on every rank."""
+    """Return the part that :func:`keep_part_of_whole` attached; None for a model that is whole on every rank."""
     part: Part | None = model.__dict__.get(_ATTRIBUTE)
     return part
 
 
-# --- Wrapped methods.
+# --- Wrapped methods, and forwards that nothing bypasses.
 
 Around = Callable[..., Any]
 """Called as ``around(forward, *args, **kwargs)`` in place of ``forward(*args, **kwargs)``."""
@@ -200,6 +200,14 @@ def wrap_methods(modules: Iterable[nn.Module], name: str, around: Around) -> Non
         module.__class__ = wrapped[cls]
 
 
+def _around(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(functools.partial(original, self), *args, **kwargs)
+
+    return method
+
+
 def without_fast_path(model: nn.Module) -> None:
     """Switch off the fast path of ``nn.TransformerEncoder``, so that layers run their forwards without gradients, too.
 
@@ -210,14 +218,6 @@ def without_fast_path(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0  # torch takes the fast path for 1 and 2
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def _around(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(functools.partial(original, self), *args, **kwargs)
-
-    return method
 
 
 # --- Compiled forwards.
@@ -298,7 +298,7 @@ def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-# --- Checks.
+# --- Checks of parameters without a shape, and of embeddings that rescale their rows.
 
 
 def check_initialized(model: nn.Module) -> None:

@@ -378,7 +378,7 @@ class Peers(NamedTuple):
 
 
 def num_replicas(tensor: torch.Tensor, peers: Peers | None = None, placement: ParameterPlacement | None = None) -> int:
-    """Return how many ranks hold the same shard of a tensor.
+    """Return the number of ranks that hold the same shard of a tensor.
 
     Args:
         tensor: A parameter, or the gradient of one.

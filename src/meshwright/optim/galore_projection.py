@@ -252,7 +252,7 @@ def _randomised(matrix: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tenso
     return left, basis @ right.mH
 
 
-# --- Checks
+# --- Checks of hyperparameters and of shapes
 
 
 def check_projection(group: dict[str, Any]) -> None:

@@ -190,8 +190,8 @@ def gather_over_store(what: str, text: str, patience_s: float | None = None) -> 
 
     Args:
         what: The occasion; ranks come to it equally often.
-        text: Of this rank.
-        patience_s: How long the others are waited for; None waits for all of them.
+        text: Text of this rank.
+        patience_s: Seconds to wait for the others; None waits for all of them.
 
     Returns:
         None for ranks that have not come in time.
@@ -293,7 +293,7 @@ def outvoted(values: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...
     """Divide ranks into the majority and those that differ from it.
 
     Args:
-        values: By rank.
+        values: Values by rank.
 
     Returns:
         Ranks that differ from the majority, and the majority: more than half of all. Without one, all ranks and none.
@@ -311,7 +311,7 @@ def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference 
     Costs one number per rank, and more only where something differs.
 
     Args:
-        tensors: With values; the same names, shapes and types on every rank.
+        tensors: Tensors with values; the same names, shapes and types on every rank.
     """
     if world_size() == 1:
         return None

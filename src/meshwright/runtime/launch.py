@@ -116,7 +116,7 @@ def inside_launcher() -> bool:
 
 
 def restart_count() -> int:
-    """Return how often the launcher has started the ranks again after a failure; 0 in the first attempt."""
+    """Return the number of restarts by the launcher after failures; 0 in the first attempt."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -148,7 +148,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     Args:
         arguments: Command line after the interpreter, such as ``["-m", "package", …]``.
         nproc: Number of processes.
-        max_restarts: How often all ranks are started again after one has failed; see :func:`restart_count`.
+        max_restarts: Number of times that all ranks are started again after one has failed; see :func:`restart_count`.
 
     Returns:
         0, or the exit status of the rank that failed first (1 where a signal ended it, 130 on Ctrl-C).

@@ -74,9 +74,9 @@ def alias_name(package: str, name: str, home: str, attribute: str) -> None:
 
     Args:
         package: The package that offers it.
-        name: What it is documented as.
+        name: Its documented name.
         home: The module it lives in.
-        attribute: What it is called there.
+        attribute: Its name there.
     """
     _ALIASED_NAMES.setdefault(package, {})[name] = (home, attribute)
 

@@ -34,7 +34,7 @@ def background_group(purpose: str = "saves") -> dist.ProcessGroup | None:
     where all ranks are in step, never from a background thread.
 
     Args:
-        purpose: Who uses it: one thread at a time.
+        purpose: Name of its user: one thread at a time.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:

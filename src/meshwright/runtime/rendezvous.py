@@ -28,7 +28,7 @@ def separate_tasks_warning(environment: Mapping[str, str]) -> str | None:
     Only the first of them warns. It is no error: somebody may want so many runs of one process.
 
     Args:
-        environment: Of a process that no launcher has made a rank.
+        environment: Environment of a process that no launcher has made a rank.
     """
     for launcher, (number, count) in _TASKS.items():
         tasks = environment.get(count, "")
@@ -65,9 +65,9 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
 
     Args:
         store: The one that they share with ranks of earlier attempts, which have ended.
-        rank: Of this process.
+        rank: Rank of this process.
         world_size: Ranks of this attempt.
-        timeout: How long the others may take to come.
+        timeout: Time in which the others must come.
 
     Raises:
         LaunchError: When they do not.

@@ -19,7 +19,7 @@ class ShardAxes:
     """
 
     parameters: DeviceMesh
-    """What distributed parameters live on: ``("zero",)``, or ``("zero", "tensor")`` with tensor parallelism."""
+    """Mesh of distributed parameters: ``("zero",)``, or ``("zero", "tensor")`` with tensor parallelism."""
     zero: DeviceMesh
     tensor: DeviceMesh | None
     """None without tensor parallelism."""

@@ -21,11 +21,13 @@ from typing import Any, NamedTuple, Self
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError, LaunchError
-from meshwright.runtime.agreement import named_ranks
+from meshwright.runtime.agreement import gather_over_store, named_ranks, wait_for_all_ranks
 from meshwright.runtime.processes import rank, world_size
 from meshwright.runtime.torch_internals.c10d import default_store
 
-_COLLECTIVES = ("/torch/distributed/", "/meshwright/runtime/agreement.py")
+_COLLECTIVES = ("/torch/distributed/",)
+# They wait for other ranks in the store; all else in their file computes.
+_STORE_WAITS = frozenset({wait_for_all_ranks.__code__, gather_over_store.__code__})
 _LIBRARIES = ("/torch/", "/meshwright/runtime/", "/meshwright/comm/")
 _WRAPPERS = frozenset({"wrapper", "inner", "_wrapped_call_impl", "_call_impl", "decorate_context"})
 
@@ -40,10 +42,11 @@ class Place(NamedTuple):
 
 
 def place_of(thread_id: int) -> Place:
-    """Return where a thread of this process is; costs some microseconds.
+    """Return the place of a thread of this process; costs some microseconds.
 
-    A thread counts as waiting when its innermost Python frame belongs to torch.distributed. With NCCL the host runs
-    ahead of the device and waits where it next needs a number: only the caller shows it then.
+    A thread counts as waiting when its innermost Python frame belongs to torch.distributed, or to a function that waits
+    in the store. With NCCL the host runs ahead of the device and waits where it next needs a number: only the caller
+    shows it then.
     """
     frame = sys._current_frames().get(thread_id)
     if frame is None:
@@ -60,7 +63,7 @@ def stack_of(thread_id: int) -> str:
 def _operation(frame: FrameType | None) -> str:
     """Return the collective that the caller has called: the outermost one at the inner end of the stack."""
     found = ""
-    while frame is not None and _is_of(frame, _COLLECTIVES):
+    while frame is not None and (frame.f_code in _STORE_WAITS or _is_of(frame, _COLLECTIVES)):
         name = frame.f_code.co_name
         found = name if name not in _WRAPPERS else found or name
         frame = frame.f_back
@@ -101,7 +104,7 @@ class Report:
     """The collective that it waits in; empty when it does something else."""
     caller: str
     wait_share: float = 0.0
-    """Of its time in the latest steps, the share in which it waited in collectives."""
+    """Share of its time in the latest steps in which it waited in collectives."""
 
     def to_json(self) -> str:
         """Return the report as JSON."""
@@ -185,7 +188,7 @@ def slow_ranks(wait_shares: Mapping[int, float]) -> list[int]:
     """Return the ranks for which the others wait: those wait in collectives, and these hardly do.
 
     Args:
-        wait_shares: Of every rank, the share of its time that it waits in collectives.
+        wait_shares: Share of every rank's time in which it waits in collectives.
     """
     typical = statistics.median_high(wait_shares.values())
     if typical < _WAITING_SHARE:

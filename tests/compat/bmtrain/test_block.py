@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from meshwright import LaunchError, ModelError, runtime
-from meshwright.compat.bmtrain.block import Block, CheckpointBlock
+from meshwright.compat.bmtrain.block import Block, CheckpointBlock, note_gather, take_gather_order
 from meshwright.compat.bmtrain.block_list import TransformerBlockList
 from meshwright.compat.bmtrain.distributed_module import DistributedModule
 from meshwright.compat.bmtrain.model_setup import grouped_parameters, init_parameters
@@ -405,3 +405,17 @@ def _converted():
 
 def test_conversions(ranks):
     ranks(2).run(_converted)
+
+
+def _order(*places):
+    for place in places:
+        note_gather(place)
+    return take_gather_order()
+
+
+def test_the_number_tells_what_was_gathered_and_in_which_order():
+    take_gather_order()  # of whoever ran before
+    assert _order() == 0
+    assert _order(0, 1) == _order(0, 1)
+    assert len({_order(0), _order(1), _order(0, 0), _order(0, 1), _order(1, 0)}) == 5
+    assert 0 <= _order(*range(1000)) < 2**24  # whole in fp32

@@ -143,6 +143,17 @@ def _halves():
         found.sum().backward()
         assert layer._parameters["weight"].grad.dtype == torch.float32
         assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    _doubles_under_autocast()
+
+
+def _doubles_under_autocast():
+    """fp64 stays as it is, as in ``F.linear``, whichever way the ranks communicate."""
+    x, weight = torch.rand(*ROWS, IN, dtype=torch.float64), torch.rand(OUT, IN, dtype=torch.float64)
+    ways = [{"gather_input": True}, {"reduce_output_type": 1}, {"reduce_output_type": 2}, {}]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(x, weight).dtype == torch.float64
+        for way in ways:
+            assert OpParallelLinear.apply(x, weight, **way).dtype == torch.float64
 
 
 def _misfits():

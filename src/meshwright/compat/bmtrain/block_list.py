@@ -32,8 +32,8 @@ class TransformerBlockList(nn.ModuleList):
 
     Args:
         modules: Blocks, or modules that are then wrapped; the same module in several places shares its weights.
-        num_hidden: How many leading arguments are hidden states: they flow from block to block, and a block returns as
-            many. The other arguments are the same for every block.
+        num_hidden: Number of leading arguments that are hidden states: they flow from block to block, and a block
+            returns as many. The other arguments are the same for every block.
         sqrt: Recompute on two levels, segments of about √L blocks and single blocks in them: √L + √L saved inputs
             instead of L, for one more forward (Chen et al. 2016, §4).
 

@@ -40,7 +40,7 @@ class Linear(_LinearLayer):
         in_features: I.
         out_features: O.
         bias: Whether to add one.
-        dtype: Of the parameters; None for torch's default.
+        dtype: Type of the parameters; None for torch's default.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ColumnParallelLinear(_LinearLayer):
         in_features: I of the whole layer.
         out_features: O of the whole layer, a multiple of ``tp_size``.
         bias: Whether to add one.
-        dtype: Of the parameters; None for torch's default.
+        dtype: Type of the parameters; None for torch's default.
         gather_output: Give every rank all output features instead of its part.
         gather_input: Whether ranks hold parts of dim 0, to be gathered; else all hold the same input.
         async_gather_chunks: Parts in which the input is gathered, each during the product of the one before.
@@ -108,7 +108,7 @@ class RowParallelLinear(_LinearLayer):
         in_features: I of the whole layer, a multiple of ``tp_size``.
         out_features: O.
         bias: Whether to add one, to the sum.
-        dtype: Of the parameters; None for torch's default.
+        dtype: Type of the parameters; None for torch's default.
         split_input: Whether the input is not split by features yet: ranks hold parts of dim 0 with all features.
         all_reduce_output: Give every rank all rows instead of its part of dim 0.
         async_chunks: Parts in which the output is reduced, each during the product of the next.
@@ -185,7 +185,7 @@ class VPEmbedding(DistributedModule):
     Args:
         vocab_size: V, a multiple of ``tp_size``.
         embedding_size: D.
-        dtype: Of the weight; half by default, as in BMTrain.
+        dtype: Type of the weight; half by default, as in BMTrain.
         init_mean: Mean of the initial values.
         init_std: Their standard deviation.
         gather_input: Whether ranks hold parts of dim 0 of ids and hidden states; else all hold the same.

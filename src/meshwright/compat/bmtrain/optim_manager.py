@@ -103,7 +103,7 @@ class OptimManager:
 
     @property
     def on_nonfinite(self) -> OnNonFinite:
-        """Return what is done about a gradient with inf or nan."""
+        """Return the policy for gradients with inf or nan."""
         # Not fixed at the beginning: a scale may be loaded into a manager that had none.
         if self._scale.dynamic:
             return "skip"

@@ -97,7 +97,7 @@ class AverageRecorder:
     ``v / (1 - alpha^n)``: the bias correction of Adam (Kingma & Ba 2015), as in BMTrain.
 
     Args:
-        alpha: How much of the past each record keeps, in [0, 1).
+        alpha: Share of the past that each record keeps, in [0, 1).
         start_value: ``value`` before the first record; it has no influence afterwards. (BMTrain starts ``v`` with it
             but corrects as if ``v`` had started with 0: with 1 and alpha 0.9, a first record of 2 would read 11.)
 

@@ -23,9 +23,9 @@ def check_plugin(plugin: Any) -> None:
     if plugin is not None and not isinstance(plugin, Plugin):
         raise ConfigError(
             "This is not a plugin",
-            expected="one of meshwright.compat.colossalai, such as HybridParallelPlugin(tp_size=1, pp_size=1)",
+            expected="one of meshwright.booster.plugin, such as HybridParallelPlugin(tp_size=1, pp_size=1)",
             got=type(plugin).__name__,
-            fix="import the plugin from meshwright.compat.colossalai",
+            fix="import the plugin from meshwright.booster.plugin",
         )
 
 

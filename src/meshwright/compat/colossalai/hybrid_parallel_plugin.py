@@ -168,7 +168,7 @@ def axis_notices(plugin: AxisArguments) -> list[str]:
     return found
 
 
-# --- The plugins.
+# --- The plugin, and its form for models with experts.
 
 _ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
 _TORCHS_ENGINE = "the schedules and their sends and receives are torch's"

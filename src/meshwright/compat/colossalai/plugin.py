@@ -274,7 +274,7 @@ def mesh_of(plugin: Plugin, world: int, sizes: Mapping[str, int], rest: str) -> 
     """Return the ``parallel_mode`` config of a mesh with one axis as large as the world allows.
 
     Args:
-        plugin: For the error.
+        plugin: Name of the plugin, for the error.
         world: Number of ranks.
         sizes: Given sizes by mesh axis, innermost first.
         rest: The axis whose size follows.

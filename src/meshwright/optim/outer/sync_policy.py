@@ -110,9 +110,9 @@ class OuterPolicy:
     continue with replica 0's weights and optimizer states, as if it had trained alone. ``broadcast``: they continue
     with its weights and with optimizer states reset (averaged under ``inner_state="average"``), as in fairseq."""
     inner_state: InnerState = "keep"
-    """What happens to the inner optimizer's states when new weights arrive."""
+    """Treatment of the inner optimizer's states when new weights arrive."""
     buffers: Buffers = "average"
-    """What happens to floating-point buffers of the model, such as running means, at the end of a block."""
+    """Treatment of floating-point buffers of the model, such as running means, at the end of a block."""
     fragments: int = 1
     """Parts of the model that are synchronised in turn."""
     delay: int = 0

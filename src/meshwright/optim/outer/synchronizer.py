@@ -374,8 +374,8 @@ def load_flags(
 
     Args:
         shared: Must have started.
-        saved: From :func:`flags_of`.
-        own: From :func:`own_flags_of`.
+        saved: Result of :func:`flags_of`.
+        own: Result of :func:`own_flags_of`.
         landed: This rank's parts of the averaged pseudo-gradients of every fragment under way.
 
     Raises:

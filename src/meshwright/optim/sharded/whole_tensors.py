@@ -87,9 +87,10 @@ class Presence:
 
 
 def presences_of(chunks: Sequence[Chunk]) -> list[Presence]:
-    """Return which gradients this rank has of the parameters that axes split, in the order of the parameters.
+    """Return, for all parameters that axes split, whether this rank has a gradient.
 
-    The order has to be that: a rank that lacks a gradient puts its parameters into other chunks than its peers.
+    They are in the order of the parameters, for a rank that lacks a gradient puts its parameters into other chunks than
+    its peers.
     """
     seen = {member.position: (member.slot.layout, chunk.has_gradients) for chunk in chunks for member in chunk.members}
     by_axes: dict[tuple[Axis, ...], list[tuple[Layout, bool]]] = defaultdict(list)

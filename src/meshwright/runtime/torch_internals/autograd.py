@@ -68,7 +68,7 @@ accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 class EarlierFunction(torch.autograd.Function):
-    """Keeps gradients that torch 2.11 loses in compiled code, without a word.
+    """Keeps gradients that torch 2.11 silently loses in compiled code.
 
     There a result has none when it was written in place (``all_reduce(result)``, ``out.copy_(x)``) or came from a cast
     to the type that it had: its node in the graph is not the one that made it. A view of it is a node of its own.

@@ -1,6 +1,7 @@
 """Dynamo, functorch's and inductor's settings, for ``torch.compile``. Importing this imports all of dynamo.
 
-``torch.compiler`` has no limit of recompilations, which is raised for models of many layers, and no memory budget.
+``torch.compiler`` has no limit of recompilations, which is raised for models of many layers, and no memory budget. It
+would replace them, and a public check of the toolchain :func:`missing_compiler`.
 """
 
 import shutil
@@ -12,7 +13,7 @@ __all__ = ["dynamo", "functorch_config", "missing_compiler"]
 
 
 def missing_compiler(device_type: str) -> str:
-    """Return what inductor needs and does not find; empty when nothing is missing.
+    """Name the compiler that inductor needs and does not find; empty when nothing is missing.
 
     Inductor itself says so only in the first step, when ranks wait for each other.
     """

@@ -15,7 +15,7 @@ class EarlierStage(PipelineStage):
     """torch 2.11's stage, which copes with hidden states without gradients, and with two neighbours on one rank."""
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """torch's; the stage before gets a gradient of all that it sent, zeros where there is none."""
+        """Run backward as torch does, and send zeros to the stage before where there is no gradient."""
         infos = () if self.is_first else self.args_recv_info[bwd_chunk_id]
         received: list[torch.Tensor] = [info.buffer for info in infos]  # type: ignore[union-attr,misc]
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -26,10 +26,10 @@ class EarlierStage(PipelineStage):
             )
 
     def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Nothing: what goes on is checked before it gets here, and a loss may be of any type."""
+        """Accept any output: hidden states are checked before they get here, and a loss may be of any type."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch's greetings but those of a rank to itself, where a V turns: gloo cannot send them."""
+        """Return torch's first messages but those of a rank to itself, where a V turns: gloo cannot send them."""
         own = dist.get_rank(self.group)
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
 

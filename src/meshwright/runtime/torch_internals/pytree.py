@@ -5,7 +5,7 @@ signatures, but neither registers dataclasses itself nor tells which classes are
 """
 
 from torch.utils._pytree import (
-    # The classes that torch goes into; nn/batches.py goes into the other mappings itself.
+    # The classes that torch goes into; ``nn/batches.py`` goes into other mappings and dataclasses itself.
     SUPPORTED_NODES as SUPPORTED_NODES,
     TreeSpec as TreeSpec,
     tree_flatten as tree_flatten,
