@@ -32,7 +32,9 @@ MODULES = {
         f"{_COLOSSALAI}.optimizers: GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit get_galore_param_groups"
     ),
     "meshwright.nn.optimizer.lamb": f"{_COLOSSALAI}.optimizers: Lamb",
+    "meshwright.optim.eight_bit": "meshwright.optim.eight_bit_adamw",
     "meshwright.optim.manager": f"{_BMTRAIN}.optim_manager",
+    "meshwright.optim.offload": "meshwright.optim.offloaded_optimizer",
     "meshwright.planning": "meshwright.planner",
     "meshwright.utils": f"{_BMTRAIN}.utils",
 }
@@ -43,12 +45,15 @@ NAMES = {
         f"{_BMTRAIN}.utils": "gather_result",
     },
     "meshwright.cost": {
-        "meshwright.cost.step": "Wire=Compression",
+        "meshwright.cost.rank_memory": "Home=OffloadPlacement homes_of=offload_placements",
+        "meshwright.cost.step": "Hosted=Offloaded Wire=Compression",
     },
     "meshwright.lr_scheduler": {
         f"{_BMTRAIN}.lr_schedules": "Cosine Exponential Linear NoDecay Noam WSD WarmupLRScheduler",
     },
     "meshwright.nn": {
+        "meshwright.nn.fsdp_units": "Exchanges=CollectiveLog",
+        "meshwright.nn.swapped_parameters": "KeptAttributes=SavedAttributes",
         f"{_BMTRAIN}.block": "Block CheckpointBlock no_sync",
         f"{_BMTRAIN}.block_list": "TransformerBlockList",
         f"{_BMTRAIN}.distributed_module": "DistributedModule",
@@ -59,6 +64,7 @@ NAMES = {
         f"{_BMTRAIN}.pipeline_block_list": "PipelineTransformerBlockList",
     },
     "meshwright.optim": {
+        "meshwright.optim.dtensors": "Held=ParameterPlacement tell_held=set_placement",
         f"{_BMTRAIN}.optim_manager": "OptimManager",
         f"{_COLOSSALAI}.optimizers": (
             "DistGaloreAdamW DistGaloreAwamW DistributedAdaFactor DistributedCAME DistributedLamb cast_to_distributed"
@@ -68,8 +74,19 @@ NAMES = {
     "meshwright.optim.outer": {
         "meshwright.compat.fairseq": "BMUF",
     },
+    "meshwright.optim.sharded": {
+        "meshwright.optim.factored": "Blocks stack",
+    },
+    "meshwright.planner": {
+        "meshwright.errors": "readable_bytes",
+    },
+    "meshwright.planner.search": {
+        "meshwright.planner.search.constraints": "read_wishes=read_constraints",
+    },
     "meshwright.runtime": {
+        f"{_BMTRAIN}.block": "note_gathered=note_gather take_order=take_gather_order",
         f"{_BMTRAIN}.config": "config",
+        "meshwright.runtime.agreement": "come_together=wait_for_all_ranks told_by_all=gather_over_store",
     },
 }
 
