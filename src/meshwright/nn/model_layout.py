@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from meshwright.errors import ModelError
-from meshwright.inspect import OUTLINE
 from meshwright.runtime import ShardAxes, settings, shard_axes, stage_index, tensor_rank, tensor_size
 from meshwright.runtime.torch_internals.dtensor import DTensorSpec, StridedShard, TensorMeta
 from meshwright.runtime.torch_internals.modules import children_of
@@ -263,6 +262,8 @@ class Elsewhere(nn.Module):
     """
 
     def __init__(self, block: nn.Module, stage: int) -> None:
+        from meshwright.inspect import OUTLINE  # late: few runs inspect anything
+
         super().__init__()
         self.stage = stage
         self.__dict__[OUTLINE] = block  # not a submodule: this rank has no such parameters
@@ -270,6 +271,8 @@ class Elsewhere(nn.Module):
     @property
     def outline(self) -> nn.Module:
         """Return the block, without memory."""
+        from meshwright.inspect import OUTLINE
+
         block: nn.Module = self.__dict__[OUTLINE]
         return block
 

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from meshwright.cost import FP8, Block, Calibration, Cluster, Step, find_cluster, find_device, make_cluster, memory
 from meshwright.errors import ConfigError, ModelError
-from meshwright.loss import next_token_loss
 from meshwright.methods import (
     SAMPLED,
     Method,
@@ -442,6 +441,8 @@ def _usual_loss(inputs: Any, output: Any) -> Any:
     try:
         return loss_of_output(inputs, output)
     except ConfigError:
+        from meshwright.loss import next_token_loss
+
         return next_token_loss(inputs, output)
 
 

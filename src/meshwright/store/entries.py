@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.errors import CheckpointError
 from meshwright.nn import RankOrder, rank_orders
 from meshwright.optim import local_tensor
-from meshwright.optim.eight_bit_moments import BLOCK_SIZE
 
 
 @dataclass
@@ -307,6 +306,9 @@ def _order_of_scales(
     Raises:
         CheckpointError: When a block reaches across parts that the other order separates.
     """
+    # Late: most runs have no 8-bit states, and their module takes a while to import.
+    from meshwright.optim.eight_bit_moments import BLOCK_SIZE
+
     dim = _fused_dim(codes, parameter, order)
     if dim is None or scales.numel() == 1:
         return None
@@ -326,6 +328,8 @@ def _fused_dim(tensor: torch.Tensor, parameter: torch.Tensor, order: RankOrder) 
 
 
 def _torn(name: str, tensor: torch.Tensor) -> CheckpointError:
+    from meshwright.optim.eight_bit_moments import BLOCK_SIZE
+
     return CheckpointError(
         f"{name} cannot be stored: its blocks of quantized values reach across the parts of a fused projection",
         expected=f"blocks within rows, or parts that are multiples of {BLOCK_SIZE} on every rank",

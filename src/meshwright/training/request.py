@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, ModelError, did_you_mean
-from meshwright.methods import Job, SampleRun
+from meshwright.methods import Job
 from meshwright.methods.job import MeshAxes, OptimizerRequests
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import (
@@ -250,6 +250,8 @@ class Request:
 
     def job(self, plan: Plan, device: torch.device) -> Job:
         """Make the job that the plan's methods will change."""
+        from meshwright.methods import SampleRun  # late: predictions and checks of a request need none
+
         mode = plan.strategy.get("parallel_mode")
         return Job(
             model=self.model,
