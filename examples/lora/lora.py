@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.compat.colossalai.checkpoint_io import save_lora
+from meshwright.booster.lora import save_lora
 from meshwright.data import ByteTokenizer, GlobalOrder, TokenDataset, find_files, token_cache
 from meshwright.lr_scheduler import warmup_decay
 
