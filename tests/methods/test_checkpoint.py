@@ -190,6 +190,71 @@ def _classes(name, kind):
     return {None: None, "attention": (attention,), "nested": (attention, block)}[kind]
 
 
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+        self.last = nn.Conv2d(width, width, 1)
+
+    def forward(self, x):
+        return x + self.last(self.body(x))
+
+
+class Residuals(nn.Module):
+    """Convolutions as a ResNet has them: blocks in an ``nn.Sequential`` in each stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        self.stages = nn.Sequential(*(nn.Sequential(Residual(8), Residual(8)) for _ in range(2)))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.stages(self.stem(x)).mean((2, 3)))
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4), nn.GELU())
+        self.decoder = nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x)) * self.scale
+
+
+WITHOUT_BLOCKS = {
+    "residuals": (Residuals, (4, 3, 10, 10), [f"stages.{stage}.{block}" for stage in (0, 1) for block in (0, 1)]),
+    "autoencoder": (Autoencoder, (4, 8), ["encoder", "decoder"]),
+}
+
+
+@pytest.mark.parametrize("no_reentrant", [True, False])
+@pytest.mark.parametrize("name", WITHOUT_BLOCKS)
+def test_a_model_without_blocks_recomputes_its_parts(name, no_reentrant):
+    build, shape, parts = WITHOUT_BLOCKS[name]
+    torch.manual_seed(0)
+    plain, x = build(), torch.randn(shape, requires_grad=True)
+    model, method = copy.deepcopy(plain), Checkpoint(no_reentrant=no_reentrant)
+    activations = Pass(plain, x.detach(), lambda model, inputs: model(inputs).square().mean()).predict().activations
+    assert [activations.modules[number].path for number in method.covered(activations)] == parts
+    predicted = method.cost(_step(activations)).activations
+    (checked := job(model)), method.check(checked), method.apply(checked)
+    assert list(checked.recomputed) == parts
+    for _ in range(2):
+        for each in (plain, model):
+            with record_saved(each) as kept:
+                loss = each(x).square().mean()
+            loss.backward()
+    assert predicted.saved_bytes == pytest.approx(kept.bytes, rel=0.03)
+    assert kept.bytes < 0.7 * activations.saved_bytes
+    for (key, mine), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=key)
+    for (key, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=key)
+
+
 def test_a_model_without_blocks_is_told_how_to_name_classes():
     with pytest.raises(mw.ModelError, match=r"no repeated blocks.*What to do.*wrap_class"):
         Checkpoint().check(job(nn.Linear(2, 2)))

@@ -28,7 +28,16 @@ from meshwright.methods.base import ClassReferences, Conflict, Job, Method, Phas
 from meshwright.methods.pipeline.splice import Elsewhere
 from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.recompute import SELECTIVE, operator_names, recompute
-from meshwright.nn import check_forward, modules_of, outermost, require_blocks, without_caches
+from meshwright.nn import (
+    check_forward,
+    class_name,
+    class_names,
+    find_blocks,
+    modules_of,
+    outermost,
+    require_blocks,
+    without_caches,
+)
 from meshwright.strategy import Bytes
 
 Granularity = Literal["none", "selective", "full"]
@@ -63,7 +72,8 @@ class Checkpoint(Method):
     )
 
     wrap_class: ClassReferences | None = None
-    """The modules; None: the model's repeated blocks."""
+    """The modules; None: the model's repeated blocks, or in a model without any, the modules that its
+    ``nn.Sequential``s run, else its children."""
     no_reentrant: bool = True
     """False uses torch's reentrant implementation, for modules (some ``torch.jit.script`` ones) on which the default
     fails."""
@@ -154,7 +164,7 @@ class Checkpoint(Method):
         return tuple(covered if index < first and index % (self.every or 1) == 0 else "none" for index in range(count))
 
     def check(self, job: Job) -> None:
-        """Refuse classes that are not in the model, and a model without blocks when no class is named."""
+        """Refuse classes that are not in the model, and a model without blocks or parts when no class is named."""
         modules = self._modules(job.model)
         job.recomputed = self._kept([path for path, _ in modules])
 
@@ -166,6 +176,9 @@ class Checkpoint(Method):
 
     def _modules(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         if self.wrap_class is None:
+            parts = parts_of((path, class_names(module)) for path, module in model.named_modules() if path)
+            if parts and not find_blocks(model):
+                return [(path, model.get_submodule(path)) for path in parts]
             return require_blocks(model, method=self.method_name, option="wrap_class")
         named = list(outermost(modules_of(model, self.wrap_class, method=self.method_name)))
         check_forward(named, method=self.method_name)
@@ -206,7 +219,9 @@ class Checkpoint(Method):
     def covered(self, known: Activations) -> tuple[int, ...]:
         """Return the numbers of the modules that ``apply`` would wrap, in the model's order."""
         if self.wrap_class is None:
-            return known.blocks
+            parts = [] if known.blocks else parts_of((module.path, module.classes) for module in known.modules)
+            numbers = {module.path: number for number, module in enumerate(known.modules)}
+            return known.blocks or tuple(numbers[path] for path in parts)
         found: list[int] = []
         for number, module in enumerate(known.modules):  # outer modules come before inner ones
             around = known.modules[found[-1]].path + "." if found else None
@@ -214,6 +229,35 @@ class Checkpoint(Method):
             if is_named and not (around and module.path.startswith(around)):
                 found.append(number)
         return tuple(found)
+
+
+# --- The parts of a model without repeated blocks
+
+_SEQUENTIAL, *_LISTS = (class_name(kind) for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+
+
+def parts_of(modules: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """Return the paths of modules to recompute one by one in a model without an ``nn.ModuleList`` of blocks.
+
+    They are the modules with modules of their own in an ``nn.Sequential``, as in a ResNet, else the model's children;
+    none if there are fewer than two: a single one would be in memory whole while it is recomputed.
+
+    Args:
+        modules: Path and names of the classes of every module inside the model, in its order.
+    """
+    classes = dict(modules)
+    parents = {path.rpartition(".")[0] for path in classes}
+    composed = [path for path in classes if path in parents and not set(_LISTS).intersection(classes[path])]
+    stacked = [
+        path
+        for path in composed
+        if _SEQUENTIAL not in classes[path] and _SEQUENTIAL in classes.get(path.rpartition(".")[0], ())
+    ]
+    found: list[str] = []
+    for path in stacked if len(stacked) > 1 else [path for path in composed if "." not in path]:
+        if not any(path.startswith(outer + ".") for outer in found):
+            found.append(path)
+    return found if len(found) > 1 else []
 
 
 # --- ``cost``: what recomputation runs and sends again
