@@ -33,6 +33,7 @@ from meshwright.methods.job import MAX_EXACT_SUM, STEP_AXES, Job, MeshAxes, Micr
 from meshwright.methods.zero_config import Gathers, Units, ZeroMethod, not_beside, shard_cost, unit_of, units_of
 from meshwright.nn import (
     CollectiveLog,
+    align_deferred_gradients,
     average_gradients,
     exchange_on_host,
     find_blocks,
@@ -172,6 +173,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     _reshard_around_steps(job)
     _adapt_to_transformers(config.method_name, job)
     _check_gather_order(job, ignored, blocks)
+    if not reduce_once and job.mesh_axes.num_averaged > job.size(job.shard_axis):  # HSDP
+        align_deferred_gradients(model.modules())
     job.micro_batch = _micro_batch_context(model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 
