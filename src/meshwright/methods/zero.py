@@ -370,9 +370,9 @@ def _micro_batch_context(model: nn.Module, *, reduce_once: bool, keep: bool) -> 
 # Ranks pair their gathers and reductions by order alone. Ranks that run different layers get each other's weights and
 # gradients, silently where the counts are equal; where they are not, ranks wait for each other or collectives fail. A
 # ``CollectiveLog`` (nn/fsdp_units.py) notes what each rank exchanges in a step. ``GatherOrderCheck`` hashes the log
-# into three small numbers, which travel with the sum of the losses (``MeanLoss`` in training/accelerated.py): if the sum
-# of a number is not the rank's own times their number, the ranks differ. Sums of small integers are exact; means are
-# not (``mean_over`` in methods/job.py). Only then do they exchange the logs to name the layer. The check is a guard,
+# into three small numbers, which are added up with the losses (``MeanLoss`` in training/accelerated.py): if the sum of
+# a number is not the rank's own times the number of ranks, they differ. Only then do they exchange the logs to name the
+# layer. (Sums of small integers are exact, and means are not: ``mean_over`` in methods/job.py.) The check is a guard,
 # with the switch of all: [Note: cross-rank guards] in methods/job.py.
 
 _NUM_HASHES = 3  # with many ranks each must be small, and a single one would sometimes be equal by chance
