@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshwright.nn.fsdp_units import (
         CollectiveLog as CollectiveLog,
         abandon_units as abandon_units,
+        align_deferred_gradients as align_deferred_gradients,
         average_gradients as average_gradients,
         gathered_root as gathered_root,
         parameter_groups as parameter_groups,

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from meshwright.errors import ConfigError, DataError, LossSpikeError, UnsoundStepError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
-from meshwright.methods.job import SAMPLED, STEP_AXES, guards_are_on, mean_over
+from meshwright.methods.job import MAX_EXACT_SUM, SAMPLED, STEP_AXES, guards_are_on, mean_over, sum_over
 from meshwright.nn import reshard
 from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batches
 from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
@@ -345,30 +345,41 @@ class MeanLoss:
         """
         epoch, check = getattr(self._dataloader, "epoch", None), self._job.gather_order_check
         order = check.numbers() if check is not None else []
-        further = [*([epoch] if isinstance(epoch, int) else []), *order]
+        num_ranks = math.prod(map(self._job.size, STEP_AXES))
+        epochs = _epoch_numbers(epoch, num_ranks) if isinstance(epoch, int) else []
+        further = [*epochs, *order]
         if not further:
             return mean_over(self._job.mesh_axes, loss, STEP_AXES)
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         numbers = torch.stack([own, *(torch.full_like(own, each) for each in further)])
-        means = mean_over(self._job.mesh_axes, numbers, STEP_AXES)
+        sums = sum_over(self._job.mesh_axes, numbers, STEP_AXES)
         if isinstance(epoch, int):
-            self._check_epoch(epoch, means[1])
+            self._check_epoch(epoch, sums[1 : 1 + len(epochs)], num_ranks)
         if check is not None:
-            check.check(means[-len(order) :])
-        return means[0].to(loss.dtype)
+            check.check(sums[-len(order) :])
+        return (sums[0] / num_ranks).to(loss.dtype)
 
-    def _check_epoch(self, epoch: int, mean: torch.Tensor) -> None:
+    def _check_epoch(self, epoch: int, sums: torch.Tensor, num_ranks: int) -> None:
         # On a GPU the host would wait for the device in every step.
-        is_read = epoch != self._checked_epoch or mean.device.type == "cpu"
-        if is_read and float(mean) != epoch:
+        is_read = epoch != self._checked_epoch or sums.device.type == "cpu"
+        if is_read and sums.tolist() != [number * num_ranks for number in _epoch_numbers(epoch, num_ranks)]:
             raise DataError(
                 "Ranks are in different epochs: they would take some samples twice, and others never",
                 expected="every rank walks the data loader alike",
-                got=f"epoch {epoch} on this rank, {float(mean):g} on average",
+                got=f"epoch {epoch} on this rank, {float(sums[0]) / num_ranks:g} on average",
                 fix="walk it on all ranks or on none (who looks at the data alone takes dataloader.dataset); or call "
                 "its set_epoch with one number on every rank",
             )
         self._checked_epoch = epoch
+
+
+def _epoch_numbers(epoch: int, num_ranks: int) -> list[int]:
+    """Return numbers that tell epochs apart, and whose sum over the ranks is exact in fp32.
+
+    The square as well: a rank in epoch 1 between others in 0 and 2 would find its own epoch for the mean.
+    """
+    limit = MAX_EXACT_SUM // num_ranks
+    return [epoch % limit, epoch * epoch % limit]
 
 
 @torch.no_grad()
