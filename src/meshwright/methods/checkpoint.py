@@ -65,8 +65,8 @@ class Checkpoint(Method):
     wrap_class: ClassReferences | None = None
     """The modules; None: the model's repeated blocks."""
     no_reentrant: bool = True
-    """False uses torch's reentrant implementation, for modules (some ``torch.jit.script`` ones) on which the default
-    fails."""
+    """False uses torch's reentrant implementation, for modules on which the default fails since they save other tensors
+    when they run again."""
     policy: Literal["full", "selective"] | tuple[str, ...] | None = None
     """``full`` keeps nothing but inputs; ``selective`` keeps the results of products with weights, fused attention and
     functional collectives too (Korthikanti et al. 2022); or the operators whose results are kept, such as ``aten.mm``.
