@@ -133,6 +133,74 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
         assert apart < 1e-6
 
 
+class Disordered(Net):
+    """Runs its blocks, or uses what they return, in ways that parts of the tokens do not fit."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        if way == "shared":
+            self.blocks.append(self.blocks[0])
+
+    def forward(self, ids):
+        x, positions = self.embed(ids), torch.arange(ids.shape[1])[:, None].sin().expand(-1, 12)
+        seen = []
+        for block in self.blocks[:1] if self.way == "stops" and ids[0, 0] == 0 else self.blocks:
+            x = block(x, positions)
+            seen.append(x)
+        if self.way == "again":
+            x = self.blocks[0](x, positions)
+        if self.way == "twice":
+            for block in self.blocks:
+                x = block(x.tanh(), positions)
+        return x[:, :1] + seen[0][:, :1] if self.way == "skips" else x[:, :1]
+
+
+def disordered(way, method, sample):
+    """The error at the start or in the first step, and else ten losses, on the ranks and of one process."""
+    data = tiny.Tokens()
+    data.ids[:, 0] = 0
+    job = model = None
+    try:
+        job = mw.accelerate(
+            Disordered(way), torch.optim.SGD, data if sample else None, lambda x, out: out.square().mean(),
+            optim_args={"lr": 0.1}, strategy=[("parallel_mode", {method: 2}), f"{method}_parallel"],
+            **({"dataloader_args": {"batch_size": 2}} if sample else {}),
+        )  # fmt: skip
+        model = Disordered(way)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for start in range(10):
+            batch = data.ids[start : start + 2]
+            loss = model(batch).square().mean()
+            optim.zero_grad()
+            loss.backward()
+            optim.step()
+            losses.append((job.step(batch).loss.item(), loss.item()))
+    except mw.MeshwrightError as error:
+        return str(error), model is not None
+    return losses, True
+
+
+@pytest.mark.parametrize("method", ["sequence", "context"])
+def test_blocks_that_run_out_of_turn(ranks, method):
+    """With a loss on one position, a gather too few would be no error, and train something else."""
+    for way, words in (
+        ("again", "the model ends after blocks.0 without blocks.1"),
+        ("shared", "the model ends after blocks.0 without blocks.1"),
+        ("stops", "the model ends after blocks.0 without blocks.1"),
+        ("skips", "depends on what blocks.0 returns"),
+    ):
+        for said, began in ranks(2).run(disordered, way, method, True):
+            assert words in said, (way, said)
+            assert not began or way == "stops"
+        for said, _ in ranks(2).run(disordered, way, method, False):
+            assert words in said, (way, said)
+    for sample in (True, False):
+        for losses, _ in ranks(2).run(disordered, "twice", method, sample):
+            assert [ours for ours, _ in losses] == pytest.approx([alone for _, alone in losses], rel=1e-5)
+
+
 class Vectors(Net):
     """Takes features: a gradient leaves through them."""
 

@@ -33,7 +33,7 @@ from meshwright.cost import (
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import ClassReferences, Conflict, DType, Job, Method, Phase, itemsize
 from meshwright.methods.planner_hooks import Role
-from meshwright.nn import class_name, find_blocks, modules_of, outermost
+from meshwright.nn import check_forward, class_name, find_blocks, modules_of, outermost
 from meshwright.runtime.torch_internals.modules import AnyBatchOrInstanceNorm
 from meshwright.strategy import Strategy
 
@@ -274,7 +274,9 @@ def unit_of(name: str, blocks: list[str]) -> str:
 
 def _candidates(config: ZeroMethod, model: nn.Module) -> list[tuple[str, nn.Module]]:
     if config.atorch_wrap_cls is not None:
-        return modules_of(model, config.atorch_wrap_cls, method=config.method_name)
+        named = modules_of(model, config.atorch_wrap_cls, method=config.method_name)
+        check_forward(named, method=config.method_name)
+        return named
     if config.atorch_size_based_min_num_params is not None:
         found: list[tuple[str, nn.Module]] = []
         _by_size("", model, config.atorch_size_based_min_num_params, found)

@@ -8,6 +8,7 @@ continues with zeros, so that its peers get the tensors they wait for.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -163,7 +164,8 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
             module.error = module.error or error
             inputs = bwd_kwargs.get("input_values", ())
             tensors = [t if isinstance(t, torch.Tensor) and t.requires_grad else None for t in inputs]
-            return tuple(torch.zeros_like(t) if t is not None else None for t in tensors), []
+            zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)  # ready to be sent
+            return tuple(zeros(t) if t is not None else None for t in tensors), []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: the engine reduces once for all stages of a rank."""

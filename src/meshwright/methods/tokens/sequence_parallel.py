@@ -230,6 +230,7 @@ class TokensTrace:
     divides_batch: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, *axes: Ranks) -> None:
+        self._model = model
         self._every = [axis(self._note) for axis in axes]
         self._lists = block_lists(model, self._every[0].order.method)
         self.dims: dict[nn.Parameter, int] = {}
@@ -262,7 +263,7 @@ class TokensTrace:
                     hooks.append(module.register_forward_pre_hook(self._enter))
                     hooks.append(module.register_forward_hook(self._leave, prepend=True))
             for ranks in self._every:
-                hooks += cut_tokens(blocks, ranks)
+                hooks += cut_tokens(self._model, blocks, ranks)
         try:
             with grouped_keys(), one_sequence_per_sample():
                 yield

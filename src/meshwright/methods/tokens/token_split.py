@@ -8,14 +8,20 @@ All other code runs unchanged on all tokens. That is right only if tokens meet n
 if nothing in it depends on positions that it counts itself, so each kind of block is tried first: it runs once on all
 tokens, with random values, and once on each part. A part's attention is answered from the run on all tokens, if its
 queries, keys and values are the parts of that run's; then the part's output must be, too.
+
+Tokens are cut and gathered in pairs only if blocks run in the order of their list, from the first to the last, however
+often: :class:`CallOrder` checks it in every forward. The run of the sample, and the first forward in training, also
+show whether the model's output depends on what a block returns other than through the gathered hidden state: on parts
+of the tokens, that is (:class:`_Outputs`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -49,6 +55,7 @@ from meshwright.methods.tokens.attention_calls import (
 )
 from meshwright.nn import call_with, require_blocks, without_caches, wrap_method
 from meshwright.nn.batches import map_tree
+from meshwright.runtime.torch_internals.autograd import current_graph_task_id
 from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
 
 _OF_POSITIONS = ("position", "rotary", "rope", "freqs", "cos", "sin")  # in names of arguments that go with tokens
@@ -64,19 +71,26 @@ def work_on_parts(model: nn.Module, ranks: TokenRanks) -> None:
 
     With several axes call it for the innermost first: an axis applied later cuts before it, and gathers after it.
     """
+    is_whole = True
     for blocks in block_lists(model, ranks.order.method):
         for path, block in blocks:
             wrap_method(block, "forward", answering(path, ranks))
-        cut_tokens(blocks, ranks, _others(model, blocks))
+        others = _others(model, blocks)
+        cut_tokens(model, blocks, ranks, others)
+        is_whole = is_whole and others is None
+    if is_whole:
+        _Outputs(model, ranks.order.method).check_once()
 
 
-def _others(model: nn.Module, blocks: BlockList) -> tuple[bool, bool]:
-    """Return whether other pipeline ranks have blocks of the list before and after these."""
+def _others(model: nn.Module, blocks: BlockList) -> tuple[bool, bool] | None:
+    """Return whether other pipeline ranks have blocks of the list before and after these; None if it is whole here."""
     paths = [path for path, _ in blocks]
     children = list(model.get_submodule(paths[0].rpartition(".")[0]).children())
     places = [children.index(block) for _, block in blocks]
-    before, after = children[: places[0]], children[places[-1] + 1 :]
-    return any(isinstance(each, Elsewhere) for each in before), any(isinstance(each, Elsewhere) for each in after)
+    elsewhere = [place for place, child in enumerate(children) if isinstance(child, Elsewhere)]
+    if not elsewhere:
+        return None
+    return elsewhere[0] < places[0], elsewhere[-1] > places[-1]
 
 
 def block_lists(model: nn.Module, method: str) -> list[BlockList]:
@@ -89,15 +103,19 @@ def block_lists(model: nn.Module, method: str) -> list[BlockList]:
     return [list(group) for _, group in itertools.groupby(blocks, lambda block: block[0].rpartition(".")[0])]
 
 
-def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] = (False, False)) -> list[Any]:
+def cut_tokens(
+    model: nn.Module, blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] | None = None
+) -> list[Any]:
     """Cut tokens before the first block and gather them behind the last; return the hooks' handles.
 
     Args:
+        model: The whole model, at the end of whose forward all tokens must be together.
         blocks: The blocks of one list.
         ranks: The ranks that divide the tokens.
-        others: Whether other pipeline ranks have blocks before and after these; they cut or gather then.
+        others: Whether other pipeline ranks have blocks before and after these; they cut or gather then. None: no
+            other rank has blocks of this list.
     """
-    tokens, (before, after) = TokenParts(ranks.order), others
+    tokens, (before, after) = TokenParts(ranks.order), others or (False, False)
     following: Place = "staged" if before or after else "following"
     hooks = [
         block.register_forward_pre_hook(
@@ -107,6 +125,8 @@ def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] =
         )
         for place, (path, block) in enumerate(blocks)
     ]
+    if others is None:  # a pipeline itself refuses blocks that run out of turn
+        hooks += CallOrder(ranks.order.method, blocks).watch(model)
     if after:
         return hooks
 
@@ -115,6 +135,68 @@ def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] =
         return ranks.gather(hidden)
 
     return [*hooks, change_hidden_output(blocks[-1][1], leave)]
+
+
+class CallOrder:
+    """Checks that the blocks of a list run from the first to the last; some between them may be left out.
+
+    Args:
+        method: Name of the method, for errors.
+        blocks: The blocks of one list.
+
+    Attributes:
+        error: What is wrong with the forward that ran last; None if nothing is.
+    """
+
+    def __init__(self, method: str, blocks: BlockList) -> None:
+        self._method, self._blocks = method, blocks
+        self._next = 0  # the first block that may run now; 0 while all tokens are together
+        self.error: ModelError | None = None
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Check every forward of the model; return the hooks' handles."""
+
+        def enter(place: int, module: nn.Module, args: Any) -> None:
+            if _in_backward():  # a recomputation, of calls that were checked
+                return
+            path = self._blocks[place][0]
+            if place < self._next:
+                self._refuse(f"{path} runs again before {self._blocks[-1][0]} has run")
+            elif place and not self._next:
+                self._refuse(f"{path} runs without {self._blocks[0][0]} before it")
+            self._next = (place + 1) % len(self._blocks)
+
+        return [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            *(
+                block.register_forward_pre_hook(functools.partial(enter, place), prepend=True)
+                for place, (_, block) in enumerate(self._blocks)
+            ),
+            model.register_forward_hook(self._end),
+        ]
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._next, self.error = 0, None  # an earlier forward may have failed half-way
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._next and not _in_backward():
+            ran, last = self._blocks[self._next - 1][0], self._blocks[-1][0]
+            self._refuse(f"the model ends after {ran} without {last}")
+
+    def _refuse(self, got: str) -> None:
+        first, last = self._blocks[0][0], self._blocks[-1][0]
+        self.error = ModelError(
+            f"{self._method}: blocks run out of turn, between which tokens are cut and gathered",
+            expected=f"the blocks of a list in its order, from {first} to {last}, in every pass",
+            got=got,
+            fix="give every place in which a block runs an entry of its own in the nn.ModuleList; or use fsdp or "
+            "tensor_parallel",
+        )
+        raise self.error
+
+
+def _in_backward() -> bool:
+    return not torch.compiler.is_compiling() and current_graph_task_id() != -1
 
 
 class TokenParts:
@@ -145,7 +227,7 @@ class TokenParts:
         if place == "first":
             self._order.check(hidden.shape[TOKENS_DIM])
             self._count, self._known = hidden.shape[TOKENS_DIM], {}
-        elif place == "staged":
+        elif place == "staged" or _in_backward():
             self._count, self._known = self._whole(hidden), {}
         elif self._whole(hidden) != self._count:
             raise self._wrong_hidden(path, f"{hidden.shape[TOKENS_DIM]} of {self._count} tokens")
@@ -226,13 +308,18 @@ def prove_blocks(
         A notice when no sample runs; None when all blocks are proved.
 
     Raises:
-        ModelError: When a block does not compute the same on parts of the tokens, with the reason.
+        ModelError: When a block does not compute the same on parts of the tokens, blocks run out of turn, or the
+            model's output depends on a part of the tokens; with the reason.
     """
     unknown = f"{order.method}: there is no sample to check that blocks compute the same on parts of the tokens"
+    outputs = _Outputs(model, order.method)
     try:
-        blocks = record_calls(model, sample, 2 * order.size)
+        with outputs.watched():
+            blocks = record_calls(model, sample, 2 * order.size)
     except ModelError:
+        outputs.check()
         return unknown
+    outputs.check()
     if any(not _divides(block, order) for block in blocks):
         return unknown  # such as a model's own dummy input; real inputs are checked in training
     known = set()
@@ -251,6 +338,101 @@ def prove_blocks(
                 fix="compute what depends on positions before the first block; or use fsdp or tensor_parallel",
             ) from None
     return None
+
+
+class _Outputs:
+    """Follows what blocks return through runs of the whole model, up to its output.
+
+    Args:
+        model: A plain module.
+        method: Name of the method, for errors.
+    """
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        self._model, self._method = model, method
+        self._lists = block_lists(model, method)
+        self._orders = [CallOrder(method, blocks) for blocks in self._lists]
+        self._parts: dict[Any, str] = {}  # nodes of autograd that have a part of the tokens on a rank, with their block
+        self._gathered: set[Any] = set()  # nodes of hidden states that are gathered
+        self._partial: str | None = None  # the block on which the output depends
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the runs inside; the last one counts."""
+        hooks = [hook for order in self._orders for hook in order.watch(self._model)] + self._watch()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def check_once(self) -> None:
+        """Check the first forward with gradients, in which the hooks remove themselves."""
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._gathered:
+                return
+            for hook in hooks:
+                hook.remove()
+            self._begin(module, args)  # keep no graph alive
+            self.check()
+
+        hooks = self._watch()
+        hooks.append(self._model.register_forward_hook(end))
+
+    def _watch(self) -> list[Any]:
+        hooks = [self._model.register_forward_pre_hook(self._begin), self._model.register_forward_hook(self._end)]
+        for blocks in self._lists:
+            for path, block in blocks:
+                leave = functools.partial(self._leave, path, block is blocks[-1][1])
+                hooks.append(block.register_forward_hook(leave))
+        return hooks
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._parts, self._gathered = {}, set()
+
+    def _leave(self, path: str, is_last: bool, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        leaves = tree_leaves(output)
+        hidden = first_hidden(leaves) if is_last else None
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                if place == hidden:
+                    self._gathered.add(leaf.grad_fn)
+                else:
+                    self._parts[leaf.grad_fn] = path
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        seen, self._partial = set(self._gathered), None
+        while waiting and self._partial is None:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            self._partial = self._parts.get(node)
+            waiting += [before for before, _ in node.next_functions]
+
+    def check(self) -> None:
+        """Refuse what the last run has shown.
+
+        Raises:
+            ModelError: When blocks run out of turn, or the model's output depends on a part of the tokens.
+        """
+        error = next((order.error for order in self._orders if order.error is not None), None)
+        if error is not None:
+            raise error
+        if self._partial is not None:
+            raise ModelError(
+                f"{self._method}: the model's output depends on what {self._partial} returns, of which a rank has a "
+                "part of the tokens",
+                expected="an output that depends on blocks only through the hidden state of the last one of their list",
+                got="one that uses what a block between returns, or returns beside the hidden state",
+                fix="switch such outputs off (output_hidden_states=False); or use fsdp or tensor_parallel",
+            )
 
 
 def _divides(block: RecordedBlock, order: TokenOrder) -> bool:
