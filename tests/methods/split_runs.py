@@ -16,6 +16,8 @@ from tests.methods.test_traffic import Counter
 
 SIZES = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 52, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": tiny.SEQ_LEN}  # fmt: skip
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+QWEN_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
 
 
 def build(name):
@@ -96,6 +98,9 @@ def with_a_plan(name):
         "qwen2": ("Qwen2", "ForCausalLM", {"use_sliding_window": False}),
         "qwen3": ("Qwen3", "ForCausalLM", {"head_dim": 6}),
         "phi3": ("Phi3", "ForCausalLM", {"pad_token_id": 0}),
+        "mixtral": ("Mixtral", "ForCausalLM", MIXTURE),
+        "qwen2 moe": ("Qwen2Moe", "ForCausalLM", QWEN_MIXTURE | {"shared_expert_intermediate_size": 36}),
+        "qwen3 moe": ("Qwen3Moe", "ForCausalLM", QWEN_MIXTURE | {"head_dim": 6}),
     }[name]
     return getattr(transformers, kind + size)(
         getattr(transformers, kind + "Config")(**{**SIZES, **keys}, use_cache=False)

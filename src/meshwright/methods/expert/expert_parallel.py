@@ -22,7 +22,7 @@ from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
 from meshwright.methods.replace.model_changes import without_grouped_kernels
 from meshwright.methods.tensor.block_trials import SampleRun
-from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog
+from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, stand_in
 from meshwright.runtime import check_equal
 from meshwright.runtime.torch_internals.pytree import tree_leaves
 
@@ -86,7 +86,7 @@ class ExpertTrace:
                 elif self._proved[layer] is not None:
                     stack.enter_context(mock.patch.object(layer.block, "forward", self._mean_forward(layer)))
                 if self.stands_in and isinstance(layer, StackedExperts):
-                    stack.enter_context(mock.patch.object(layer.module, "forward", _stand_in(layer.module)))
+                    stack.enter_context(mock.patch.object(layer.module, "forward", stand_in(layer.module)))
             stack.enter_context(without_grouped_kernels())
             yield
 
@@ -133,18 +133,6 @@ class ExpertTrace:
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """Return the collectives of the last run in one micro-batch."""
         return self._traffic.boundaries()
-
-
-def _stand_in(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """Return a forward whose result has the answers' shape, and requires a gradient if the experts train."""
-    weights = list(module.parameters())
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        hidden = Call.of(module, args, kwargs).hidden
-        anchor = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
-        return hidden + anchor.requires_grad_(any(weight.requires_grad for weight in weights))
-
-    return forward
 
 
 # --- The method

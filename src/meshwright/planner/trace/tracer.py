@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary
     from meshwright.methods import ExpertTrace
     from meshwright.methods.fp8_torchao import Fp8Trace
+    from meshwright.methods.tensor.tensor_parallel import SplitTrace
     from meshwright.planner.trace.op_recording import ModelOps
 
 
@@ -278,11 +279,11 @@ class Tracer:
             if now.split is not None and now.split.divides_batch:
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
-                return _untraced(reason)._replace(boundaries=self._sent_to_experts(now))
+                return _untraced(reason)._replace(boundaries=self._sent_beside_experts(now))
             whole = dataclasses.replace(now, split=None)
             if now.split is not None and self._trace(whole).activations is not None:
                 raise _does_not_fit(reason) from error
-            return _untraced(reason)
+            return _untraced(reason)._replace(boundaries=self._sent_beside_experts(now))
 
     def _run(self, now: Conditions) -> Traced:
         inputs = self._inputs_of(now.samples)
@@ -337,14 +338,14 @@ class Tracer:
     def _repeated(self) -> Repeated | None:
         return find_repeated(self._model) if len(self._blocks) >= FEWEST else None
 
-    def _sent_to_experts(self, now: Conditions) -> tuple[Boundary, ...]:
+    def _sent_beside_experts(self, now: Conditions) -> tuple[Boundary, ...]:
         """Return the collectives of a pass that skips experts which cannot run without data.
 
         Nothing where the rest cannot run, either.
         """
         if getattr(now.split, "stands_in", True):
             return ()
-        experts = cast("ExpertTrace", now.split)
+        experts = cast("ExpertTrace | SplitTrace", now.split)
         experts.stands_in = True
         try:
             return self._trace(now).boundaries
