@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.methods import Job
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_NO_HYPERPARAMETERS = ("params", "param_names", "differentiable")  # torch adds the last when an optimizer is copied
 _FEW = 16  # numbers of a tensor that are worth comparing
 
 
@@ -53,13 +54,13 @@ def optimizer_text(optimizer: Optimizer | None, groups: bool = True) -> str:
 
     Args:
         optimizer: Any torch optimizer, or None.
-        groups: Whether to write those of each of its groups, too.
+        groups: Whether to write those of each of its groups; else its defaults.
     """
     if optimizer is None:
         return "none"
-    every: Sequence[Mapping[str, Any]] = optimizer.param_groups if groups else ()
-    own = [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in every]
-    return f"{type(optimizer).__name__}({value_text(optimizer.defaults)}) of groups {value_text(own)}"
+    every: Sequence[Mapping[str, Any]] = optimizer.param_groups if groups else (optimizer.defaults,)
+    own = [{key: value for key, value in group.items() if key not in _NO_HYPERPARAMETERS} for group in every]
+    return f"{type(optimizer).__name__} with {value_text(own)}"
 
 
 def built_text(optimizer: Optimizer | None, job: Job) -> str:
