@@ -193,7 +193,7 @@ PARSERS = {
         "setting.txt", lambda path: read_config(path.with_name("train.toml"), _text(path).split("\x1f")), "text"
     ),
     "planned strategy": Parser("strategy.json", _planned_strategy),
-    "training file": Parser("train.toml", read_config, "text"),
+    "training file": Parser("train.toml", lambda path: json.dumps(read_config(path).model_dump(mode="json")), "text"),
     "cluster": Parser("cluster.json", lambda path: _planned("gpt2", read_cluster(path))),
     "cluster name": Parser("cluster.txt", lambda path: _planned("gpt2", find_cluster(_text(path))), "text"),
     "model name": Parser("model.txt", _model, "text"),

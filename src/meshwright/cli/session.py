@@ -237,7 +237,7 @@ def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accele
                 "file": str(options.file.resolve()),
                 "ranks": world_size(),
                 "launch": launch_id(),
-                **prepared.config.model_dump(),
+                **prepared.config.model_dump(mode="json"),
             }
             write_document(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
             write_document(run_dir / STRATEGY, accelerated.strategy.to_json() + "\n")
