@@ -38,7 +38,8 @@ class ModelTable(Table):
 
     source: Annotated[str, Field(pattern=f"^(hf:.+|{_REFERENCE})$")] = Field(
         description="'module:function' that returns the model (modules beside this file are found first), or 'hf:PATH' "
-        "of a transformers config.json or the directory it lies in: built with random weights"
+        "of a transformers config.json or the directory it lies in: built with random weights (a "
+        "directory with weights is refused)"
     )
     args: dict[str, Any] = Field(
         default={},
