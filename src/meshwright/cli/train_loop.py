@@ -140,6 +140,15 @@ def train(options: Options) -> int:
         MeshwrightError: As ``open_session`` and saving do.
     """
     session = open_session(options)
+    try:
+        return _run(session)
+    finally:
+        if session.lock is not None:
+            session.lock.release()
+
+
+def _run(session: Session) -> int:
+    """Train an open session up to its end; return the exit status."""
     run, start = session.prepared.config.run, session.state.step
     if start >= run.steps:
         print_rank(f"meshwright: {session.run_dir} is at step {start} of {run.steps} already: nothing to do")

@@ -137,12 +137,24 @@ class Workload:
         Raises:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
-        where = self.device if self.cluster is None else self.cluster.device
-        resolved = resolve(strategy, self.world, self.zero_level, where)
+        resolved = self._resolved(strategy)
         replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
         with replacement.tried(self.model):
             known = self._with(find_method(resolved.strategy, lambda each: each.replaces_modules))
             return known._plan(resolved, num_micro_batches or self.num_micro_batches)
+
+    def num_replicas(self, strategy: Strategy) -> int:
+        """Return the number of ranks, or groups of ranks, that take samples of their own under a strategy.
+
+        Raises:
+            StrategyError: When its methods do not fit together or do not fit the world.
+        """
+        return _replicas(self._resolved(strategy))
+
+    def _resolved(self, strategy: Strategy) -> Resolved:
+        return resolve(
+            strategy, self.world, self.zero_level, self.device if self.cluster is None else self.cluster.device
+        )
 
     def on(self, num_devices: int) -> Workload:
         """Return the workload on another number of the same devices; the cluster must be known."""

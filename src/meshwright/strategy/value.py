@@ -338,7 +338,7 @@ def _from_bytes(content: bytes, where: str) -> list[MethodConfig]:
 def _from_json(text: str, where: str) -> list[MethodConfig]:
     try:
         document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer of more digits than Python reads
         raise StrategyError(
             "The strategy is not valid JSON",
             got=f"{error} in {where}",

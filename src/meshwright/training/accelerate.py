@@ -36,6 +36,7 @@ from meshwright.runtime import (
     Settings,
     agreed,
     check_all_equal,
+    check_equal,
     code_versions,
     difference_between_ranks,
     gather_objects,
@@ -53,6 +54,7 @@ from meshwright.runtime.lazy import paused_collection
 from meshwright.runtime.torch_internals.compilers import dynamo as dynamo
 from meshwright.strategy import read_size
 from meshwright.training.accelerated import Accelerated, LossWeight
+from meshwright.training.checks import KnownParameters, built_text
 from meshwright.training.request import Request, check_lr_scheduler, check_rates
 
 if TYPE_CHECKING:
@@ -139,7 +141,8 @@ def accelerate(
         find_unused_parameters: For DDP, if some parameters are not used in every step.
         ddp_options: Further keyword arguments of DistributedDataParallel, for strategies without a sharding method.
         sample_batch: A batch for predictions without a dataset, of any number of samples.
-        batch_size: Samples per step over all ranks, for predictions without a dataset.
+        batch_size: Samples per step over all ranks, for predictions without a dataset. None: each replica takes as many
+            as ``sample_batch`` has.
         sampler_seed: Seed of the order of samples.
         memory_limit: Predicted memory that a chosen strategy may need on a rank: bytes, or text such as ``"40 GiB"``.
             None takes the memory of the device. Allocations are not limited.
@@ -177,7 +180,7 @@ def accelerate(
     _check_request(request, world)
 
     # Agree: ranks that differ would wait for each other for ever, or train different models without an error.
-    check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines())
+    check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines(), request.training_claims())
     difference = difference_between_ranks(dict(model.named_parameters()))
 
     # Plan: rank 0 predicts for all ranks. Candidates that are measured run on all of them.
@@ -232,13 +235,16 @@ def _check_request(request: Request, world: Settings) -> None:
 _own_versions = functools.cache(code_versions)  # it reads every source file
 
 
-def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> None:
-    """Refuse ranks that differ in their code, strategy, guards or model; collective.
+def check_alike(
+    strategy: str, model: str, parameters: Sequence[str] = (), further: Sequence[tuple[str, str, str]] = ()
+) -> None:
+    """Refuse ranks that differ in their code, strategy, guards, model or how they train it; collective.
 
     Args:
         strategy: The requested strategy, as text.
         model: A short text that differs for different models.
         parameters: A line for each parameter of the model; gathered only if models differ.
+        further: What else must be equal, its value, and what to do if it differs.
 
     Raises:
         LaunchError: On every rank, naming two ranks and the first difference.
@@ -247,6 +253,7 @@ def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> No
         ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
         ("The strategy", strategy, "pass the same strategy on every rank"),
         ("The switch of cross-rank guards", f"{guards_are_on()}", "set MESHWRIGHT_GUARDS alike on every rank"),
+        *further,
     )
     models = gather_objects(model)
     other = next((rank for rank, each in enumerate(models) if each != models[0]), None)
@@ -357,9 +364,13 @@ def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Dat
 
 def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRScheduler | None]:
     """Build optimizer and scheduler over the model as the methods have left it; collective."""
+    job.check_unchanged = known = KnownParameters(job.model)
+    job.optimizer.before_update.append(known)
     with same_on_every_rank():
         optim = job.build_optimizer()
+    check_equal("The optimizer", built_text(optim, job), "build it with equal arguments on every rank")
     if optim is not None:
+        known.follow(optim)
         optim = job.optimizer.finish(optim)
     with same_on_every_rank():
         if request.lr_scheduler_cls is None:

@@ -130,6 +130,7 @@ class Accelerated:
         Raises:
             ConfigError: When there is no optimizer or no loss.
             DataError: When the batch does not divide into micro-batches, or ranks are at different places in the data.
+            ModelError: When parameters were put into the model, or resized, after ``accelerate``.
         """
         optim = self.optim
         if optim is None:
@@ -140,6 +141,8 @@ class Accelerated:
                 expected="an optimizer built by optim_func",
             )
         optim.zero_grad()
+        if self._job.check_unchanged is not None:
+            self._job.check_unchanged()
         with restored_buffers(self.model, self._may_skip) as restore_buffers:
             loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
             grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)

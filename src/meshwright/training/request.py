@@ -38,6 +38,7 @@ from meshwright.planner import Plan, Workload, choose, cluster_at_hand, describe
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.strategy import Strategy
 from meshwright.training.accelerated import LossWeight
+from meshwright.training.checks import optimizer_text, value_text
 
 if TYPE_CHECKING:
     from meshwright.data import GlobalBatchLoader
@@ -178,7 +179,10 @@ class Request:
         if self.chooses:
             plan, reason = choose(workload, **self._constraints(workload))
         else:
-            plan, reason = workload.plan(Strategy(self.strategy)), None
+            strategy = Strategy(self.strategy)
+            if workload.batch_size is None and self._samples_of_replica is not None:
+                workload = workload.of_batch(self._samples_of_replica * workload.num_replicas(strategy))
+            plan, reason = workload.plan(strategy), None
         gaps = plan.gaps
         if self._built is not None and workload.optim_func is None:
             kind = type(self._built.optimizer).__name__
@@ -213,7 +217,7 @@ class Request:
             optim_param_func=self._choose_parameters,
             inputs_of=lambda samples: self._sample_inputs(settings.device, samples),
             forward=self._forward,
-            batch_size=self._global_batch_size(),
+            batch_size=self._global_batch_size,
             num_micro_batches=self.num_micro_batches,
             world=world_size(),
             zero_level=settings.zero_level,
@@ -225,12 +229,25 @@ class Request:
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         return first_loss(self.loss(inputs, call_model(model, inputs, self.model_input_format)))
 
+    @property
     def _global_batch_size(self) -> int | None:
+        """Return the samples per step over all ranks; None where they follow from the number of replicas.
+
+        A search compares strategies by steps of equally many samples: as many as data parallelism would take.
+        """
         if self.batch_size is not None:
             return self.batch_size
+        given = (self.dataloader_args or {}).get("batch_size") if self.dataset is not None else None
+        if given is None and self.chooses and self._samples_of_replica is not None:
+            return self._samples_of_replica * world_size()
+        return given
+
+    @functools.cached_property
+    def _samples_of_replica(self) -> int | None:
+        """The samples per step of one replica, where nobody has said how many all of them take."""
         if self.dataset is not None:
-            return (self.dataloader_args or {}).get("batch_size", world_size())
-        return batch_size_of(self.sample_batch) * world_size() if self.sample_batch is not None else None
+            return 1  # as global_batch_loader does
+        return batch_size_of(self.sample_batch) if self.sample_batch is not None else None
 
     def _sample_inputs(self, device: torch.device, samples: int) -> Any:
         """Return a model input of a number of samples; None if reading a sample would consume data."""
@@ -304,11 +321,52 @@ class Request:
             for name, p in self.model.named_parameters()
         ]
 
+    def training_claims(self) -> list[tuple[str, str, str]]:
+        """Return what ranks must train with alike: the name of it, its value as text, and what to do if it differs."""
+        given, sampler = self.dataloader_args or {}, (self.dataloader_args or {}).get("sampler")
+        order = ("batch_size", "drop_last", "shuffle")
+        data = {key: given.get(key) for key in order} | {"sampler": type(sampler), "seed": self.sampler_seed}
+        if isinstance(self.optim_func, Optimizer):
+            optimizer = optimizer_text(self.optim_func)
+        else:
+            optimizer = f"{value_text(self.optim_func)} with {value_text(self.optim_args)}"
+        names = (
+            "max_grad_norm", "num_micro_batches", "find_unused_parameters", "ddp_options", "batch_size", "dry_run",
+            "model_input_format",
+        )  # fmt: skip
+        rest = {name: getattr(self, name) for name in names}
+        rest |= {name: getattr(self, name) is not None for name in ("loss_weight", "time_limit")}
+        return [
+            ("The optimizer", optimizer, "pass equal optim_func and optim_args on every rank"),
+            (
+                "The learning-rate schedule",
+                f"{value_text(self.lr_scheduler_cls)} with {value_text(self.lr_scheduler_args)}",
+                "pass equal lr_scheduler_cls and lr_scheduler_args on every rank",
+            ),
+            (
+                "The length of the data",
+                f"{_length_text(self.dataset)}, {_length_text(sampler)}",
+                "give every rank the whole dataset: each of them takes its own part of every batch; ranks with fewer "
+                "samples would end their epoch while the others wait for them",
+            ),
+            ("The order of the data", value_text(data), "pass equal dataloader_args and sampler_seed on every rank"),
+            ("An argument of accelerate", value_text(rest), "pass it alike on every rank"),
+        ]
+
     def model_digest(self) -> str:
         """Return a short text that models of equal parameter names, shapes and dtypes share."""
         lines = self.parameter_lines()
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         return f"{type(self.model).__name__} with {len(lines)} parameters, digest {digest}"
+
+
+def _length_text(samples: Any) -> str:
+    if samples is None:
+        return "none"
+    try:
+        return f"{type(samples).__name__} of {len(samples)} samples"
+    except TypeError:  # a stream, or an order without an end
+        return f"{type(samples).__name__} without a length"
 
 
 # --- Checks of single arguments
