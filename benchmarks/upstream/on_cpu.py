@@ -51,11 +51,11 @@ def stand_in_for_cuda() -> None:
         "empty_cache",
         "reset_peak_memory_stats",
         "ipc_collect",
-        "manual_seed_all",
     ):
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *args, **kwargs: 0)
+    cuda.manual_seed = cuda.manual_seed_all = torch.default_generator.manual_seed  # type: ignore[assignment]
     cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     cuda.memory_summary = lambda *args, **kwargs: "no GPU"  # type: ignore[assignment]
     for name in ("FloatTensor", "HalfTensor", "LongTensor", "IntTensor"):
