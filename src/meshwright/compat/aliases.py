@@ -16,11 +16,15 @@ MODULES = {
     "meshwright.atorch": "meshwright.compat.atorch",
     "meshwright.auto": "meshwright.training.accelerate",
     "meshwright.benchmark": f"{_BMTRAIN}.benchmark",
+    "meshwright.block_layer": "meshwright: Block CheckpointBlock TransformerBlockList",
     "meshwright.booster": _COLOSSALAI,
     "meshwright.booster.launch": f"{_COLOSSALAI}.booster",
     "meshwright.booster.lora": f"{_COLOSSALAI}.checkpoint_io",
     "meshwright.booster.plugin": _COLOSSALAI,
+    "meshwright.debug": f"{_BMTRAIN}.debug",
     "meshwright.distributed": "meshwright.comm",
+    "meshwright.global_var": "meshwright: config rank world_size",
+    "meshwright.layer": "meshwright: DistributedModule",
     "meshwright.nn.optimizer": f"{_COLOSSALAI}.optimizers",
     "meshwright.nn.optimizer.adafactor": f"{_COLOSSALAI}.optimizers: Adafactor",
     "meshwright.nn.optimizer.came": f"{_COLOSSALAI}.optimizers: CAME",
@@ -34,9 +38,14 @@ MODULES = {
     "meshwright.nn.optimizer.lamb": f"{_COLOSSALAI}.optimizers: Lamb",
     "meshwright.optim.eight_bit": "meshwright.optim.eight_bit_adamw",
     "meshwright.optim.manager": f"{_BMTRAIN}.optim_manager",
+    "meshwright.optim.optim_manager": f"{_BMTRAIN}.optim_manager",
+    "meshwright.param_init": "meshwright: grouped_parameters init_parameters",
+    "meshwright.parameter": "meshwright: DistributedParameter ParameterInitializer",
+    "meshwright.pipe_layer": "meshwright: PipelineTransformerBlockList",
     "meshwright.optim.offload": "meshwright.optim.offloaded_optimizer",
     "meshwright.planning": "meshwright.planner",
     "meshwright.utils": f"{_BMTRAIN}.utils",
+    "meshwright.wrapper": "meshwright: BMTrainModelWrapper",
 }
 
 # Documented package -> where names live -> names; ``old=new`` if a name has changed, too.
@@ -59,7 +68,7 @@ NAMES = {
         f"{_BMTRAIN}.distributed_module": "DistributedModule",
         f"{_BMTRAIN}.layers": "ColumnParallelLinear Linear RowParallelLinear VPEmbedding",
         f"{_BMTRAIN}.model_setup": "BMTrainModelWrapper grouped_parameters init_parameters",
-        f"{_BMTRAIN}.parallel_linear": "OpParallelLinear ReduceType",
+        f"{_BMTRAIN}.parallel_linear": "OpLinear OpParallelLinear ReduceType",
         f"{_BMTRAIN}.parameter": "DistributedParameter ParameterInitializer",
         f"{_BMTRAIN}.pipeline_block_list": "PipelineTransformerBlockList",
     },
@@ -82,6 +91,9 @@ NAMES = {
     },
     "meshwright.planner.search": {
         "meshwright.planner.search.constraints": "read_wishes=read_constraints",
+    },
+    "meshwright.store": {
+        f"{_BMTRAIN}.store": "_save_to_rank0 allgather_objects async_save_to_file broadcast_object",
     },
     "meshwright.runtime": {
         f"{_BMTRAIN}.block": "note_gathered=note_gather take_order=take_gather_order",
