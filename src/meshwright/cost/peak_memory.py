@@ -140,7 +140,8 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
         for each in own:
             remains = sum(other.remains for other in own if other.place > each.place)
             later = sum(size for place, size in kept.items() if place > each.place) - buffers - left - remains
-            activations = held - later + each.most(with_gradients=not _accumulates(step, now))
+            held_here = held - later + known.inputs.held
+            activations = held_here + each.most(with_gradients=not _accumulates(step, now))
             gradients, gathered = _Gradients(step, whole, known, now).at(each)
             at_peak = dataclasses.replace(
                 whole,
@@ -157,7 +158,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                     False,
                     dataclasses.replace(
                         at_peak,
-                        activations=held - later - kept.get(each.place, 0),
+                        activations=held_here - kept.get(each.place, 0),
                         gathered=weights + on_way + known.transients[-1].gradients,
                         recomputation=0,
                     ),
@@ -168,7 +169,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                     each.place == behind,
                     dataclasses.replace(
                         at_peak,
-                        activations=held - later - left + returned + most,
+                        activations=held_here - left + returned + most,
                         gathered=at_peak.gathered + last_gathered_bytes(step),
                     ),
                 )
@@ -348,13 +349,14 @@ def moments(step: Step) -> dict[Moment, Memory]:
         loss = next((held for is_behind, held in reversed(found) if is_behind), recomputed)
     # Gradients that accumulate whole are none yet where only the first micro-batch gathers.
     before = (0, 0) if step.gathered == "model" else (lasting, accumulated)
-    copied = [at(before[0], before[1] + size, kept) for size, kept in copied_out(step)]
-    copied += [at(whole.gradients, size, 0) for size in [broadcast_bytes(step)] if size]
+    given = known.inputs.held if known is not None else 0
+    copied = [at(before[0], before[1] + size, kept + given) for size, kept in copied_out(step)]
+    copied += [at(whole.gradients, size, given) for size in [broadcast_bytes(step)] if size]
     found_at: dict[Moment, Memory] = {
         **({"gather": max(copied, key=lambda each: each.total)} if copied else {}),
         "loss": loss,
         "recomputation": recomputed,
-        "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),
+        "reduction": at(whole.gradients, weights + accumulated + of_outside, given),
         "update": _at_update(step, most),
     }
     shared = exchanged_in_memory(step)
@@ -362,7 +364,7 @@ def moments(step: Step) -> dict[Moment, Memory]:
 
 
 def _at_update(step: Step, most: Memory) -> Memory:
-    """Return the memory at the update: all gradients, and the optimizer's temporaries.
+    """Return the memory at the update: all gradients, the optimizer's temporaries, and the batch.
 
     With a traced model FSDP2 has freed what it gathered, and DDP keeps its buckets beside fp32 gradients of half
     weights.
@@ -373,7 +375,13 @@ def _at_update(step: Step, most: Memory) -> Memory:
     beside = real and step.master is not None and averages_in_buckets(step)
     buffers = sum(count * held_bytes(step, p) for count, p in step.every_parameter() if p.trainable) if beside else 0
     return dataclasses.replace(
-        most, gradients=most.gradients + buffers, gathered=gathered, activations=0, recomputation=0, returned=0
+        most,
+        gradients=most.gradients + buffers,
+        gathered=gathered,
+        activations=0,
+        recomputation=0,
+        returned=0,
+        updating=most.updating + (known.inputs.batch if known is not None else 0),
     )
 
 

@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 
 from meshwright.methods.pipeline.chain import Boundary, PipelineRank
 from meshwright.methods.pipeline.splice import HiddenState, Splice
+from meshwright.nn.batches import tensors_of
 from meshwright.runtime.torch_internals.pipelining import AnyStage
 
 
@@ -68,7 +69,8 @@ class StageModule(nn.Module):
         self._seeds: Sequence[int] = ()
         self._run: Callable[[Any], Any] | None = None
         self._measure: Callable[[], Any] | None = None
-        self.saved_bytes = 0  # by the first micro-batch, if measured
+        self.saved_bytes = 0  # by the first micro-batch beside its input, if measured
+        self.saved_inputs: set[int] = set()  # which tensors of its input it saved
         self.error: Exception | None = None
 
     def begin(
@@ -107,7 +109,10 @@ class StageModule(nn.Module):
         inbox = HiddenState(tensors, self.before.form) if self.before is not None else None
         with self._measure() if self._measure is not None and number == 0 else contextlib.nullcontext() as saved:
             result = self._splice.run(self.stage, inbox, lambda: run(inputs), self._seeds[number])
-        self.saved_bytes = saved.bytes if saved is not None else self.saved_bytes
+        if saved is not None:
+            given = {place: saved.bytes_of(tensor) for place, tensor in enumerate(tensors_of(inputs))}
+            self.saved_inputs = {place for place, size in given.items() if size}
+            self.saved_bytes = saved.bytes - sum(given.values())
         if self.after is None:
             return result.reshape(1)
         self.after.check(result)

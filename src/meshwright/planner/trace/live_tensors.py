@@ -26,6 +26,7 @@ from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, i
 from meshwright.runtime.torch_internals.tensors import has_expired, storage_identity
 
 if TYPE_CHECKING:
+    from meshwright.cost.activations import Given
     from meshwright.methods.tensor.tensor_parallel import SaveLog
     from meshwright.planner.trace.aten_kernels import FlopCount
 
@@ -58,6 +59,7 @@ class SavedTensors:
     savers: dict[int, list[tuple[nn.Module, ...]]] = field(default_factory=dict)  # storage -> module stacks
     inputs: dict[nn.Module, dict[int, int]] = field(default_factory=dict)  # module -> storage of an argument -> bytes
     weights: set[int] = field(default_factory=set)  # storages of parameters and buffers: saved, but not by forward
+    given: dict[int, Given] = field(default_factory=dict)  # storages of the model's input
     met: list[StorageWeakRef] = field(default_factory=list)  # keeps addresses of storages from being reused
     log: SaveLog = field(default_factory=list)  # the module stack of every save, in order
     places: dict[int, set[int]] = field(default_factory=dict)  # storage -> where in the list of blocks it was saved
@@ -85,11 +87,16 @@ class SavedTensors:
         """Return the bytes saved; every storage counts once, and weights do not."""
         return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
 
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        """Return the bytes saved of a tensor's storage."""
+        storage, _ = storage_of(tensor)
+        return 0 if storage in self.weights else self.sizes.get(storage, 0)
+
     def kept_by_place(self) -> dict[int, int]:
         """Return the bytes saved, by the first place where each storage was saved."""
         found: dict[int, int] = {}
         for storage, places in self.places.items():
-            if storage not in self.weights:
+            if storage not in self.weights and storage not in self.given:
                 found[min(places)] = found.get(min(places), 0) + self.sizes[storage]
         return found
 
@@ -258,7 +265,7 @@ class LiveBytes:
 
     Args:
         state: Parameters and buffers, which are not counted.
-        inputs: Tensors of the micro-batch, which live throughout.
+        inputs: Tensors of the micro-batch, which live throughout and are not counted.
     """
 
     def __init__(self, state: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
@@ -273,8 +280,6 @@ class LiveBytes:
             self._is_other(tensor)
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(self._complete)
-        given = {storage_of(tensor) for tensor in inputs}
-        self._held += sum(size for _, size in given)
         for tensor in inputs:
             self._is_other(tensor)
 
