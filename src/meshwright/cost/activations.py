@@ -65,6 +65,8 @@ class Transient(NamedTuple):
         returned: Bytes made here in forward that nobody saves and the model holds, such as keys and values it returns.
         left: The part of those that is held in backward, too.
         remains: Bytes that are not free when its backward has run.
+        cut: The instants of a place behind which a pipeline cuts the model: what comes from there counts as received.
+        far: Bytes of parameters' gradients from behind the blocks that wait for parts from before them.
     """
 
     place: int
@@ -74,14 +76,18 @@ class Transient(NamedTuple):
     returned: int = 0
     left: int = 0
     remains: int = 0
+    cut: tuple[Instant, ...] = ()
+    far: int = 0
 
-    def most(self, *, with_gradients: bool) -> int:
+    def most(self, *, with_gradients: bool, is_cut: bool = False) -> int:
         """Return the most bytes held beside what is saved.
 
         Args:
             with_gradients: Whether complete gradients of this place are held, and not added to others.
+            is_cut: Whether a pipeline cuts the model behind this place.
         """
-        return max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in self.instants)
+        instants = self.cut if is_cut else self.instants
+        return max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in instants)
 
 
 def outermost_instants(every: Iterable[Instant]) -> tuple[Instant, ...]:

@@ -139,9 +139,13 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
         working = {place: size for (place,), size in known.working_at}
         for each in own:
             remains = sum(other.remains for other in own if other.place > each.place)
-            later = sum(size for place, size in kept.items() if place > each.place) - buffers - left - remains
-            held_here = held - later + known.inputs.held
-            activations = held_here + each.most(with_gradients=not _accumulates(step, now))
+            # What a stage hands on is kept until its backward has run.
+            end = own[-1].place
+            later = sum(size for place, size in kept.items() if each.place < place <= end) - buffers - left - remains
+            held_here = held - later + known.inputs.held - (each.far if each.place < end < behind else 0)
+            activations = held_here + each.most(
+                with_gradients=not _accumulates(step, now), is_cut=each.place == end < behind
+            )
             gradients, gathered = _Gradients(step, whole, known, now).at(each)
             at_peak = dataclasses.replace(
                 whole,
@@ -186,6 +190,8 @@ def _received_bytes(step: Step, now: BackwardAt) -> int:
             count += step.num_micro_batches - held
         if stage + 1 < len(stages.ranks) and stages.ranks[stage + 1] != stages.here:
             count += step.num_micro_batches
+    # What 1F1B sends back is held until there is more to send.
+    count += stages.schedule == "1f1b" and stages.here > 0 and any(now.accumulated)
     return count * stages.boundary_bytes
 
 
@@ -227,6 +233,8 @@ class _Gradients:
             if begun and stage != self.now.stage
             for each in _of_stage(self.step, self.known, stage)
         )
+        if all(self.now.accumulated):
+            return self.whole.gradients, 0
         return others + (sum(each.gradients for each in own) if self.now.accumulated[self.now.stage] else later), 0
 
     def _sharded(self, place: Transient, later: int) -> tuple[int, int]:

@@ -112,7 +112,8 @@ class StageModule(nn.Module):
         if saved is not None:
             given = {place: saved.bytes_of(tensor) for place, tensor in enumerate(tensors_of(inputs))}
             self.saved_inputs = {place for place, size in given.items() if size}
-            self.saved_bytes = saved.bytes - sum(given.values())
+            handed_on = [] if self.after is None else result.tensors  # torch keeps them for backward, too
+            self.saved_bytes = saved.bytes - sum(given.values()) + saved.bytes_beside(handed_on, tensors)
         if self.after is None:
             return result.reshape(1)
         self.after.check(result)
@@ -162,13 +163,18 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
         """Run torch's backward; continue with zero gradients if it fails."""
         module = self.submod
         assert isinstance(module, StageModule)
+        values = bwd_kwargs.get("input_values", ())
+        inputs = [t if isinstance(t, torch.Tensor) and t.requires_grad else None for t in values]
         try:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         except Exception as error:
             module.error = module.error or error
-            inputs = bwd_kwargs.get("input_values", ())
-            tensors = [t if isinstance(t, torch.Tensor) and t.requires_grad else None for t in inputs]
-            return tuple(torch.zeros_like(t) if t is not None else None for t in tensors), []
+            return tuple(torch.zeros_like(t) if t is not None else None for t in inputs), []
+        finally:
+            # They are returned. torch would keep those of every micro-batch until the step's end.
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.grad = None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: the engine reduces once for all stages of a rank."""
