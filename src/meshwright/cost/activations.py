@@ -247,6 +247,7 @@ class BackwardAt(NamedTuple):
     stage: int
     held: tuple[int, ...]  # micro-batches of each stage that are kept
     accumulated: tuple[bool, ...]  # whether each stage has gradients of micro-batches before
+    done: tuple[int, ...] = ()  # micro-batches of which each stage has sent gradients; none: not counted
 
 
 @dataclass(frozen=True)

@@ -180,18 +180,28 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
 
 
 def _received_bytes(step: Step, now: BackwardAt) -> int:
-    """Return the bytes of receive buffers: torch keeps one per micro-batch, some of which forward has saved."""
+    """Return the bytes of buffers to receive in, and of what was sent and is held all the same.
+
+    torch keeps one buffer per micro-batch and direction. Forward has saved some of what was received, and what one
+    stage of a rank hands on to the next of the same rank is no copy.
+    """
     stages = step.stages
     if stages is None or stages.boundary_bytes is None:
         return 0
     count = 0
-    for stage, held in zip(stages.own, now.held, strict=True):
-        if stage > 0 and stages.ranks[stage - 1] != stages.here:
-            count += step.num_micro_batches - held
-        if stage + 1 < len(stages.ranks) and stages.ranks[stage + 1] != stages.here:
+    for own, (stage, held) in enumerate(zip(stages.own, now.held, strict=True)):
+        if stage > 0:
+            before = stages.own.index(stage - 1) if stages.ranks[stage - 1] == stages.here else None
+            count += step.num_micro_batches - held - (now.held[before] if before is not None else 0)
+            count += now.done[own] if now.done and before is None else 0
+        if stage + 1 < len(stages.ranks):
             count += step.num_micro_batches
-    # What 1F1B sends back is held until there is more to send.
-    count += stages.schedule == "1f1b" and stages.here > 0 and any(now.accumulated)
+            is_sent = now.done and stages.ranks[stage + 1] != stages.here
+            count += now.done[own] if is_sent else 0
+    if stages.schedule == "1f1b" and any(now.accumulated):
+        # The last gradient that was sent is held until the next, and the last hidden state of the warm-up, too.
+        left = max(stages.ranks) - stages.here
+        count += (stages.here > 0) + (0 < left < step.num_micro_batches - 1)
     return count * stages.boundary_bytes
 
 
