@@ -364,7 +364,7 @@ def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) ->
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
     shape = shape_on(step, parameter, step.optimizer.axis, where)
     # None: parameters and states are as they were given.
-    updated = step.optimizer.itemsize
+    updated = step.optimizer.itemsize if parameter.trainable else step.held_itemsize(parameter)
     if not keeps_state(step, parameter, state):
         return 0
     itemsize = updated if updated is not None and state.dims and not state.own_type else state.itemsize

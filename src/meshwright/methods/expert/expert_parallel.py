@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from unittest import mock
@@ -17,7 +18,7 @@ from torch import nn
 
 from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
-from meshwright.methods.expert.dispatch import Call, answer_dtype
+from meshwright.methods.expert.dispatch import Call, TracedDispatch, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
 from meshwright.methods.replace.model_changes import without_grouped_kernels
@@ -50,7 +51,7 @@ class ExpertTrace:
 
     def __init__(self, model: nn.Module, layers: Sequence[ExpertLayer], ranks: int) -> None:
         parameters = dict(model.named_parameters())
-        self._model, self._layers = model, layers
+        self._model, self._layers, self._ranks = model, layers, ranks
         self._proved = {layer: prove(layer, ranks) for layer in layers if isinstance(layer, ListedExperts)}
         self.experts = {
             parameters[name]: (number, layer.num_experts) for layer in layers for name, number in layer.names()
@@ -62,8 +63,10 @@ class ExpertTrace:
         self._traffic = TrafficLog(AXIS)
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape that a trace computes with: the whole, since one rank's tokens go to all experts here."""
-        return tuple(parameter.shape)
+        """Return the shape that a trace computes with: a part of a stack, which gets as many rows as a rank sends."""
+        number, experts = self.experts.get(parameter, (0, 0))
+        shape = tuple(parameter.shape)
+        return shape if number is not None else (shape[0] // self._ranks, *shape[1:])
 
     @contextlib.contextmanager
     def running(self, log: SaveLog) -> Iterator[None]:
@@ -85,9 +88,21 @@ class ExpertTrace:
                     )
                 elif self._proved[layer] is not None:
                     stack.enter_context(mock.patch.object(layer.block, "forward", self._mean_forward(layer)))
-                if self.stands_in and isinstance(layer, StackedExperts):
-                    stack.enter_context(mock.patch.object(layer.module, "forward", _stand_in(layer.module)))
+                if isinstance(layer, StackedExperts):
+                    stack.enter_context(self._divided(layer))
             stack.enter_context(without_grouped_kernels())
+            yield
+
+    @contextlib.contextmanager
+    def _divided(self, layer: StackedExperts) -> Iterator[None]:
+        """Let a stack run as one rank's part of it, on rows that come from other ranks."""
+        module, per_rank = layer.module, layer.num_experts // self._ranks
+        with contextlib.ExitStack() as stack:
+            for name in layer.counters:
+                stack.enter_context(mock.patch.object(module, name, per_rank))
+            forward = _stand_in(module) if self.stands_in else module.forward
+            run = functools.partial(TracedDispatch(layer, per_rank), forward)
+            stack.enter_context(mock.patch.object(module, "forward", run))
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
