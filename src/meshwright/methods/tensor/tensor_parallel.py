@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Self
+from unittest import mock
 
 import torch
 from pydantic import BeforeValidator
@@ -31,8 +32,8 @@ from meshwright.methods.tensor.model_split import (
     check_tokens,
     split_of,
 )
-from meshwright.methods.tensor.split_layers import split_layers
-from meshwright.methods.tensor.split_plan import PlannedLayer, is_linear
+from meshwright.methods.tensor.split_layers import split_layers, swapped_parameters
+from meshwright.methods.tensor.split_plan import PlannedLayer, is_linear, is_transposed
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog as SaveLog, TrafficLog, tensor_bytes
 from meshwright.runtime import check_equal
@@ -82,7 +83,9 @@ class SplitTrace:
             hooks.append(layer.module.register_forward_hook(self._leaving(layer)))
         hooks += self._token_hooks()
         try:
-            with adjusted(self._model, self._adjustments):
+            with adjusted(self._model, self._adjustments), contextlib.ExitStack() as stack:
+                for layer in filter(_adds_bias_last, self._layers):
+                    stack.enter_context(mock.patch.object(layer.module, "forward", self._adding_up(layer)))
                 yield
         finally:
             for hook in hooks:
@@ -171,6 +174,9 @@ class SplitTrace:
         return whole
 
     def _leaving(self, layer: PlannedLayer) -> Callable[..., Any]:
+        return (lambda module, args, output: output) if _adds_bias_last(layer) else self._left(layer)
+
+    def _left(self, layer: PlannedLayer) -> Callable[..., Any]:
         style = layer.style
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -185,6 +191,20 @@ class SplitTrace:
             return whole
 
         return leave
+
+    def _adding_up(self, layer: PlannedLayer) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the forward of a layer split by rows, whose bias is added to the sum over the ranks."""
+        module, forward, leave = layer.module, layer.module.forward, self._left(layer)
+
+        def summed(features: torch.Tensor) -> torch.Tensor:
+            bias = parameters_of(module)["bias"]
+            assert bias is not None
+            with swapped_parameters(module, {"bias": torch.zeros_like(bias) if is_transposed(module) else None}):
+                output = forward(features)
+            whole: torch.Tensor = leave(module, features, output)
+            return whole + bias.to(whole.dtype)
+
+        return summed
 
     def _vocabulary(self, part: torch.Tensor) -> Vocabulary:
         """Return a vocabulary that notes what cross entropy, or other use of the whole logits, would send."""
@@ -203,6 +223,11 @@ class SplitTrace:
             return whole
 
         return Vocabulary(0, part.shape[-1] * self._ranks, reduced, reduced, gathered)
+
+
+def _adds_bias_last(layer: PlannedLayer) -> bool:
+    """Return whether the layer's bias is added to the sum over the ranks, and not in the layer itself."""
+    return layer.style.output == "all_reduce" and parameters_of(layer.module).get("bias") is not None
 
 
 # --- The method
