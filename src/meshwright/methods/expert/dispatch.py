@@ -229,12 +229,17 @@ class _Echo:
     """In place of an :class:`ExpertAxis`: what is sent comes back."""
 
     def send(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
-        """Copy the rows."""
-        anchor = torch.zeros((), device=rows.device, requires_grad=True) if grad else None
-        echo: torch.Tensor = _Copy.apply(rows, anchor)
-        return echo
+        """Return a copy of the rows."""
+        return echo(rows, grad=grad)
 
     send_back = send
+
+
+def echo(rows: torch.Tensor, *, grad: bool) -> torch.Tensor:
+    """Return a copy of rows, made in forward and in backward as an exchange between ranks makes it."""
+    anchor = torch.zeros((), device=rows.device, requires_grad=True) if grad else None
+    copied: torch.Tensor = _Copy.apply(rows, anchor)
+    return copied
 
 
 class _Copy(Function):

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
-from meshwright.methods.expert.dispatch import Call, TracedDispatch, answer_dtype
+from meshwright.methods.expert.dispatch import Call, TracedDispatch, answer_dtype, echo
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
 from meshwright.methods.replace.model_changes import without_grouped_kernels
@@ -121,8 +121,12 @@ class ExpertTrace:
         return count
 
     def _mean_forward(self, layer: ListedExperts) -> Callable[..., torch.Tensor]:
-        """Return a forward that gives every expert equally many of the block's tokens and sums the answers."""
+        """Return a forward that gives every expert equally many of the block's tokens and weighs the answers.
+
+        Blocks decide by values what they ask: this one asks, computes and weighs what they do as a rule.
+        """
         features, rate = self._proved[layer] or (0, 0.0)
+        own = list(layer.experts)[: layer.num_experts // self._ranks]
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -131,9 +135,12 @@ class ExpertTrace:
             grad = hidden.requires_grad or any(weight.requires_grad for weight in layer.experts.parameters())
             numel = len(places) * features
             self._count(layer, numel * hidden.element_size(), numel * answer_dtype(hidden).itemsize, grad=grad)
-            parts = tokens[places].tensor_split(layer.num_experts)
-            answers = torch.cat([expert(part) for expert, part in zip(layer.experts, parts, strict=True)])
-            return torch.zeros_like(tokens).index_add(0, places, answers.to(tokens.dtype)).view(hidden.shape)
+            parts = echo(tokens[places], grad=grad).tensor_split(len(own))
+            answers = [expert(torch.cat([part])) for expert, part in zip(own, parts, strict=True)]
+            back = echo(torch.cat(answers).to(tokens.dtype), grad=grad)
+            again = places.clone()  # the block runs twice
+            weighed = back * _factors(layer, tokens, again)
+            return torch.zeros_like(tokens).index_add(0, again, weighed).view(hidden.shape)
 
         return forward
 
@@ -148,6 +155,18 @@ class ExpertTrace:
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """Return the collectives of the last run in one micro-batch."""
         return self._traffic.boundaries()
+
+
+def _factors(layer: ListedExperts, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return a weight for every answer, by the block's router if it has a plain one."""
+    inside, width = {*layer.experts.modules()}, (layer.num_experts, tokens.shape[1])
+    others = (module for module in layer.block.modules() if module not in inside)
+    router = next((each for each in others if getattr(getattr(each, "weight", None), "shape", None) == width), None)
+    if router is None:
+        return tokens.new_ones((len(places), 1))
+    slots = torch.arange(len(places), device=tokens.device) // max(len(tokens), 1)
+    chosen, _ = router(tokens).softmax(-1).topk(max(-(-len(places) // max(len(tokens), 1)), 1))
+    return chosen[places, slots, None]
 
 
 def _stand_in(module: nn.Module) -> Callable[..., torch.Tensor]:

@@ -60,6 +60,7 @@ class SavedTensors:
     inputs: dict[nn.Module, dict[int, int]] = field(default_factory=dict)  # module -> storage of an argument -> bytes
     weights: set[int] = field(default_factory=set)  # storages of parameters and buffers: saved, but not by forward
     given: dict[int, Given] = field(default_factory=dict)  # storages of the model's input
+    references: dict[int, StorageWeakRef] = field(default_factory=dict)  # to saved storages with data
     met: list[StorageWeakRef] = field(default_factory=list)  # keeps addresses of storages from being reused
     log: SaveLog = field(default_factory=list)  # the module stack of every save, in order
     places: dict[int, set[int]] = field(default_factory=dict)  # storage -> where in the list of blocks it was saved
@@ -86,6 +87,11 @@ class SavedTensors:
     def bytes(self) -> int:
         """Return the bytes saved; every storage counts once, and weights do not."""
         return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
+
+    def forget_freed(self) -> None:
+        """Forget storages that are free again, such as those of a block's trial run."""
+        for storage in [key for key, reference in self.references.items() if reference.expired()]:
+            self.sizes.pop(storage, None)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
         """Return the bytes saved of a tensor's storage."""
@@ -161,6 +167,8 @@ class _Recorder:
         saved.log.append(running)
         if self._counter is not None:
             saved.met.append(_reference(tensor))
+        else:
+            saved.references[key] = _reference(tensor)
         return tensor
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
