@@ -313,6 +313,15 @@ def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
     return tree_map(enter, tree, is_leaf=is_leaf)
 
 
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating tensor in nested containers; a ModelOutput stays one."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return map_tree(cast, tree)
+
+
 def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """List the leaves of a tree as torch's ``tree_leaves`` does, those in other mappings and in dataclasses too."""
     found = []
@@ -320,6 +329,11 @@ def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[A
         is_container = _is_opaque(leaf) and not (is_leaf is not None and is_leaf(leaf))
         found += leaves_of(_values_of(leaf), is_leaf) if is_container else [leaf]
     return found
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """List the tensors among the leaves of a tree."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_opaque(leaf: Any) -> bool:

@@ -71,6 +71,7 @@ from meshwright.planner.trace.tracer import Conditions, Traced, Tracer
 from meshwright.runtime import host_share_bytes, machine_name, preserved_rng
 
 if TYPE_CHECKING:
+    from meshwright.cost import Activations
     from meshwright.methods import Cut
     from meshwright.methods.fp8_torchao import Fp8Trace
     from meshwright.methods.pipeline.outer_parameters import Dataflow
@@ -105,6 +106,7 @@ class Workload:
         cluster: Cluster that it runs on; with None, step times are not predicted.
         calibration: Efficiencies of kernels and links; None takes the cluster's own.
         one_host: Whether all ranks share one host, if there is no cluster to tell.
+        copies_input: Whether the model input is made anew from each micro-batch, also where no device needs a copy.
     """
 
     model: nn.Module
@@ -121,6 +123,7 @@ class Workload:
     cluster: Cluster | None = None
     calibration: Calibration | None = None
     one_host: bool = True
+    copies_input: bool = False
 
     @property
     def half_dtype(self) -> str:
@@ -242,7 +245,7 @@ class Workload:
             num_micro_batches=micro_batches,
             on_cpu=on_cpu,
             on_one_host=on_cpu and (self.one_host if self.cluster is None else self.cluster.is_one_node),
-            activations=traced.activations,
+            activations=_with_inputs(traced.activations, resolved, micro_batches),
             flops=traced.flops,
             fp8_flops=traced.fp8_flops,
             boundaries=traced.boundaries,
@@ -318,7 +321,8 @@ class Workload:
 
     @functools.cached_property
     def _tracer(self) -> Tracer:
-        return Tracer(self.model, self.inputs_of, self.forward, self.device)
+        views_batch = self.device.type == "cpu" and not self.copies_input
+        return Tracer(self.model, self.inputs_of, self.forward, self.device, views_batch=views_batch)
 
 
 def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
@@ -326,6 +330,14 @@ def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
     if known is None or known.cluster.device.is_host or any(step.activations is None for step in steps):
         return None
     return max(taken_bytes(peak.reserved_bytes, known.cluster.device) for peak in known.peaks)
+
+
+def _with_inputs(traced: Activations | None, resolved: Resolved, micro_batches: int) -> Activations | None:
+    """Return the activations of one micro-batch beside the inputs of a step's; a pipeline prepares all of them."""
+    if traced is None:
+        return None
+    copies = micro_batches if dict(resolved.axes).get("pipeline", 1) > 1 else 1
+    return traced.given(traced.inputs._replace(views=micro_batches, copies=copies))
 
 
 def _compute_dtypes(resolved: Resolved) -> ComputeDtypes:

@@ -211,6 +211,7 @@ class Accelerated:
         before = offloaded.num_bytes if offloaded is not None else 0
         with record_saved(self.model) as saved:
             loss = self._loss_of(inputs)
+        saved.forget_freed()
         self._measures_next, self._saved_bytes = False, saved.bytes
         self._offloaded_bytes = offloaded.num_bytes - before if offloaded is not None else 0
         return loss

@@ -31,11 +31,13 @@ from meshwright.nn.batches import (
     is_loss_func,
     loss_of_output,
     resized,
+    tensors_of,
     to_device,
 )
 from meshwright.optim import check_steps_alone
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, described_cluster, fitting, only_configs
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
+from meshwright.runtime.torch_internals.tensors import storage_identity
 from meshwright.strategy import Strategy
 from meshwright.training.accelerated import LossWeight
 from meshwright.training.checks import optimizer_text, value_text
@@ -224,10 +226,23 @@ class Request:
             limit_bytes=limit_bytes,
             cluster=cluster,
             one_host=settings.local_world_size >= world_size(),
+            copies_input=settings.device.type == "cpu" and self._copies_input(),
         )
 
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         return first_loss(self.loss(inputs, call_model(model, inputs, self.model_input_format)))
+
+    def _copies_input(self) -> bool:
+        """Return whether ``prepare_input`` makes new tensors of a batch that is on the device already."""
+        if self.prepare_input is None:
+            return False
+        try:
+            with preserved_rng():
+                batch = self.sample_of(1)
+                given = set() if batch is None else _storages(self.prepare(batch, torch.device("cpu")))
+        except Exception:  # a user's data may raise anything; training will show the error
+            return False
+        return bool(given) and given.isdisjoint(_storages(batch))
 
     @property
     def _global_batch_size(self) -> int | None:
@@ -577,3 +592,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     ),
     "batch_size": (_is_integer, "a whole number of samples over all ranks", "correct it"),
 }
+
+
+def _storages(tree: Any) -> set[int]:
+    """Return the storages of all tensors in nested containers."""
+    return {storage_identity(leaf.untyped_storage()) for leaf in tensors_of(tree)}

@@ -33,8 +33,8 @@ from meshwright.methods.tensor.model_split import (
     split_of,
 )
 from meshwright.methods.tensor.split_checks import check_grouped
-from meshwright.methods.tensor.split_layers import split_layers
-from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_linear
+from meshwright.methods.tensor.split_layers import split_layers, swapped_parameters
+from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_linear, is_transposed
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog as SaveLog, TrafficLog, stand_in, tensor_bytes
 from meshwright.runtime import check_equal
@@ -90,7 +90,7 @@ class SplitTrace:
             hooks.append(layer.module.register_forward_hook(self._leaving(layer)))
         hooks += self._token_hooks()
         try:
-            with adjusted(self._model, self._adjustments), self._standing_in():
+            with adjusted(self._model, self._adjustments), self._other_forwards():
                 yield
         finally:
             for hook in hooks:
@@ -98,9 +98,11 @@ class SplitTrace:
             self._inputs = {}
 
     @contextlib.contextmanager
-    def _standing_in(self) -> Iterator[None]:
+    def _other_forwards(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for layer in self._layers:
+                if _adds_bias_last(layer):
+                    stack.enter_context(mock.patch.object(layer.module, "forward", self._adding_up(layer)))
                 if self.stands_in and layer.style.name in EXPERTS:
                     stack.enter_context(mock.patch.object(layer.module, "forward", stand_in(layer.module)))
             yield
@@ -195,6 +197,9 @@ class SplitTrace:
         return whole
 
     def _leaving(self, layer: PlannedLayer) -> Callable[..., Any]:
+        return (lambda module, args, output: output) if _adds_bias_last(layer) else self._left(layer)
+
+    def _left(self, layer: PlannedLayer) -> Callable[..., Any]:
         style = layer.style
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -209,6 +214,20 @@ class SplitTrace:
             return whole
 
         return leave
+
+    def _adding_up(self, layer: PlannedLayer) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the forward of a layer split by rows, whose bias is added to the sum over the ranks."""
+        module, forward, leave = layer.module, layer.module.forward, self._left(layer)
+
+        def summed(features: torch.Tensor) -> torch.Tensor:
+            bias = parameters_of(module)["bias"]
+            assert bias is not None
+            with swapped_parameters(module, {"bias": torch.zeros_like(bias) if is_transposed(module) else None}):
+                output = forward(features)
+            whole: torch.Tensor = leave(module, features, output)
+            return whole + bias.to(whole.dtype)
+
+        return summed
 
     def _vocabulary(self, part: torch.Tensor) -> Vocabulary:
         """Return a vocabulary that notes what cross entropy, or other use of the whole logits, would send."""
@@ -227,6 +246,11 @@ class SplitTrace:
             return whole
 
         return Vocabulary(0, part.shape[-1] * self._ranks, reduced, reduced, gathered)
+
+
+def _adds_bias_last(layer: PlannedLayer) -> bool:
+    """Return whether the layer's bias is added to the sum over the ranks, and not in the layer itself."""
+    return layer.style.output == "all_reduce" and parameters_of(layer.module).get("bias") is not None
 
 
 # --- The method
