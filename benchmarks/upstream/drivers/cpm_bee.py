@@ -1,6 +1,6 @@
 """Run CPM-Bee's own ``pretrain_cpm_bee.py`` for twelve iterations: ``cpm_bee.py pretrain_cpm_bee.py``.
 
-The model is tiny; the data are 64 lines, written here as its ``DistributedDataset`` in many small blocks, of which every
+The model is tiny; the data are 64 lines, written here as its ``DistributedDataset`` in many small blocks, so that every
 rank gets some.
 """
 
