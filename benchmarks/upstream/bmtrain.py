@@ -109,7 +109,7 @@ SUITE = Suite(
             "tests/test_grad_accu.py",
             changes=(
                 Change(r"CheckpointBlockContext, +", "", "a name that BMTrain has no longer"),
-                Change(r"\.grad(\.clone\(\))?$", ".grad.full_tensor()", _FULL),
+                Change(r"\.grad(\.clone\(\))?$", r".grad.full_tensor()\1", _FULL),
             ),
         ),
         Case(
