@@ -34,5 +34,6 @@ SUITE = Suite(
         Case("src/finetune_cpm_bee.py", because="needs OpenDelta and published weights; its loop is pre-training's"),
         Case("src/text_generation*.py", because="generates with published weights, in plain PyTorch"),
     ),
+    losses=r"Iter: .*?loss: ([0-9.]+)",
     python_path=("src",),
 )

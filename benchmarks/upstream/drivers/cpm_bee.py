@@ -1,6 +1,7 @@
 """Run CPM-Bee's own ``pretrain_cpm_bee.py`` for twelve iterations: ``cpm_bee.py pretrain_cpm_bee.py``.
 
-The model is tiny; the data are 64 lines that are written here in the form of its ``DistributedDataset``.
+The model is tiny; the data are 64 lines, written here as its ``DistributedDataset`` in many small blocks, so that every
+rank gets some.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ STEPS = 12
 MODEL = {
     "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 64, "num_layers": 3, "dropout_p": 0.0,
     "position_bias_num_buckets": 16, "position_bias_num_segment_buckets": 128, "position_bias_max_distance": 64,
-    "half": True,
+    "vocab_size": 86592, "half": True,
 }  # fmt: skip
 
 
@@ -36,11 +37,11 @@ def main() -> None:
     MixedDataset.__iter__ = some  # it has no end, and the program does not look at --train-iters
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with build_dataset(str(folder / "data"), "data") as dataset:
+        with build_dataset(str(folder / "data"), "data", block_size=1024) as dataset:
             for line in range(64):
                 dataset.write({"source": f"the line {line} of the data " * 3, "answer": f"it was {line}"})
         (folder / "model.json").write_text(json.dumps(MODEL))
-        transforms = [{"answer": "$answer", "document": "$source"}, {"answer": "$answer", "query": "$source"}]
+        transforms = [{"<ans>": "$answer", "document": "$source"}, {"<ans>": "$answer", "query": "$source"}]
         entry = {"dataset_name": "lines", "task_name": "mlm", "weight": 1.0, "path": str(folder / "data")}
         (folder / "datasets.json").write_text(json.dumps([{**entry, "transforms": transforms}]))
         (Path.cwd() / "debug").mkdir(exist_ok=True)

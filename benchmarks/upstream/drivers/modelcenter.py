@@ -24,14 +24,17 @@ _SIZES = {"dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 64, "vocab_s
 _ONE = {**_SIZES, "num_layers": 3}
 _TWO = {**_SIZES, "num_encoder_layers": 2, "num_decoder_layers": 2}
 _IMAGES = {"img_size": IMAGE, "patch_size": 4, "num_classes": CLASSES, "hidden_size": 32, "num_layers": 3}
+_LONG = {"attention_window": 4, "emb_init_std": 0.02, "proj_init_std": 0.02}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("Bert", "BertConfig", {**_ONE, "position_size": 32}),
     "cpm1": ("CPM1", "CPM1Config", _ONE),
     "cpm2": ("CPM2", "CPM2Config", _TWO),
     "cpm3": ("CPM3", "CPM3Config", {**_ONE, "emb_init_std": 0.5, "att_init_std": 0.2, "ffn_init_std": 0.2}),
+    "glm": ("GLM", "GLMConfig", {**_ONE, "position_size": 33, "dropout_p": 0.0, "sop_tok_id": 58, "mask_tok_id": 60}),
     "gpt2": ("GPT2", "GPT2Config", {**_ONE, "position_size": 32}),
     "gptj": ("GPTj", "GPTjConfig", {**_ONE, "pos_rotary_dim": 4, "proj_init_std": 0.1}),
     "llama": ("Llama", "LlamaConfig", _ONE),
+    "longformer": ("Longformer", "LongformerConfig", {**_ONE, "position_size": 34, "dropout_p": 0.0, **_LONG}),
     "opt": ("OPT", "OPTConfig", {**_ONE, "position_size": 32, "dropout_p": 0.0}),
     "roberta": ("Roberta", "RobertaConfig", {**_ONE, "position_size": 32}),
     "t5": ("T5", "T5Config", _TWO),
@@ -108,6 +111,12 @@ def trainer(name: str, half: bool) -> Callable[..., float]:
         if name == "vit":
             return model(x.half() if half else x)
         ids, length = x.int(), torch.full((len(x),), LENGTH, dtype=torch.int32)
+        if name == "longformer":
+            return model(x, length, return_logits=True)
+        if name == "glm":
+            masked = x.clamp(max=57)
+            masked[:, 5], masked[:, 6] = 60, 58  # what is to be filled in, and where it begins
+            return model(masked, sep=torch.full((len(x),), 6))
         if name in ("t5", "cpm2"):
             return model(ids, length, targets.int(), length).logits
         if name in ("cpm1", "cpm3"):
