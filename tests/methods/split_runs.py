@@ -74,7 +74,19 @@ def hf_t5_with_decoder():
     return transformers.T5ForConditionalGeneration(config)
 
 
+def hf_vit():
+    """17 tokens: 4 x 4 patches and one for the class."""
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    return transformers.ViTModel(config, add_pooling_layer=False)
+
+
 FLOWING = {
+    "vit": hf_vit,
     "t5-decoder": hf_t5_with_decoder,
     "plain": plain,
     "odd": lambda: tiny.plain(),
@@ -113,7 +125,15 @@ BARE = ("plain", "odd")  # are called with token ids alone
 def prepare_for(name):
     if name == "t5-decoder":
         return lambda data, device: {"input_ids": data.to(device), "labels": data.to(device)}
+    if name == "vit":
+        return lambda data, device: {"pixel_values": pixels(data).to(device)}
     return tiny.prepare_for("plain" if name in BARE else "llama")
+
+
+def pixels(ids):
+    """Images that token ids stand for."""
+    waves = torch.outer(torch.arange(1, 3 * 16 * 16 + 1), torch.arange(1, ids.shape[1] + 1))
+    return torch.sin(0.01 * waves @ ids.float().T).T.view(-1, 3, 16, 16)
 
 
 def loss_func(inputs, output):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -85,18 +86,21 @@ class SequenceRanks(TokenRanks):
         n = self.order.size
         check_among_parts(query, key, value, METHOD)
         check_heads(query, n)
+        tokens = self.whole(query.shape[2])
         if attn_mask is not None:
-            check_mask(attn_mask, query.shape[2] * n * self._ring, METHOD)
+            if self._ring == 1:  # else the ring checks it, which has the other tokens
+                check_mask(attn_mask, tokens, METHOD)
             attn_mask = self._own_heads(attn_mask, query.shape[1])
         if key.shape[1] % n:  # a group of heads would lie on several ranks
             key, value = _ungrouped(query, key, value)
-        q, k, v = self._heads_of_tokens((query, key, value))
+        q, k, v = (each[:, :, :tokens] for each in self._heads_of_tokens((query, key, value)))
         if attn_mask is not None and k.shape[1] != q.shape[1] and self._ring == 1:
             k, v = _ungrouped(q, k, v)  # torch has no fast kernel for both groups and masks on CUDA
         output = scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa and k.shape[1] != q.shape[1]
         )
-        return self._tokens_of_heads(output)
+        padding = query.shape[2] * n - tokens
+        return self._tokens_of_heads(F.pad(output, (0, 0, 0, padding)) if padding else output)
 
     def _heads_of_tokens(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """Exchange tokens for heads, all tensors in one message."""

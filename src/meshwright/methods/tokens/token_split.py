@@ -55,7 +55,7 @@ from meshwright.methods.tokens.attention_calls import (
 )
 from meshwright.nn import call_with, require_blocks, without_caches, wrap_method
 from meshwright.nn.batches import map_tree
-from meshwright.runtime.torch_internals.autograd import current_graph_task_id
+from meshwright.runtime.torch_internals.autograd import Function, current_graph_task_id
 from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
 
 _OF_POSITIONS = ("position", "rotary", "rope", "freqs", "cos", "sin")  # in names of arguments that go with tokens
@@ -115,7 +115,7 @@ def cut_tokens(
         others: Whether other pipeline ranks have blocks before and after these; they cut or gather then. None: no
             other rank has blocks of this list.
     """
-    tokens, (before, after) = TokenParts(ranks.order), others or (False, False)
+    tokens, (before, after) = TokenParts(ranks.order, ranks, equally=others is not None), others or (False, False)
     following: Place = "staged" if before or after else "following"
     hooks = [
         block.register_forward_pre_hook(
@@ -132,7 +132,7 @@ def cut_tokens(
 
     def leave(hidden: torch.Tensor) -> torch.Tensor:
         tokens.forget()
-        return ranks.gather(hidden)
+        return tokens.all_of(ranks.gather(hidden))
 
     return [*hooks, change_hidden_output(blocks[-1][1], leave)]
 
@@ -204,10 +204,12 @@ class TokenParts:
 
     Args:
         order: This rank's tokens.
+        ranks: Are told the number of tokens.
+        equally: Whether the axis must divide the tokens: stages of a pipeline cannot tell padding from tokens.
     """
 
-    def __init__(self, order: TokenOrder) -> None:
-        self._order = order
+    def __init__(self, order: TokenOrder, ranks: TokenRanks | None = None, *, equally: bool = False) -> None:
+        self._order, self._ranks, self._equally = order, ranks, equally
         self._count = 0  # tokens of the whole sequence that runs
         # By id and dim: arguments that several blocks take, whole and in part; keeping the whole keeps its id unique.
         self._known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -225,11 +227,11 @@ class TokenParts:
             raise self._wrong_hidden(path, "no tensor of that form")
         hidden = args[where] if isinstance(where, int) else kwargs[where]
         if place == "first":
-            self._order.check(hidden.shape[TOKENS_DIM])
-            self._count, self._known = hidden.shape[TOKENS_DIM], {}
-        elif place == "staged" or _in_backward():
-            self._count, self._known = self._whole(hidden), {}
-        elif self._whole(hidden) != self._count:
+            self._order.check(hidden.shape[TOKENS_DIM], equally=self._equally)
+            self._run(hidden.shape[TOKENS_DIM])
+        elif place == "staged" or (_in_backward() and not self._is_part(hidden)):
+            self._run(int(hidden.shape[TOKENS_DIM]) * self._order.size * self._order.within)
+        elif not self._is_part(hidden):
             raise self._wrong_hidden(path, f"{hidden.shape[TOKENS_DIM]} of {self._count} tokens")
 
         def argument(name: str, value: Any) -> Any:
@@ -245,9 +247,25 @@ class TokenParts:
         """Drop the cached arguments, behind the last block."""
         self._known = {}
 
-    def _whole(self, hidden: torch.Tensor) -> int:
-        """Return the number of tokens of the whole sequence, given a rank's part between two blocks."""
-        return int(hidden.shape[TOKENS_DIM]) * self._order.size * self._order.within
+    def all_of(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Return all tokens without padding; in backward, blocks that are recomputed get as many as in this run."""
+        if gathered.shape[TOKENS_DIM] > self._count:
+            gathered = gathered[:, : self._count].contiguous()
+        if torch.compiler.is_compiling() or not gathered.requires_grad:
+            return gathered
+        hidden: torch.Tensor = _Again.apply(gathered, functools.partial(self._run, self._count))
+        return hidden
+
+    def _run(self, count: int) -> None:
+        """Begin a run with a number of tokens."""
+        self._count, self._known = count, {}
+        if self._ranks is not None:
+            self._ranks.tokens = count
+
+    def _is_part(self, hidden: torch.Tensor) -> bool:
+        """Return whether a hidden state between two blocks is a rank's part of the tokens that run."""
+        part = self._order.padded(self._count) // self._order.size
+        return bool(hidden.shape[TOKENS_DIM] == -(-part // self._order.within))
 
     def _part(self, name: str, leaf: Any) -> Any:
         dim = tokens_dim(name, leaf, self._count) if isinstance(leaf, torch.Tensor) else None
@@ -264,6 +282,20 @@ class TokenParts:
             got=got,
             fix="use fsdp or tensor_parallel",
         )
+
+
+class _Again(Function):
+    """Identity whose backward calls ``begin`` first."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
+        ctx.begin = begin
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.begin()
+        return gradient, None
 
 
 def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
