@@ -14,6 +14,13 @@ _COLOSSALAI = "meshwright.compat.colossalai"
 MODULES = {
     "meshwright.accelerated": "meshwright.training.accelerated",
     "meshwright.atorch": "meshwright.compat.atorch",
+    "meshwright.atorch.auto": "meshwright.compat.atorch",
+    "meshwright.atorch.auto.accelerate": "meshwright.compat.atorch",
+    "meshwright.atorch.auto.strategy": "meshwright.compat.atorch",
+    "meshwright.atorch.common": "meshwright.compat.atorch",
+    "meshwright.atorch.common.util_func": "meshwright.compat.atorch",
+    "meshwright.atorch.distributed": "meshwright.compat.atorch",
+    "meshwright.atorch.distributed.distributed": "meshwright.compat.atorch",
     "meshwright.auto": "meshwright.training.accelerate",
     "meshwright.benchmark": f"{_BMTRAIN}.benchmark",
     "meshwright.booster": _COLOSSALAI,
