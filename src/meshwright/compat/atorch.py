@@ -134,7 +134,7 @@ def auto_accelerate(
         if save_strategy_to_file is not None:
             _save(result.strategy, save_strategy_to_file)
         if result.mesh is not None:
-            _meshes.append(result.mesh)
+            _meshes[:] = [*_made, result.mesh]
     except MeshwrightError as error:
         if rank() == 0 or not getattr(error, "agreed", False):
             print(f"meshwright: auto_accelerate failed: {error}", file=sys.stderr, flush=True)
@@ -208,8 +208,8 @@ class Strategy(_Strategy):
 
 # --- Processes and their named groups
 
-_meshes: list[DeviceMesh] = []  # those made by create_parallel_group and auto_accelerate, the latest last
-_made: list[DeviceMesh] = []  # those made by create_parallel_group
+_made: list[DeviceMesh] = []  # by create_parallel_group
+_meshes: list[DeviceMesh] = []  # these and that of the last auto_accelerate, the latest last
 
 
 def init_distributed(
@@ -252,10 +252,14 @@ def init_distributed(
     return True
 
 
-def reset_distributed() -> None:
-    """Leave the world and forget its groups; see :func:`meshwright.shutdown_distributed`."""
-    _meshes.clear()
+@runtime.before_leaving
+def _forget_groups() -> None:
     _made.clear()
+    _meshes.clear()
+
+
+def reset_distributed() -> None:
+    """Leave the world, with all of its groups; see :func:`meshwright.shutdown_distributed`."""
     runtime.shutdown_distributed()
 
 
@@ -328,8 +332,7 @@ def destroy_parallel_group() -> None:
         for group in mesh.get_all_groups():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-    _made.clear()
-    _meshes.clear()
+    _forget_groups()
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
