@@ -19,7 +19,8 @@ SUITE = Suite(
     name="atorch",
     title="ATorch",
     repository="intelligent-machine-learning/atorch",
-    files=(f"{_TESTS}*_test.py", f"{_TESTS}*/test_*.py", "examples/auto_accelerate/train.py"),
+    files=(f"{_TESTS}*_test.py", f"{_TESTS}*/test_*.py", "examples/auto_accelerate/train.py",
+           "examples/nanoGPTATorch/train_atorch.py"),
     imports=(
         Change(r"^import atorch$", "import meshwright.atorch as atorch", "the import"),
         Change(
@@ -28,7 +29,8 @@ SUITE = Suite(
             "the import",
         ),
     ),
-    python_path=(".", f"{_TESTS}common_tests/fsdp2"),
+    losses=r"loss:? ([-+0-9.e]+)",
+    python_path=(".", f"{_TESTS}common_tests/fsdp2", "examples/nanoGPTATorch"),
     cases=(
         Case(f"{_TESTS}*", because="tests modules of ATorch that are not offered here"),
         *_without(
@@ -126,6 +128,22 @@ SUITE = Suite(
             ),
             run="-m examples.auto_accelerate.train --model_type gpt2 --datasize 80 --epoch 1 --distributed"
             " --load_strategy --use_fsdp --use_checkpointing --optim_grouped_params",
+            project=True,
+        ),
+        Case(
+            "examples/nanoGPTATorch/train_atorch.py",
+            sizes=(
+                Change(r"np\.memmap\(.*\)", "np.random.RandomState(0).randint(0, 64, 4096).astype(np.uint16)",
+                       "random words in place of OpenWebText"),
+                Change(r"^from torch\.utils\.tensorboard import SummaryWriter$",
+                       "from unittest.mock import MagicMock as SummaryWriter", "no TensorBoard"),
+            ),
+            changes=(
+                Change(r"model\.clip_grad_norm_\(grad_clip\)", "atorch.clip_grad_norm(model, grad_clip)",
+                       "clip_grad_norm in place of FSDP1's method"),
+            ),
+            run="{file} --batch_size=4 --block_size=16 --n_layer=2 --n_head=2 --n_embd=32 --max_iters=9 --eval_iters=1"
+            " --dtype=bfloat16 --learning_rate=0.01 --decay_lr=False",
             project=True,
         ),
     ),
