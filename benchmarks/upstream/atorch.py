@@ -24,8 +24,8 @@ SUITE = Suite(
     imports=(
         Change(r"^import atorch$", "import meshwright.atorch as atorch", "the import"),
         Change(
-            r"^from atorch\.(auto\.accelerate|auto|common\.util_func|distributed\.distributed|distributed) import",
-            r"from meshwright.atorch.\1 import",
+            r"^( *)from atorch\.(auto\.accelerate|auto|common\.util_func|distributed\.distributed|distributed) import",
+            r"\1from meshwright.atorch.\2 import",
             "the import",
         ),
     ),
@@ -137,6 +137,7 @@ SUITE = Suite(
                        "random words in place of OpenWebText"),
                 Change(r"^from torch\.utils\.tensorboard import SummaryWriter$",
                        "from unittest.mock import MagicMock as SummaryWriter", "no TensorBoard"),
+                Change(r'init_distributed\("nccl"', 'init_distributed("gloo"', "gloo in place of NCCL"),
             ),
             changes=(
                 Change(r"model\.clip_grad_norm_\(grad_clip\)", "atorch.clip_grad_norm(model, grad_clip)",

@@ -40,16 +40,18 @@ SUITE = Suite(
         ),
         Case(
             "tests/distributed/test_bmuf.py",
-            sizes=(  # at once with the import: without it, the file would test fairseq's own class
-                Change(
-                    r"^    cfg\.common = OmegaConf\.create\(\)$",
-                    '    cfg.common = OmegaConf.create({"tpu": False})',
-                    "a key that the test leaves out, which omegaconf above 2.0 does not take for None",
-                ),
+            sizes=(  # the change of import: without it, the file would test fairseq's own class
                 Change(
                     r"^from fairseq import optim$",
                     f"from fairseq import optim\n{_OURS}",
                     "optim.FairseqBMUF is meshwright.fairseq.FairseqBMUF",
+                ),
+            ),
+            changes=(
+                Change(
+                    r"^    cfg\.common = OmegaConf\.create\(\)$",
+                    '    cfg.common = OmegaConf.create({"tpu": False})',
+                    "a key that the test leaves out, which omegaconf above 2.0 does not take for None",
                 ),
             ),
             ranks=(0,),
