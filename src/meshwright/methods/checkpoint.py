@@ -51,6 +51,11 @@ class Checkpoint(Method):
         "memory: activations of one block at a time. Time: one more forward. Communication: forward's again"
     )
     seed_name: ClassVar[str | None] = "ATorch: checkpoint"
+    foreign_keys: ClassVar[Mapping[str, str]] = {
+        "use_te_impl": "leave it out; 8-bit layers are recomputed by torch's checkpoint, too",
+        "max_checkpoint_module_num": "write layers=N to recompute the first N modules",
+        "selective_offload": "write policy='selective', or add ('offload', {'activations': 1.0})",
+    }
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="pipeline_parallel",

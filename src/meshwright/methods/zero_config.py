@@ -40,7 +40,7 @@ from meshwright.strategy import Strategy
 _RENAMED = {"fsdp_wrap_params_outmost": "wrap_trainable_outmost"}
 
 # Arguments of FSDP1, DeepSpeed and ATorch that would change the result or the memory of a rank if they were ignored.
-_REFUSED = {
+_FOREIGN = {
     "sharding_strategy": "name the method instead: zero2 is SHARD_GRAD_OP, fsdp is FULL_SHARD, and a 'data' beside a "
     "'zero' axis in parallel_mode is HYBRID_SHARD",
     "auto_wrap_policy": "name the classes with atorch_wrap_cls, or set atorch_size_based_min_num_params",
@@ -57,6 +57,7 @@ _REFUSED = {
     "allgather_bucket_size": "leave it out; the modules of atorch_wrap_cls are gathered one at a time",
     "reduce_bucket_size": "leave it out; the modules of atorch_wrap_cls are reduced one at a time",
     "use_local_sgd": "leave it out and add the method outer: ('outer', {'rule': 'local_sgd'})",
+    "intra_load": "leave it out; a CheckpointStore reads each rank's part alone",
 }
 
 # Arguments that say how an engine should do what FSDP2 always does: accepted, stored, and reported to change nothing.
@@ -111,6 +112,8 @@ class ZeroMethod(Method):
     phase: ClassVar[Phase] = Phase.SHARD
     shards: ClassVar[bool] = True
     role: ClassVar[Role | None] = Role.SHARDING
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
+    foreign_off: ClassVar[Mapping[str, tuple[Any, ...]]] = {"device_id": (None,)}
 
     atorch_wrap_cls: ClassReferences | None = None
     """Classes whose modules are gathered one at a time; None: the model's repeated blocks."""
@@ -143,13 +146,6 @@ class ZeroMethod(Method):
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Rename ATorch's other spelling and refuse what FSDP2 cannot do."""
         keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
-        for key in keys.keys() & _REFUSED.keys():
-            raise StrategyError(
-                f"{cls.method_name}: {key!r} is an argument of another engine that this one, FSDP2, does not have",
-                got=f"{key}={keys[key]!r}",
-                fix=_REFUSED[key],
-                expected="keys that FSDP2 has",
-            )
         if keys.get("atorch_wrap_cls") is not None and keys.get("atorch_size_based_min_num_params") is not None:
             raise StrategyError(
                 f"{cls.method_name}: modules are to be wrapped by class and by size",

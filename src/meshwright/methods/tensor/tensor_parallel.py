@@ -19,7 +19,6 @@ from pydantic import BeforeValidator
 from torch import nn
 
 from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, Step, send_boundaries
-from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
@@ -259,8 +258,11 @@ AXIS: Final = "tensor"
 _HALF_BYTES = 2
 
 # Keys of ATorch's tracer and solver, for which a plan is enough here.
-_REFUSED = ("shard_planner", "tp_ranks", "replacement_map", "leaf_modules", "prop_mode", "use_fake_mode",
-            "tracer_backend")  # fmt: skip
+# ATorch's tracer and planner.
+_FOREIGN = dict.fromkeys(
+    ("shard_planner", "tp_ranks", "replacement_map", "leaf_modules", "prop_mode", "use_fake_mode", "tracer_backend"),
+    "leave it out; the number of ranks is the size of the axis 'tensor' in parallel_mode",
+)
 
 
 def _pairs(value: Any) -> Any:
@@ -288,6 +290,7 @@ class TensorParallel(Method):
     )
     seed_name: ClassVar[str | None] = "ATorch: tensor_parallel"
     axis: ClassVar[str | None] = AXIS
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="pipeline_parallel",
@@ -310,20 +313,6 @@ class TensorParallel(Method):
 
     sequence: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
-
-    @classmethod
-    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse the keys of ATorch's planner."""
-        for key in _REFUSED:
-            if keys.get(key) is not None:
-                raise StrategyError(
-                    f"tensor_parallel: {key!r} configures ATorch's tracer, which Meshwright does not have",
-                    expected="plan, or nothing",
-                    got=f"{key}={keys[key]!r}",
-                    fix="leave it out; the number of ranks is the size of the axis 'tensor' in parallel_mode",
-                )
-            keys.pop(key, None)
-        return keys
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
