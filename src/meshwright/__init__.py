@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         print_dict as print_dict,
         see_memory as see_memory,
     )
-    from meshwright.compat.colossalai.booster import launch as launch, launch_from_torch as launch_from_torch
+    from meshwright.compat.colossalai.environment import launch as launch, launch_from_torch as launch_from_torch
     from meshwright.errors import (
         CheckpointError as CheckpointError,
         ConfigError as ConfigError,
