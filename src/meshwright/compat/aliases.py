@@ -12,6 +12,7 @@ _COLOSSALAI = "meshwright.compat.colossalai"
 
 # Documented module -> where it lives; modules below it go along; after a colon, the only names that a module shows.
 MODULES = {
+    "meshwright.accelerator": f"{_COLOSSALAI}.environment",
     "meshwright.accelerated": "meshwright.training.accelerated",
     "meshwright.atorch": "meshwright.compat.atorch",
     "meshwright.atorch.auto": "meshwright.compat.atorch",
@@ -25,8 +26,10 @@ MODULES = {
     "meshwright.benchmark": f"{_BMTRAIN}.benchmark",
     "meshwright.block_layer": "meshwright: Block CheckpointBlock TransformerBlockList",
     "meshwright.booster": _COLOSSALAI,
-    "meshwright.booster.launch": f"{_COLOSSALAI}.booster",
+    "meshwright.booster.accelerator": f"{_COLOSSALAI}.booster: Accelerator",
+    "meshwright.booster.launch": f"{_COLOSSALAI}.environment",
     "meshwright.booster.lora": f"{_COLOSSALAI}.checkpoint_io",
+    "meshwright.booster.mixed_precision": f"{_COLOSSALAI}.booster",
     "meshwright.booster.plugin": _COLOSSALAI,
     "meshwright.debug": f"{_BMTRAIN}.debug",
     "meshwright.distributed": "meshwright.comm",
@@ -35,17 +38,39 @@ MODULES = {
     "meshwright.fairseq": "meshwright.compat.fairseq",
     "meshwright.fairseq.optim": "meshwright.compat.fairseq",
     "meshwright.fairseq.optim.bmuf": "meshwright.compat.fairseq",
+    "meshwright.booster.plugin.dp_plugin_base": f"{_COLOSSALAI}.data_parallel_plugins",
+    "meshwright.booster.plugin.gemini_plugin": f"{_COLOSSALAI}.data_parallel_plugins",
+    "meshwright.booster.plugin.low_level_zero_plugin": f"{_COLOSSALAI}.data_parallel_plugins",
+    "meshwright.booster.plugin.moe_hybrid_parallel_plugin": f"{_COLOSSALAI}.hybrid_parallel_plugin",
+    "meshwright.booster.plugin.plugin_base": f"{_COLOSSALAI}.plugin",
+    "meshwright.booster.plugin.torch_ddp_plugin": f"{_COLOSSALAI}.data_parallel_plugins",
+    "meshwright.booster.plugin.torch_fsdp_plugin": f"{_COLOSSALAI}.data_parallel_plugins",
+    "meshwright.cluster": f"{_COLOSSALAI}.environment",
+    "meshwright.cluster.dist_coordinator": f"{_COLOSSALAI}.environment",
+    "meshwright.distributed": "meshwright.comm",
+    "meshwright.initialize": f"{_COLOSSALAI}.environment",
+    "meshwright.interface": f"{_COLOSSALAI}.boosted_optimizer",
+    "meshwright.lazy": f"{_COLOSSALAI}.environment",
+    "meshwright.lazy.lazy_init": f"{_COLOSSALAI}.environment",
+    "meshwright.logging": f"{_COLOSSALAI}.environment",
+    "meshwright.nn.lr_scheduler": f"{_COLOSSALAI}.lr_schedules",
     "meshwright.nn.optimizer": f"{_COLOSSALAI}.optimizers",
     "meshwright.nn.optimizer.adafactor": f"{_COLOSSALAI}.optimizers: Adafactor",
     "meshwright.nn.optimizer.came": f"{_COLOSSALAI}.optimizers: CAME",
+    "meshwright.nn.optimizer.cpu_adam": f"{_COLOSSALAI}.optimizers: CPUAdam",
     "meshwright.nn.optimizer.distributed_adafactor": f"{_COLOSSALAI}.optimizers: DistributedAdaFactor",
     "meshwright.nn.optimizer.distributed_came": f"{_COLOSSALAI}.optimizers: DistributedCAME",
-    "meshwright.nn.optimizer.distributed_galore": f"{_COLOSSALAI}.optimizers: DistGaloreAwamW",
+    "meshwright.nn.optimizer.distributed_galore": f"{_COLOSSALAI}.optimizers: DistGaloreAwamW DistributedGalore",
     "meshwright.nn.optimizer.distributed_lamb": f"{_COLOSSALAI}.optimizers: DistributedLamb",
+    "meshwright.nn.optimizer.fused_adam": f"{_COLOSSALAI}.optimizers: FusedAdam",
+    "meshwright.nn.optimizer.fused_lamb": f"{_COLOSSALAI}.optimizers: FusedLAMB",
+    "meshwright.nn.optimizer.fused_sgd": f"{_COLOSSALAI}.optimizers: FusedSGD",
     "meshwright.nn.optimizer.galore": (
-        f"{_COLOSSALAI}.optimizers: GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit get_galore_param_groups"
+        f"{_COLOSSALAI}.optimizers: GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit GaLoreProjector get_galore_param_groups"
     ),
+    "meshwright.nn.optimizer.hybrid_adam": f"{_COLOSSALAI}.optimizers: HybridAdam",
     "meshwright.nn.optimizer.lamb": f"{_COLOSSALAI}.optimizers: Lamb",
+    "meshwright.nn.optimizer.lars": f"{_COLOSSALAI}.optimizers: Lars",
     "meshwright.optim.eight_bit": "meshwright.optim.eight_bit_adamw",
     "meshwright.optim.manager": f"{_BMTRAIN}.optim_manager",
     "meshwright.optim.optim_manager": f"{_BMTRAIN}.optim_manager",
@@ -60,6 +85,9 @@ MODULES = {
 
 # Documented package -> where names live -> names; ``old=new`` if a name has changed, too.
 NAMES = {
+    "meshwright": {
+        f"{_COLOSSALAI}.environment": "launch_from_openmpi launch_from_slurm",
+    },
     "meshwright.comm": {
         f"{_BMTRAIN}.utils": "gather_result",
     },
