@@ -555,9 +555,7 @@ def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
 
     def bytes_of(parameter: Parameter, size: int) -> int:
         if parameter.floating:
-            return compression.num_bytes(
-                compression.reduce, parameter.numel, math.ceil(parameter.numel / ranks), size
-            )
+            return compression.num_bytes(compression.reduce, parameter.numel, math.ceil(parameter.numel / ranks), size)
         return math.ceil(2 * parameter.numel / ranks) * size // 2  # complex: pairs of numbers, as they are
 
     message = sum(count * bytes_of(p, size) for count, p, size in trained)
