@@ -42,7 +42,7 @@ class Alternating(nn.Module):
 
 
 ALL = (0, 1, 2)
-# Heads, branches of a block, and blocks. The last head is never used; a block not in the last micro-batch, or only in it.
+# Heads, branches of a block, and blocks. No one uses the last head; a block may run only in the first micro-batch.
 PLANS = {
     "heads": [(0, 0, ALL), (1, 0, ALL), (0, 0, ALL)],
     "branches": [(0, 0, ALL), (0, 1, ALL), (0, 0, ALL), (0, 1, ALL)],

@@ -310,7 +310,7 @@ def average_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | N
     """Return the bytes of the moving average of one rank's part of a parameter; 0 without one."""
     if step.average is None or not parameter.trainable:
         return 0
-    itemsize = step.average.itemsize or max(parameter.itemsize, _FP32_BYTES)
+    itemsize = element_bytes(parameter, step.average.itemsize or max(parameter.itemsize, _FP32_BYTES))
     return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * itemsize
 
 
@@ -367,7 +367,8 @@ def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Ma
     updated = step.optimizer.itemsize if parameter.trainable else step.held_itemsize(parameter)
     if not keeps_state(step, parameter, state):
         return 0
-    itemsize = updated if updated is not None and state.dims and not state.own_type else state.itemsize
+    is_cast = updated is not None and parameter.floating and state.dims and not state.own_type
+    itemsize = updated if is_cast and updated is not None else state.itemsize
     return math.prod(shape[dim] for dim in state.dims) * state.numel_apart * itemsize
 
 
@@ -399,7 +400,7 @@ def _outer_bytes(step: Step, where: Mapping[str, int]) -> int:
         (whole_numel(step, parameter), _wide_bytes(step, parameter, where))
         for count, parameter in step.every_parameter()
         for _ in range(count)
-        if parameter.trainable and parameter.floating
+        if parameter.trainable
     ]
     owners = balanced_owners([numel for numel, _ in held], step.size(outer.split_axis))
     own = where.get(outer.split_axis or "", 0)

@@ -174,6 +174,8 @@ def mixed_precision(dtype: str) -> AmpNative:
 class Half(HalfPrecisionMethod):
     """Casts parameters, buffers and floating inputs to ``dtype``; the loss is computed in fp32.
 
+    Complex parameters and buffers stay as they are: there is no complex half precision to train in.
+
     The optimizer updates fp32 master weights, without which most updates round to nothing. Under zero1, zero2 and fsdp
     the fp32 shard is the master: parameters are gathered and gradients reduced in ``dtype``; parameters that they leave
     whole have masters. fp16 adds dynamic loss scaling.
@@ -211,7 +213,8 @@ class Half(HalfPrecisionMethod):
             job.sharding.precision = Precision(compute=self.dtype, reduce=self.dtype, casts_whole=True)
             _cast_buffers(job.model, dtype)
         else:
-            job.model.to(dtype)
+            _cast_parameters(job.model, dtype)
+            _cast_buffers(job.model, dtype)
             job.optimizer.master_weights = self.master_weights
 
     def cost(self, step: Step) -> Step:
@@ -231,6 +234,13 @@ class Half(HalfPrecisionMethod):
             # So are the states in fp32, also those traced on a model that was in half precision already.
             return halved.replace(gradients=Placement(itemsize=4), optimizer=Placement(itemsize=4), master=Placement())
         return halved.replace(optimizer=Placement(itemsize=size))
+
+
+def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    # Not by ``model.to``, which would drop the imaginary part of complex numbers.
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def _cast_buffers(model: torch.nn.Module, dtype: torch.dtype) -> None:

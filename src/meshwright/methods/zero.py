@@ -207,18 +207,29 @@ def _shard_units(
 ) -> None:
     """Call ``fully_shard`` on every unit, inner before outer, and last on the model."""
     inside_experts = job.experts.inside() if job.experts is not None else set()
-    options = {"mesh": _mesh(job), "mp_policy": _precision(config, job), "ignored_params": ignored or None}
-    outside = options | {"reshard_after_forward": False, "offload_policy": _offload_policy(job, "")}
-    if units.trainable:
-        fully_shard(units.trainable, **outside)  # type: ignore[call-overload]
+    mesh, precision, whole = _mesh(job), _precision(config, job), set(job.model.parameters()) - ignored
+
+    def shard_unit(modules: list[nn.Module], path: str | None) -> None:
+        """Shard modules that are gathered together, in a block or (None) outside of them."""
+        # Outside: the root is needed first in backward; freeing it in between would only gather it twice.
+        is_complex = any(p.is_complex() for module in modules for p in module.parameters() if p in whole)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy() if is_complex else precision,  # no half precision is complex
+            ignored_params=ignored or None,
+            reshard_after_forward=reshard_after_forward if path else False,
+            offload_policy=_offload_policy(job, unit_of(f"{path}.", blocks) if path else ""),
+        )
+
+    for modules in units.trainable:
+        shard_unit(modules, None)
+    for path, modules in units.apart:
+        shard_unit(modules, path)
     for path, module in reversed(units.modules):
         if not isinstance(module, FSDPModule) and module not in inside_experts:
-            offload = _offload_policy(job, unit_of(f"{path}.", blocks))
-            fully_shard(  # type: ignore[call-overload]
-                module, reshard_after_forward=reshard_after_forward, offload_policy=offload, **options
-            )
-    # The root is needed first in backward: freeing it in between would only gather it twice.
-    fully_shard(job.model, **outside)  # type: ignore[call-overload]
+            shard_unit([module], path)
+    shard_unit([job.model], None)
 
 
 def _mesh(job: Job) -> DeviceMesh:

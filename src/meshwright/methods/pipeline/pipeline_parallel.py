@@ -110,7 +110,9 @@ def _in_flight(schedule: str, step: Step, stages: Stages) -> Activations:
     in_flight = tuple(tuple(dict(moment)[stage] for stage in stages.own) for moment in peaks)
     later = step.num_micro_batches - micro_batches  # are done before the moments that follow the first gradients
     backward_at = tuple(
-        now._replace(done=tuple(done + later if begun else done for done, begun in zip(now.done, now.accumulated, strict=True)))
+        now._replace(
+            done=tuple(done + later if begun else done for done, begun in zip(now.done, now.accumulated, strict=True))
+        )
         for now in backward_moments(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
     )
     is_last = stages.here == stages.ranks[-1]
