@@ -18,7 +18,9 @@ from torch.torch_version import TorchVersion
 
 from meshwright.methods.pipeline.chain import Boundary, PipelineRank
 from meshwright.methods.pipeline.splice import HiddenState, Splice
+from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.pipelining import AnyStage
+from meshwright.runtime.torch_internals.tensors import is_view
 
 
 def _no_weight_backward() -> Callable[..., None]:
@@ -112,7 +114,7 @@ class StageModule(nn.Module):
         if self.after is None:
             return result.reshape(1)
         self.after.check(result)
-        return tuple(tensor.contiguous() for tensor in result.tensors)  # ready to be sent
+        return tuple(_own(tensor.contiguous()) for tensor in result.tensors)  # ready to be sent
 
     def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Return zeros that depend on all inputs, so that backward still sends their gradients."""
@@ -124,6 +126,29 @@ class StageModule(nn.Module):
             torch.zeros_like(t) + (zero.to(t.dtype) if t.is_floating_point() else 0)
             for t in self.after.empty(self._device)
         )
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that autograd takes for no view.
+
+    Schedules that split backward detach what a stage returns in place, which views refuse.
+    """
+    if not is_view(tensor):
+        return tensor
+    own: torch.Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()
+    return own
+
+
+class _Alias(Function):
+    """Identity, whose result is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
 
 
 class Stage(AnyStage):  # type: ignore[misc,valid-type]
