@@ -20,7 +20,6 @@ from meshwright.methods.pipeline.chain import Boundary, PipelineRank
 from meshwright.methods.pipeline.splice import HiddenState, Splice
 from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.pipelining import AnyStage
-from meshwright.runtime.torch_internals.tensors import is_view
 
 
 def _no_weight_backward() -> Callable[..., None]:
@@ -129,18 +128,17 @@ class StageModule(nn.Module):
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory that autograd takes for no view.
+    """Return a tensor of the same memory for the schedule alone.
 
-    Schedules that split backward detach what a stage returns in place, which views refuse.
+    Schedules that split backward detach in place what a stage returns. A view refuses that, and a tensor that a block
+    passes on unchanged (T5's position bias) would be without a gradient when the block runs again.
     """
-    if not is_view(tensor):
-        return tensor
     own: torch.Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()
     return own
 
 
 class _Alias(Function):
-    """Identity, whose result is no view."""
+    """Identity, whose result is another tensor and no view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
