@@ -1,4 +1,4 @@
-"""Blocks and lists of blocks that call ``torch.jit.script`` functions, from their first calls on, against plain torch."""
+"""Blocks, and lists of them, that call ``torch.jit.script`` functions: from their first calls on, beside torch."""
 
 import pytest
 import torch

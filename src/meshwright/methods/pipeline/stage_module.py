@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 from meshwright.methods.pipeline.chain import Boundary, PipelineRank
 from meshwright.methods.pipeline.splice import HiddenState, Splice
 from meshwright.nn.batches import tensors_of
+from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.pipelining import AnyStage
 
 
@@ -118,7 +119,7 @@ class StageModule(nn.Module):
         if self.after is None:
             return result.reshape(1)
         self.after.check(result)
-        return tuple(tensor.contiguous() for tensor in result.tensors)  # ready to be sent
+        return tuple(_own(tensor.contiguous()) for tensor in result.tensors)  # ready to be sent
 
     def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Return zeros that depend on all inputs, so that backward still sends their gradients."""
@@ -130,6 +131,28 @@ class StageModule(nn.Module):
             torch.zeros_like(t) + (zero.to(t.dtype) if t.is_floating_point() else 0)
             for t in self.after.empty(self._device)
         )
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory for the schedule alone.
+
+    Schedules that split backward detach in place what a stage returns. A view refuses that, and a tensor that a block
+    passes on unchanged (T5's position bias) would be without a gradient when the block runs again.
+    """
+    own: torch.Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()
+    return own
+
+
+class _Alias(Function):
+    """Identity, whose result is another tensor and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
 
 
 class Stage(AnyStage):  # type: ignore[misc,valid-type]
