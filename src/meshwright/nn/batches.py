@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import numbers
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -202,33 +203,48 @@ def resized(batch: Any, samples: int) -> Any:
     return _chosen(batch, size, choose, places)
 
 
-def micro_batches(batch: Any, count: int) -> list[Any]:
-    """Cut a batch into equal parts along dim 0 of its tensors.
+def micro_batches(batch: Any, count: int, *, equal: bool = False) -> list[Any]:
+    """Cut a batch along dim 0 of its tensors into parts of which none has two samples more than another.
 
     Lists and tuples with one item per sample, such as names, are cut as well: as many items as there are samples, and
-    no tensors among them. Anything else goes into every part.
+    no tensors among them. Anything else goes into every part. A batch of fewer samples than parts gives one part for
+    each of them.
+
+    Args:
+        batch: Tensors in containers of any kind.
+        count: Number of parts.
+        equal: Refuse a batch that does not divide.
 
     Raises:
-        DataError: When the batch does not divide, or it is unclear whether numbers belong to samples.
+        DataError: When the batch does not divide though it must, or it is unclear whether numbers belong to samples.
     """
     if count == 1:
         return [batch]
     size = batch_size_of(batch)
-    if size % count:
+    if equal and size % count:
         raise DataError(
-            "The batch does not divide into micro-batches",
+            "The batch does not divide into micro-batches, which a pipeline needs to be equal",
             expected=f"a multiple of {count} samples per rank",
             got=f"{size}",
             fix="choose a batch_size that is a multiple of ranks x num_micro_batches, and drop_last=True",
         )
     _refuse_numbers(batch, size)
-    rows = size // count
+    rows, larger = divmod(size, count)
+    sizes = [rows + (index < larger) for index in range(count)]
+    starts = [0, *itertools.accumulate(sizes)]
 
-    def part(index: int) -> Any:
-        places = range(index * rows, (index + 1) * rows)
-        return _chosen(batch, size, lambda leaf: leaf[places.start : places.stop], places)  # views
+    def part(first: int, end: int) -> Any:
+        return _chosen(batch, size, lambda leaf: leaf[first:end], range(first, end))  # views
 
-    return [part(index) for index in range(count)]
+    return [part(first, end) for first, end in itertools.pairwise(starts) if first < end or not size]
+
+
+def shares_of(parts: Sequence[Any]) -> list[float]:
+    """Return the number by which the mean over each part's samples is divided in the mean over all samples."""
+    if len(parts) == 1:
+        return [1.0]
+    sizes = [batch_size_of(part) for part in parts]
+    return [sum(sizes) / size for size in sizes]
 
 
 def _chosen(batch: Any, size: int, tensor_rows: Callable[[torch.Tensor], torch.Tensor], places: Sequence[int]) -> Any:

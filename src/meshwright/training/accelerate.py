@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwright.cost import Cluster
 from meshwright.data import GlobalBatchLoader
-from meshwright.errors import LaunchError, ModelError
+from meshwright.errors import DataError, LaunchError, ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.job import guards_are_on
 from meshwright.nn import check_no_renorm
@@ -53,9 +53,8 @@ from meshwright.runtime.lazy import paused_collection
 # Optimizers, DDP and predictions import dynamo in any case. Imported here, it loads with the garbage collector paused.
 from meshwright.runtime.torch_internals.compilers import dynamo as dynamo
 from meshwright.strategy import read_size
-from meshwright.training.accelerated import Accelerated, LossWeight
-from meshwright.training.checks import KnownParameters, built_text
-from meshwright.training.request import Request, check_lr_scheduler, check_rates
+from meshwright.training.accelerated import Accelerated, KnownParameters, LossWeight
+from meshwright.training.request import Request, check_lr_scheduler, check_rates, optimizer_text
 
 if TYPE_CHECKING:
     from meshwright.planner.measure import Measured
@@ -195,7 +194,7 @@ def accelerate(
 
     # Hand over.
     accelerated = _hand_over(request, plan, job, dataloader, optim, lr_scheduler)
-    job.notices += [*notices, *describe_remainder(dataloader, job.num_micro_batches)]
+    job.notices += notices
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
@@ -352,11 +351,29 @@ def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Dat
     with same_on_every_rank():
         job = request.job(plan, device)
         dataloader = request.dataloader(job)
+        check_remainder(job, dataloader)
     # Every method checks the job before the first one changes it.
     check_strategy(job)
     _CHANGED.add(request.model)
     apply_strategy(job)
     return job, dataloader
+
+
+def check_remainder(job: Job, dataloader: GlobalBatchLoader | None) -> None:
+    """Refuse a last batch of an epoch that a pipeline cannot divide, since its error would come after hours.
+
+    Raises:
+        DataError: Naming its size.
+    """
+    last = dataloader.last_batch_size if dataloader is not None and job.size("pipeline") > 1 else None
+    if last is not None and last % job.num_micro_batches:
+        raise DataError(
+            "The last batch of an epoch does not divide into a pipeline's micro-batches",
+            expected=f"a multiple of {job.num_micro_batches} samples per replica",
+            got=str(last),
+            fix="leave it out with dataloader_args={'drop_last': True}, or choose a batch_size by which the dataset "
+            "divides",
+        )
 
 
 # --- Build the optimizer
@@ -368,7 +385,9 @@ def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRSc
     job.optimizer.before_update.append(known)
     with same_on_every_rank():
         optim = job.build_optimizer()
-    check_equal("The optimizer", built_text(optim, job), "build it with equal arguments on every rank")
+    # Ranks that hold different layers, or different experts, may have different groups.
+    text = optimizer_text(optim, groups=job.pipeline is None and job.experts is None)
+    check_equal("The optimizer", text, "build it with equal arguments on every rank")
     if optim is not None:
         known.follow(optim)
         optim = job.optimizer.finish(optim)
@@ -402,17 +421,6 @@ def _hand_over(
         model_input_format=request.model_input_format,
         loss_weight=request.loss_weight,
     )
-
-
-def describe_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: int) -> list[str]:
-    """Describe a last batch of an epoch that cannot be divided, since its error may come after hours."""
-    last = dataloader.last_batch_size if isinstance(dataloader, GlobalBatchLoader) else None
-    if last is None or last % num_micro_batches == 0:
-        return []
-    return [
-        f"the last batch of an epoch has {last} samples per replica, which do not divide into {num_micro_batches} "
-        "micro-batches: its step will be an error; dataloader_args={'drop_last': True} leaves it out"
-    ]
 
 
 def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:

@@ -38,9 +38,9 @@ from meshwright.optim import check_steps_alone
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, described_cluster, fitting, only_configs
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.runtime.torch_internals.tensors import storage_identity
+from meshwright.runtime.agreement import value_text
 from meshwright.strategy import Strategy
 from meshwright.training.accelerated import LossWeight
-from meshwright.training.checks import optimizer_text, value_text
 
 if TYPE_CHECKING:
     from meshwright.data import GlobalBatchLoader
@@ -373,6 +373,23 @@ class Request:
         lines = self.parameter_lines()
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         return f"{type(self.model).__name__} with {len(lines)} parameters, digest {digest}"
+
+
+_NO_HYPERPARAMETERS = ("params", "param_names", "differentiable")  # torch adds the last when an optimizer is copied
+
+
+def optimizer_text(optimizer: Optimizer | None, groups: bool = True) -> str:
+    """Return the hyperparameters of an optimizer as :func:`value_text` writes them.
+
+    Args:
+        optimizer: Any torch optimizer, or None.
+        groups: Whether to write those of each of its groups; else its defaults.
+    """
+    if optimizer is None:
+        return "none"
+    every: Sequence[Mapping[str, Any]] = optimizer.param_groups if groups else (optimizer.defaults,)
+    own = [{key: value for key, value in group.items() if key not in _NO_HYPERPARAMETERS} for group in every]
+    return f"{type(optimizer).__name__} with {value_text(own)}"
 
 
 def _length_text(samples: Any) -> str:

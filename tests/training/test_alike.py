@@ -8,8 +8,9 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import meshwright as mw
 from meshwright import LaunchError, ModelError
+from meshwright.runtime.agreement import value_text
 from meshwright.store.entries import unwrapped
-from meshwright.training.checks import KnownParameters, value_text
+from meshwright.training.accelerated import KnownParameters
 from tests import tiny
 
 SAMPLE = torch.ones(4, 7)
@@ -85,7 +86,7 @@ def test_the_text_of_a_value_does_not_depend_on_its_address():
         return None
 
     assert value_text({"b": [function, {2, 1}], "a": torch.tensor(0.5)}) == (
-        "{'a': 0.5, 'b': [tests.training.test_checks."
+        "{'a': 0.5, 'b': [tests.training.test_alike."
         "test_the_text_of_a_value_does_not_depend_on_its_address.<locals>.function, {1, 2}]}"
     )
     assert value_text(object()) == "<object object>"
