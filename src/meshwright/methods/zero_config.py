@@ -352,8 +352,8 @@ def _check_dense(method: str, model: nn.Module, ignored: set[nn.Parameter]) -> N
 
 # [Note: units of one dtype] FSDP2 packs the gradients of a unit into one buffer, and casts all parameters of a unit in
 # one way. Frozen parameters are gathered as bytes beside any others: adapters over a bf16 or int8 base need nothing.
-# But parameters that train and differ in dtype, or are complex beside real ones, cannot share a unit. Modules within the
-# unit that hold one dtype alone then make units of their own, one per dtype.
+# But parameters that train and differ in dtype, or are complex beside real ones, cannot share a unit. Modules within
+# the unit that hold one dtype alone then make units of their own, one per dtype.
 
 
 def _modules_apart(

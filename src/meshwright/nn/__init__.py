@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Part as Part,
         check_forward as check_forward,
         check_initialized as check_initialized,
+        check_model as check_model,
         check_no_renorm as check_no_renorm,
         class_name as class_name,
         class_names as class_names,

@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from meshwright.cost import Cluster
-from meshwright.errors import ConfigError, ModelError, did_you_mean
+from meshwright.errors import ConfigError, did_you_mean
 from meshwright.methods import Job
 from meshwright.methods.job import MeshAxes, OptimizerRequests
-from meshwright.nn import check_initialized
+from meshwright.nn import check_model
 from meshwright.nn.batches import (
     batch_size_of,
     call_model,
@@ -37,8 +35,8 @@ from meshwright.nn.batches import (
 from meshwright.optim import check_steps_alone
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, described_cluster, fitting, only_configs
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
-from meshwright.runtime.torch_internals.tensors import storage_identity
 from meshwright.runtime.agreement import value_text
+from meshwright.runtime.torch_internals.tensors import storage_identity
 from meshwright.strategy import Strategy
 from meshwright.training.accelerated import LossWeight
 
@@ -402,47 +400,6 @@ def _length_text(samples: Any) -> str:
 
 
 # --- Checks of single arguments
-
-
-def check_model(model: nn.Module, device: torch.device) -> None:
-    """Refuse anything but a plain model with values, on the job's device or the CPU.
-
-    Raises:
-        ModelError: Saying what was given instead.
-    """
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            "The model is not a module",
-            expected="a torch.nn.Module",
-            got=type(model).__name__,
-            fix="pass the model itself, built",
-        )
-    check_initialized(model)
-    wrapped = next(
-        (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
-    )
-    sharded = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
-    if wrapped is not None or sharded is not None:
-        raise ModelError(
-            "The model is already distributed",
-            expected="a plain nn.Module",
-            got=f"{type(wrapped).__name__ if wrapped is not None else sharded} inside {type(model).__name__}",
-            fix="pass the model as it was before wrapping; the strategy wraps it",
-        )
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
-        meta = (
-            "parameters on meta have no values. Build the model outside torch.device('meta'), or fill it: "
-            "model.to_empty(device='cpu'), then load_state_dict. One that no machine can hold whole is built "
-            "in shards: see DistributedModule"
-        )
-        raise ModelError(
-            "The model is on a wrong device",
-            expected=f"all parameters and buffers on {device}"
-            + ("" if device.type == "cpu" else ", or all on the CPU"),
-            got=", ".join(sorted(map(str, devices))),
-            fix=meta if torch.device("meta") in devices else f"call model.to({str(device)!r}) before",
-        )
 
 
 def check_keywords(option: str, function: Callable[..., Any], given: Mapping[str, Any] | None) -> None:

@@ -34,9 +34,9 @@ from meshwright.methods.tokens.attention_calls import (
     check_mask,
     grouped_keys,
 )
+from meshwright.methods.tokens.token_proof import check_parts
 from meshwright.methods.tokens.token_split import (
     block_lists,
-    check_parts,
     cut_tokens,
     whole_input_gradients,
     without_cache,
