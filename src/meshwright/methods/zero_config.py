@@ -427,7 +427,7 @@ def _of_one_dtype(
         parameters = set(child.parameters())
         dtypes = {parameter.dtype for parameter in parameters}
         is_alone = len(dtypes) == 1 and main not in dtypes and not parameters & ignored
-        if is_alone and not isinstance(child, _CONTAINERS) and inner.isdisjoint(child.modules()):
+        if is_alone and not isinstance(child, _CONTAINERS) and not any(each in inner for each in child.modules()):
             found.setdefault(dtypes.pop(), []).append(child)
         elif parameters:
             for dtype, modules in _of_one_dtype(child, main, inner, ignored).items():

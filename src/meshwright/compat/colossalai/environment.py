@@ -1,4 +1,4 @@
-"""What ColossalAI's scripts ask of their surroundings: launch, ranks, the device, a logger, a place to build models."""
+"""Answer what ColossalAI's scripts ask of their surroundings: launch, ranks, the device, a logger, lazy building."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class CurrentDevice:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether kernels have run when their call returns."""
+        """True where kernels have run when their call returns."""
         return self.name == "cpu"
 
     def get_current_device(self) -> torch.device:

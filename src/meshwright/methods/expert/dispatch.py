@@ -226,7 +226,7 @@ class TracedDispatch(StackedDispatch):
 
 
 class _Echo:
-    """In place of an :class:`ExpertAxis`: what is sent comes back."""
+    """Stand in for an :class:`ExpertAxis`: what is sent comes back."""
 
     def send(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
         """Return a copy of the rows."""
