@@ -275,7 +275,7 @@ class Activations:
     transients: tuple[Transient, ...] = field(default=(), hash=False)  # beside all of these; empty: unknown
     kept_at: tuple[Placed, ...] = field(default=(), hash=False)  # of a micro-batch, by stages: by the first place
     working_at: Placed = field(default=(), hash=False)  # of the module that needs most there when it is recomputed
-    inputs: Inputs = Inputs()
+    inputs: Inputs = field(default_factory=Inputs)
     returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
 
     def recompute(self, recomputed: Recomputed, *, to_the_end: bool = False) -> tuple[Activations, int]:

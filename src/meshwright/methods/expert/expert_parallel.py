@@ -64,7 +64,7 @@ class ExpertTrace:
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Return the shape that a trace computes with: a part of a stack, which gets as many rows as a rank sends."""
-        number, experts = self.experts.get(parameter, (0, 0))
+        number, _ = self.experts.get(parameter, (0, 0))
         shape = tuple(parameter.shape)
         return shape if number is not None else (shape[0] // self._ranks, *shape[1:])
 

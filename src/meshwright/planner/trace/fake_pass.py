@@ -361,9 +361,7 @@ class _FakeInputs:
             self.sizes = now._replace(viewed_bytes=now.viewed_bytes + size)
         else:
             beside = storage_of(like)[1] if self._run.views_batch else 0
-            self.sizes = now._replace(
-                copied_bytes=now.copied_bytes + size, batch_bytes=now.batch_bytes + beside
-            )
+            self.sizes = now._replace(copied_bytes=now.copied_bytes + size, batch_bytes=now.batch_bytes + beside)
         return fake
 
 
