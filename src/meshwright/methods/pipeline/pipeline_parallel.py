@@ -198,7 +198,7 @@ AXIS = "pipeline"
 _RENAMED = {"pipe_schedule": "schedule", "chunks": "num_micro_batches"}
 
 # Keys of ATorch's two engines, and what to do here instead.
-_REFUSED = {
+_FOREIGN = {
     "shard_planner": "leave it out; blocks are balanced by their time, or cut by hand with split=[…]",
     "pipe_ranks": "leave it out; the ranks follow from parallel_mode",
     "insert_before_modules": "cut by hand with split=[…], the number of blocks of every stage",
@@ -230,6 +230,7 @@ class PipelineParallel(Method):
     )
     seed_name: ClassVar[str | None] = "ATorch: pipeline_parallel"
     axis: ClassVar[str | None] = AXIS
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="checkpoint",
@@ -269,17 +270,7 @@ class PipelineParallel(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Translate ATorch's names, and refuse its keys that have no meaning here."""
-        given = dict(keys)
-        for key in sorted(keys.keys() & _REFUSED.keys()):
-            if keys.pop(key) is None:
-                continue
-            raise StrategyError(
-                f"pipeline_parallel: {key!r} configures one of ATorch's engines, which Meshwright does not have",
-                expected="schedule, num_micro_batches, num_stages_per_rank, split and blocks",
-                got=f"{key}={given[key]!r}",
-                fix=_REFUSED[key],
-            )
+        """Translate ATorch's names."""
         keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
         if isinstance(keys.get("split"), list):
             keys["split"] = tuple(keys["split"])
