@@ -57,7 +57,7 @@ def page(suite: Suite, results: dict[str, Any]) -> str:
 
 
 def _counted(outcomes: list[Outcome]) -> list[str]:
-    counts = Counter(outcome.verdict for outcome in outcomes)
+    counts: Counter[str] = Counter(outcome.verdict for outcome in outcomes)
     rows = [f"| {meaning} | {counts[verdict]} |" for verdict, meaning in _MEANINGS.items()]
     return ["| outcome | files |", "|---|---|", *rows]
 
