@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         see_memory as see_memory,
         wait_loader as wait_loader,
     )
-    from meshwright.compat.colossalai.booster import launch as launch, launch_from_torch as launch_from_torch
+    from meshwright.compat.colossalai.environment import launch as launch, launch_from_torch as launch_from_torch
     from meshwright.errors import (
         CheckpointError as CheckpointError,
         ConfigError as ConfigError,

@@ -7,6 +7,7 @@ data parallelism :func:`quantise_averages`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -172,9 +173,21 @@ class _Averages:
             devices=[] if self._stream is None else [self._device]
         )
         with self._aside():
-            average_in_place([gradient.view(-1) for gradient in bucket.gradients()], self._compression, self._way)
-            future.set_result(bucket.buffer())
+            future.set_result(self._averaged(bucket))
         return future
+
+    def _averaged(self, bucket: dist.GradBucket) -> torch.Tensor:  # type: ignore[name-defined]
+        buffer: torch.Tensor = bucket.buffer()
+        if buffer.is_sparse:  # rows of embeddings, of which each rank has others: as DDP averages them
+            buffer = buffer / self._way.size
+            dist.all_reduce(buffer, group=self._way.group)
+        elif any(parameter.is_complex() for parameter in bucket.parameters()):
+            # DDP gives a buffer of real numbers, and would cut it as if it were one of complex ones.
+            parts = buffer.split([2 * parameter.numel() for parameter in bucket.parameters()])
+            average_in_place(parts, dataclasses.replace(self._compression, reduce=None), self._way)
+        else:
+            average_in_place([gradient.view(-1) for gradient in bucket.gradients()], self._compression, self._way)
+        return buffer
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -232,7 +245,7 @@ class Comm(Method):
     Under a sharding method the all-gather of weights and the reduce-scatter of gradients change; without one, the
     average of gradients. Numbers are quantised block by block within a tensor; gradients are added up in fp32. The
     weights that the optimizer updates keep their precision: only the copy that is sent is quantised, and all ranks
-    compute with the same bits.
+    compute with the same bits. Complex and sparse gradients are averaged as they are.
 
     Config: ``{"all_gather": "int8", "reduce": "int4"}``; the short form ``"int4"`` is that of ``reduce``.
     """

@@ -107,9 +107,9 @@ def test_sizes_and_blocks_that_are_continued_are_what_a_pass_finds(monkeypatch):
     passes = []
     monkeypatch.setattr(Pass, "_record", lambda self, real=Pass._record: passes.append(1) or real(self))
     for samples in (2, 4, 8):
-        tracer.of(Conditions("bf16", None, samples, None))
+        tracer.of(Conditions("bf16", None, None, samples, None))
     assert len(passes) == 4  # one of them to compare blocks with
-    found = tracer.of(Conditions("bf16", None, 6, None))
+    found = tracer.of(Conditions("bf16", None, None, 6, None))
     assert len(passes) == 4
     whole = Pass(model, inputs_of(6), forward, param_dtype=torch.bfloat16).predict()
     assert (found.activations, found.flops, found.ops) == (whole.activations, whole.flops, whole.ops)
