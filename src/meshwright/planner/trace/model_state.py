@@ -117,6 +117,8 @@ class OptimizerProbe:
         if self._optim_func is None or group is None:
             return ()
         kind = (parameter.dim(), parameter.dtype, parameter.requires_grad, _key(group.values))
+        if kind not in self._states and not parameter.requires_grad:
+            self._states[kind] = _before_steps(self._optim_func, parameter, group, device_here(self._device))
         if kind not in self._states:
             optimizer = _built(self._optim_func, group.of([parameter]))
             if hasattr(optimizer, "state_forms"):
@@ -217,8 +219,21 @@ def _tried(
     with preserved_rng(), torch.enable_grad():
         tiny = _tiny(parameter, device)
         optimizer = _built(optim_func, group.of([tiny]))
-        if parameter.requires_grad:
-            optimizer.step()
+        optimizer.step()
+    return _states_of(optimizer, tiny)
+
+
+def _before_steps(
+    optim_func: Callable[[Any], Optimizer], parameter: nn.Parameter, group: _Group, device: torch.device
+) -> tuple[StateTensor, ...]:
+    """Return the states that exist of a frozen parameter; none where the optimizer leaves those out."""
+    sizes = _PROBE_SIZES[: parameter.dim()]
+    tiny = nn.Parameter(torch.ones(sizes, dtype=parameter.dtype, device=device), requires_grad=False)
+    other = nn.Parameter(torch.ones(1, device=device))  # torch has no optimizer of nothing
+    return _states_of(_built(optim_func, group.of([tiny, other])), tiny)
+
+
+def _states_of(optimizer: Optimizer, tiny: nn.Parameter) -> tuple[StateTensor, ...]:
     tensors = [value for value in optimizer.state.get(tiny, {}).values() if isinstance(value, torch.Tensor)]
     return tuple(_like(tiny, tensor.shape, tensor.dtype) for tensor in tensors)
 
