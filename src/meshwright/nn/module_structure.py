@@ -357,6 +357,14 @@ def check_model(model: nn.Module, device: torch.device) -> None:
             got=f"{type(wrapped).__name__ if wrapped is not None else sharded} inside {type(model).__name__}",
             fix="pass the model as it was before wrapping; the strategy wraps it",
         )
+    synchronised = next((name for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
+    if synchronised is not None and device.type == "cpu":
+        raise ModelError(
+            "SyncBatchNorm runs on GPUs alone: torch has no kernel for it on a CPU",
+            expected="norms that run on the job's device",
+            got=f"{synchronised} (SyncBatchNorm) on {device}",
+            fix="convert to SyncBatchNorm on GPUs only; on a CPU use GroupNorm, or BatchNorm with each rank's statistics",
+        )
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
         meta = (
