@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
+from torch.distributed.tensor import DTensor
 
 from meshwright.cost import HALF, Placement, ProductDtype, Step
 from meshwright.errors import StrategyError
@@ -239,8 +240,13 @@ class Half(HalfPrecisionMethod):
 def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     # Not by ``model.to``, which would drop the imaginary part of complex numbers.
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+        if not parameter.is_floating_point():
+            continue
+        cast = parameter.detach().to(dtype)
+        if isinstance(parameter, DTensor):
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(cast, requires_grad=parameter.requires_grad))
+        else:
+            parameter.data = cast
 
 
 def _cast_buffers(model: torch.nn.Module, dtype: torch.dtype) -> None:
