@@ -249,6 +249,7 @@ class Pass:
                     loss = self.forward(model, inputs)
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
                 saved.complete = True
+                saved.forget_freed()
                 backward = _Backward(loss, device.type)
                 del loss
                 return boundaries, work.everything(backward), backward.has_run  # type: ignore[arg-type]

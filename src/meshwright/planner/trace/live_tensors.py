@@ -89,9 +89,10 @@ class SavedTensors:
         return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
 
     def forget_freed(self) -> None:
-        """Forget storages that are free again, such as those of a block's trial run."""
-        for storage in [key for key, reference in self.references.items() if reference.expired()]:
-            self.sizes.pop(storage, None)
+        """Forget storages that are free again: of a block's trial run, or of a graph inside a function's forward."""
+        for storage in [each.cdata for each in (*self.met, *self.references.values()) if each.expired()]:
+            for known in (self.sizes, self.savers, self.places):
+                known.pop(storage, None)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
         """Return the bytes saved of a tensor's storage."""
@@ -376,7 +377,7 @@ class LiveBytes:
             return ()
         weights, complete = self._gradients_by_operator()
         last = max(moment.place for moment in self._moments)
-        returned, left, remains = self._returned(saved, last), *self._left_over(saved, last)
+        returned, (left, remains, hung) = self._returned(saved, last), self._left_over(saved, last)
         first = self._up_to(saved)
         found: defaultdict[int, set[Instant]] = defaultdict(set)
         cut: defaultdict[int, set[Instant]] = defaultdict(set)
@@ -389,7 +390,8 @@ class LiveBytes:
                 own = held - coming - first(place) - sum(left.values())
                 others = sum(size for later, size in remains.items() if later > place)
                 found[place].add(Instant(own - others, coming, done))
-                cut[place].add(Instant(own - sum(behind.values()), coming, done))
+                elsewhere = sum(size for later, size in hung.items() if later > place)
+                cut[place].add(Instant(own - elsewhere - sum(behind.values()), coming, done))
                 far[place] = max(far[place], behind.get(last, 0) if place < last - 1 else 0)
         totals: defaultdict[int, int] = defaultdict(int)
         for each in self._gradients:
@@ -425,19 +427,21 @@ class LiveBytes:
                 found[place] = found.get(place, 0) + made.num_bytes
         return found
 
-    def _left_over(self, saved: SavedTensors, last: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Return by blocks the bytes made there and still held: made in forward, and in backward.
+    def _left_over(self, saved: SavedTensors, last: int) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+        """Return by blocks the bytes made there and still held: not saved, other ones, and those of forward among them.
 
         References that form a circle wait for the garbage collector.
         """
         left: dict[int, int] = {}
         remains: dict[int, int] = {}
+        hung: dict[int, int] = {}
         for key, made in self._live.items():
             place, during, *_ = self._moments[made.operator]
             if -1 < place < last and not made.reference.expired():
-                found = left if during == "forward" and key not in saved.sizes else remains
-                found[place] = found.get(place, 0) + made.num_bytes
-        return left, remains
+                is_left = during == "forward" and key not in saved.sizes
+                for found in (left,) if is_left else (remains, hung) if during == "forward" else (remains,):
+                    found[place] = found.get(place, 0) + made.num_bytes
+        return left, remains, hung
 
     def _gradients_by_operator(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return after every operator the bytes of incomplete gradients, and of complete ones of its place."""
