@@ -58,6 +58,7 @@ def stand_in_for_cuda() -> None:
         setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     cuda.device_count = lambda: 8
+    cuda.get_device_capability = lambda *args: (8, 0)
     cuda.device = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
