@@ -62,6 +62,7 @@ def stand_in_for_cuda() -> None:
         setattr(cuda, name, getattr(torch, name))
     cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     cuda.device_count = lambda: 8
+    cuda.get_device_capability = lambda *args: (8, 0)
     cuda.device = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.is_cuda = property(lambda self: _asked_by_program())  # type: ignore[assignment]

@@ -74,7 +74,7 @@ def _started(suite: Suite, copy: Path, case: Case, name: str, ranks: int) -> tup
     if ranks:
         address = ["--master_addr=127.0.0.1", f"--master_port={_free_port()}"]
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *address, *program]
-    paths = [str(copy / folder) for folder in suite.python_path]
+    paths = [*(str(copy / folder) for folder in suite.python_path), str(Path(__file__).parents[2])]
     kept = os.environ.get("PYTHONPATH", "")
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([*paths, *filter(None, [kept])]))
     process = subprocess.Popen(

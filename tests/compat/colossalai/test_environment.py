@@ -51,6 +51,7 @@ NAMES = {
     "interface": "OptimizerWrapper",
     "lazy": "LazyInitContext",
     "lazy.lazy_init": "LazyInitContext",
+    "utils": "get_current_device set_seed",
     "logging": "disable_existing_loggers get_dist_logger",
 }
 

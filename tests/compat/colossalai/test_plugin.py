@@ -7,9 +7,11 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils.data import TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import meshwright as mw
 from meshwright.compat.colossalai import (
@@ -117,6 +119,10 @@ def test_stages_and_tokens_are_axes_and_methods():
     assert found == expected([("sequence", 4), ("data", 2)], "sequence_parallel", "zero1")
     found = strategy(**TOKENS, sp_size=2, sequence_parallelism_mode="ring_attn")
     assert found == expected([("tensor", 2), ("context", 2), ("data", 2)], "tensor_parallel", "context_parallel")
+    whole = HybridParallelPlugin(1, 1, 1, "fp32", **TOKENS, sequence_parallelism_mode="ring_attn")
+    assert whole.strategy(2) == mw.Strategy([("parallel_mode", {"data": 2})])
+    (notice,) = whole.notices()
+    assert "sp_size is 1" in notice
     plugin = HybridParallelPlugin(2, 2, num_microbatches=2, num_model_chunks=2, overlap_p2p=False)
     overlap, chunks = plugin.notices()
     assert "overlap_p2p=False changes nothing" in overlap
@@ -394,6 +400,34 @@ def test_the_advice_on_layers_without_a_list_is_one_that_the_plugin_takes(ranks)
         assert "fsdp with tp_size=1 and zero_stage=3" in text
         for found in results:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def with_half_as_default():
+    """Scripts of ColossalAI lower torch's default type around boost, where it makes weights of a lazy model."""
+    plugin = HybridParallelPlugin(tp_size=2, precision="fp32")
+    with pytest.raises(mw.ConfigError, match="no process group of the axes tensor"):
+        _ = plugin.tp_group
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(1)
+        model = GPT2LMHeadModel(GPT2Config(96, 32, n_embd=32, n_head=4, n_layer=2, bos_token_id=0, eos_token_id=0))
+        torch.set_default_dtype(dtype)
+        try:
+            model, *_ = Booster(plugin=plugin).boost(model)
+            kept = torch.get_default_dtype()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append(model(input_ids=torch.arange(16)[None]).logits)
+    groups = [dist.get_process_group_ranks(group) for group in (plugin.tp_group, plugin.dp_group, plugin.pp_group)]
+    return torch.equal(*results), kept, groups
+
+
+def test_boost_under_another_default_type_and_the_groups_after_it(ranks):
+    alone = [[0], [1], [2], [3]]
+    for rank, (equal, kept, groups) in enumerate(ranks(4).run(with_half_as_default)):
+        assert equal
+        assert kept == torch.bfloat16
+        assert groups == [[0, 1] if rank < 2 else [2, 3], [0, 2] if rank % 2 == 0 else [1, 3], alone[rank]]
 
 
 def batches(options):

@@ -11,6 +11,9 @@ import torch
 
 from meshwright.comm.message_header import Header, check_alike, exchange
 from meshwright.comm.transport import Group, gathered, members_of
+
+# ``meshwright.utils`` is ColossalAI's ``utils``, too.
+from meshwright.compat.colossalai.environment import get_current_device as get_current_device, set_seed as set_seed
 from meshwright.errors import ConfigError
 from meshwright.runtime import (
     peak_memory_bytes,

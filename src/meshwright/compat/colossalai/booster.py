@@ -122,7 +122,7 @@ class Booster(CheckpointVerbs):
         sample = None
         if needs_sample(strategy, model):
             sample = sample_of(dataloader, model, strategy, has_criterion=criterion is not None)
-        try:
+        with _default_dtype(torch.float32), self._advice():
             accelerated = accelerate(
                 model,
                 optimizer,
@@ -133,15 +133,13 @@ class Booster(CheckpointVerbs):
                 sample_batch=sample,
                 model_input_format=usual_input_format(sample),
             )
-        except MeshwrightError as error:
-            if self.plugin is not None:
-                self.plugin.advise(error)
-            raise
         if isinstance(optimizer, FusedLAMB):
             optimizer.clips_elsewhere()
         self._print(notices)
         self._finish_model(accelerated, strategy)
         self._boosted[accelerated.model] = accelerated
+        if self.plugin is not None:
+            self.plugin.note_mesh(accelerated.mesh)
         boosted = self._finish_optimizer(accelerated)
         return accelerated.model, boosted, wrapped_criterion(criterion, accelerated, strategy), dataloader, lr_scheduler
 
@@ -150,6 +148,16 @@ class Booster(CheckpointVerbs):
             return []
         notices = [] if self._notices_printed else self.plugin.notices()
         return notices + (self.plugin.prepare_model(model, device) if isinstance(model, nn.Module) else [])
+
+    @contextlib.contextmanager
+    def _advice(self) -> Iterator[None]:
+        """Add the plugin's own words to the errors of methods."""
+        try:
+            yield
+        except MeshwrightError as error:
+            if self.plugin is not None:
+                self.plugin.advise(error)
+            raise
 
     def _print(self, notices: list[str]) -> None:
         for notice in notices:
@@ -282,6 +290,17 @@ def _outputs_in_fp32(_: nn.Module, __: Any, output: Any) -> Any:
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     return tree_map(cast, output)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set torch's default type, which scripts lower around ``boost``, where ColossalAI makes its weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:

@@ -36,11 +36,13 @@ __all__ = [
     "LazyInitContext",
     "disable_existing_loggers",
     "get_accelerator",
+    "get_current_device",
     "get_dist_logger",
     "launch",
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "set_seed",
 ]
 
 
@@ -269,7 +271,7 @@ class CurrentDevice:
 
     def get_current_device(self) -> torch.device:
         """Return the device of this rank."""
-        return settings().device if dist.is_initialized() else choose_device(None, int(os.environ.get("LOCAL_RANK", 0)))
+        return get_current_device()
 
     def is_available(self) -> bool:
         """Return True: there always is a device."""
@@ -285,7 +287,7 @@ class CurrentDevice:
 
     def manual_seed(self, seed: int) -> None:
         """Seed all generators of this process."""
-        seed_everything(seed)
+        set_seed(seed)
 
     manual_seed_all = manual_seed
 
@@ -299,6 +301,16 @@ class CurrentDevice:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda if self.name == "cuda" else torch.cpu, name)
+
+
+def get_current_device() -> torch.device:
+    """Return the device of this rank."""
+    return settings().device if dist.is_initialized() else choose_device(None, int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def set_seed(seed: int) -> None:
+    """Seed all generators of this process."""
+    seed_everything(seed)
 
 
 def get_accelerator() -> CurrentDevice:

@@ -6,17 +6,20 @@ from which notices and errors follow.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.data import global_batch_loader
-from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
+from meshwright.errors import ConfigError, MeshwrightError, did_you_mean, join_names
 from meshwright.methods import SAMPLED, resolve
 from meshwright.runtime import coordinate_of, rank, world_size
 from meshwright.strategy import Strategy
@@ -35,6 +38,9 @@ def near(default: Any, what: str) -> Any:
 def only(default: Any, what: str, fix: str) -> Any:
     """Declare an argument with one supported value; another would change the result, so it is an error."""
     return field(default=default, metadata={"only": what, "fix": fix})
+
+
+_MESHES: weakref.WeakKeyDictionary[Plugin, DeviceMesh] = weakref.WeakKeyDictionary()  # plugins are frozen
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,45 @@ class Plugin(ABC):
     def dp_size(self) -> int:
         """Number of ranks, or groups of them, that take samples of their own."""
         return self._replica()[1]
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that divide layers with this one; known once a model is boosted."""
+        return self._group("tensor")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The ranks of this rank's pipeline; known once a model is boosted."""
+        return self._group("pipeline")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that stand where this one does in other replicas; known once a model is boosted."""
+        return self._group(*SAMPLED)
+
+    def _group(self, *axes: str) -> dist.ProcessGroup:
+        """Return this rank's process group along the one of these axes that the plugin has.
+
+        Raises:
+            ConfigError: Before ``boost``, which makes the groups; or when there are two such axes.
+        """
+        mesh = _MESHES.get(self)
+        names = [axis for axis in (mesh.mesh_dim_names or () if mesh else ()) if axis in axes]
+        if mesh is None or len(names) > 1:
+            raise ConfigError(
+                f"{type(self).__name__} has no process group of the axes {join_names(axes)}",
+                expected="a model that was boosted with the plugin, and one such axis",
+                got="no model" if mesh is None else join_names(names),
+                fix="ask after boost" if mesh is None else "use dp_size, and sum_loss to average over all of them",
+            )
+        if names:
+            return mesh.get_group(names[0])
+        return dist.new_group([rank()], use_local_synchronization=True)
+
+    def note_mesh(self, mesh: DeviceMesh | None) -> None:
+        """Remember the mesh of a boosted model."""
+        if mesh is not None:
+            _MESHES[self] = mesh
 
     @property
     def stage_manager(self) -> StageManager | None:
