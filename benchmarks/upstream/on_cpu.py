@@ -8,6 +8,7 @@ numbers among it, is the program's own.
 from __future__ import annotations
 
 import contextlib
+import os
 import runpy
 import sys
 from typing import Any
@@ -92,9 +93,10 @@ def main() -> None:
         standing_in = OnCPU()
     with standing_in:
         if sys.argv[0] == "-m":
-            sys.argv = sys.argv[1:]
+            sys.argv, sys.path[0] = sys.argv[1:], os.getcwd()
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
+            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # as Python itself does
             runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -363,7 +363,7 @@ def check_model(model: nn.Module, device: torch.device) -> None:
             "SyncBatchNorm runs on GPUs alone: torch has no kernel for it on a CPU",
             expected="norms that run on the job's device",
             got=f"{synchronised} (SyncBatchNorm) on {device}",
-            fix="convert to SyncBatchNorm on GPUs only; on a CPU use GroupNorm, or BatchNorm with each rank's statistics",
+            fix="use GroupNorm, or BatchNorm with each rank's own statistics; convert to SyncBatchNorm on GPUs only",
         )
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
