@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -352,10 +352,12 @@ def _check_dense(method: str, model: nn.Module, ignored: set[nn.Parameter]) -> N
             )
 
 
-# [Note: units of one dtype] FSDP2 packs the gradients of a unit into one buffer, and casts all parameters of a unit in
-# one way. Frozen parameters are gathered as bytes beside any others: adapters over a bf16 or int8 base need nothing.
-# But parameters that train and differ in dtype, or are complex beside real ones, cannot share a unit. Modules within the
-# unit that hold one dtype alone then make units of their own, one per dtype.
+# [Note: units of one dtype]
+#
+# FSDP2 packs the gradients of a unit into one buffer, and casts all parameters of a unit in one way. Frozen parameters
+# are gathered as bytes beside any others: adapters over a bf16 or int8 base need nothing. But parameters that train and
+# differ in dtype, or are complex beside real ones, cannot share a unit. Modules within the unit that hold one dtype
+# alone then make units of their own, one per dtype.
 
 
 def _modules_apart(
@@ -403,7 +405,7 @@ def _is_used_outside(model: nn.Module, modules: list[nn.Module]) -> bool:
     )
 
 
-def _parameters_of(module: nn.Module, without: Collection[nn.Module]) -> set[nn.Parameter]:
+def _parameters_of(module: nn.Module, without: Set[nn.Module]) -> set[nn.Parameter]:
     """Return the parameters of a module that do not lie in some of its submodules."""
     found = set(module.parameters(recurse=False))
     for child in module.children():
@@ -419,7 +421,7 @@ def _fit_together(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def _of_one_dtype(
-    module: nn.Module, main: torch.dtype, inner: Collection[nn.Module], ignored: set[nn.Parameter]
+    module: nn.Module, main: torch.dtype, inner: Set[nn.Module], ignored: set[nn.Parameter]
 ) -> dict[torch.dtype, list[nn.Module]]:
     """Return the outermost modules inside one that hold another dtype alone, by dtype."""
     found: dict[torch.dtype, list[nn.Module]] = {}
