@@ -51,16 +51,20 @@ def stand_in_for_cuda() -> None:
         "empty_cache",
         "reset_peak_memory_stats",
         "ipc_collect",
-        "manual_seed_all",
     ):
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *args, **kwargs: 0)
+    cuda.manual_seed = cuda.manual_seed_all = torch.default_generator.manual_seed  # type: ignore[assignment]
+    cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
+    cuda.memory_summary = lambda *args, **kwargs: "no GPU"  # type: ignore[assignment]
+    for name in ("FloatTensor", "HalfTensor", "LongTensor", "IntTensor"):
+        setattr(cuda, name, getattr(torch, name))
     cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     cuda.device_count = lambda: 8
     cuda.device = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    torch.Tensor.is_cuda = property(lambda self: _asked_by_program())  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     start = torch.distributed.init_process_group
@@ -70,6 +74,12 @@ def stand_in_for_cuda() -> None:
         return start("gloo" if backend is None or "nccl" in backend else backend, *args, **kwargs)
 
     torch.distributed.init_process_group = with_gloo
+
+
+def _asked_by_program() -> bool:
+    # FSDP2 would look for the properties of a GPU.
+    asking = sys._getframe(2).f_globals.get("__name__", "")
+    return asking.partition(".")[0] not in ("torch", "meshwright")
 
 
 def main() -> None:

@@ -43,9 +43,9 @@ def page(suite: Suite, results: dict[str, Any]) -> str:
         "",
         f"Every file of the public test suite of [{suite.repository}](https://github.com/{suite.repository}) at commit"
         f" `{results['commit'][:12]}`, run on Meshwright with only the import renamed, and where that is not"
-        " enough with the mechanical change that is told. Ranks are gloo processes on one machine without a GPU, on which `cuda`"
-        f" stands for the CPU. This page is written by `python -m benchmarks.upstream {suite.name} --source DIR`, where"
-        " `DIR` is a clone of that repository.",
+        " enough with the mechanical change that is told. Ranks are gloo processes on one machine without a GPU, on"
+        f" which `cuda` stands for the CPU. This page is written by `python -m benchmarks.upstream {suite.name}"
+        " --source DIR`, where `DIR` is a clone of that repository.",
         "",
         *_counted(tests),
         "",
@@ -57,7 +57,7 @@ def page(suite: Suite, results: dict[str, Any]) -> str:
 
 
 def _counted(outcomes: list[Outcome]) -> list[str]:
-    counts = Counter(outcome.verdict for outcome in outcomes)
+    counts: Counter[str] = Counter(outcome.verdict for outcome in outcomes)
     rows = [f"| {meaning} | {counts[verdict]} |" for verdict, meaning in _MEANINGS.items()]
     return ["| outcome | files |", "|---|---|", *rows]
 

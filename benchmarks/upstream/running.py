@@ -39,7 +39,7 @@ def _run_with(suite: Suite, source: Path, name: str, case: Case, changes: tuple[
     ranks: dict[str, str] = {}
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        copy = copied(suite, source, Path(folder) / "checkout", name, changes)
+        copy = copied(suite, source, Path(folder) / "checkout", name, (*case.sizes, *changes))
         for number in case.ranks:
             label = str(number) if number else "its own"
             code, output = _started(suite, copy, case, name, number)
@@ -49,7 +49,7 @@ def _run_with(suite: Suite, source: Path, name: str, case: Case, changes: tuple[
                 found = [float(text) for text in re.findall(suite.losses, output)]
                 losses[label] = found[:_LOSSES_KEPT]
     passed = all(result == "passed" for result in ranks.values())
-    why = "; ".join(dict.fromkeys(change.why for change in changes))
+    why = "; ".join(dict.fromkeys(change.why for change in (*case.sizes, *changes)))
     return Outcome(name, ("with a change" if changes else "as it is") if passed else "fails", ranks, why, losses)
 
 

@@ -31,8 +31,9 @@ class Change:
 class Case:
     """A file, or all files that a shell pattern names (``*`` crosses folders); the last case that fits one counts.
 
-    ``because`` set: the file does not apply, and that is the reason. ``ranks`` holds the numbers of processes that it
-    is started on; ``0`` means one process that starts its own workers. ``project`` marks what is no test but a program
+    ``because`` set: the file does not apply, and that is the reason. ``sizes`` are edits that make a program for large
+    GPUs small enough for a CPU: no change that its users make. ``ranks`` holds the numbers of processes that it is
+    started on; ``0`` means one process that starts its own workers. ``project`` marks what is no test but a program
     of people downstream: the losses that it prints are kept. ``run`` is how it is started, where ``{file}`` stands for
     it: a script by itself, or ``-m pytest -q {file}``.
     """
@@ -44,6 +45,7 @@ class Case:
     run: str = "{file}"
     project: bool = False
     timeout_s: float = 300.0
+    sizes: tuple[Change, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,8 @@ from tests.methods.test_traffic import Counter
 
 SIZES = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 52, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": tiny.SEQ_LEN}  # fmt: skip
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+QWEN_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
 
 
 def build(name):
@@ -72,7 +74,19 @@ def hf_t5_with_decoder():
     return transformers.T5ForConditionalGeneration(config)
 
 
+def hf_vit():
+    """17 tokens: 4 x 4 patches and one for the class."""
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    return transformers.ViTModel(config, add_pooling_layer=False)
+
+
 FLOWING = {
+    "vit": hf_vit,
     "t5-decoder": hf_t5_with_decoder,
     "plain": plain,
     "odd": lambda: tiny.plain(),
@@ -96,6 +110,9 @@ def with_a_plan(name):
         "qwen2": ("Qwen2", "ForCausalLM", {"use_sliding_window": False}),
         "qwen3": ("Qwen3", "ForCausalLM", {"head_dim": 6}),
         "phi3": ("Phi3", "ForCausalLM", {"pad_token_id": 0}),
+        "mixtral": ("Mixtral", "ForCausalLM", MIXTURE),
+        "qwen2 moe": ("Qwen2Moe", "ForCausalLM", QWEN_MIXTURE | {"shared_expert_intermediate_size": 36}),
+        "qwen3 moe": ("Qwen3Moe", "ForCausalLM", QWEN_MIXTURE | {"head_dim": 6}),
     }[name]
     return getattr(transformers, kind + size)(
         getattr(transformers, kind + "Config")(**{**SIZES, **keys}, use_cache=False)
@@ -108,7 +125,15 @@ BARE = ("plain", "odd")  # are called with token ids alone
 def prepare_for(name):
     if name == "t5-decoder":
         return lambda data, device: {"input_ids": data.to(device), "labels": data.to(device)}
+    if name == "vit":
+        return lambda data, device: {"pixel_values": pixels(data).to(device)}
     return tiny.prepare_for("plain" if name in BARE else "llama")
+
+
+def pixels(ids):
+    """Images that token ids stand for."""
+    waves = torch.outer(torch.arange(1, 3 * 16 * 16 + 1), torch.arange(1, ids.shape[1] + 1))
+    return torch.sin(0.01 * waves @ ids.float().T).T.view(-1, 3, 16, 16)
 
 
 def loss_func(inputs, output):

@@ -19,6 +19,8 @@ CASES = {
     "fsdp": (4, "llama", {"context": 2, "zero": 2}, ["context_parallel", "fsdp"], 1),
     "gpt2": (2, "gpt2", {"context": 2}, [UNBALANCED, "fsdp", "checkpoint"], 2),
     "bert": (2, "bert", {"context": 2}, ["context_parallel"], 1),
+    "uneven": (2, "vit", {"context": 2}, ["context_parallel", "fsdp"], 1),
+    "uneven, two axes": (4, "vit", {"sequence": 2, "context": 2}, ["sequence_parallel", "context_parallel"], 1),
     "four": (4, "plain", {"context": 4}, [UNBALANCED, "zero2"], 1),
     "data": (4, "plain", {"context": 2, "data": 2}, ["context_parallel"], 2),
     "heads inside": (
@@ -97,14 +99,17 @@ def refusals():
         "no attention": lambda: net(Net("no attention"), *ring),
         "cross": lambda: net(other("cross"), *ring),
         "dropout": lambda: net(other("dropout"), *ring),
-        "tokens": lambda: net(Net(), *ring).step(torch.ones(2, 10, dtype=torch.long)),
+        "tokens": lambda: net(Net(), *ring).step(torch.ones(2, 3, dtype=torch.long)),
     }.items():
         try:
             build()
         except mw.MeshwrightError as error:
             said[name] = str(error)
     ids, apart = torch.arange(20).view(2, 10), []
-    for inputs, method in ((torch.arange(24).view(2, 12), "context_parallel"), (ids, UNBALANCED)):
+    for inputs, method in (
+        (torch.arange(24).view(2, 12), "context_parallel"), (ids, UNBALANCED), (ids, "context_parallel"),
+        (torch.arange(18).view(2, 9), UNBALANCED),
+    ):  # fmt: skip
         result = net(Net(heads=3), {"context": 2}, method)  # the axis divides no heads
         apart.append((result.evaluate(inputs) - Net(heads=3)(inputs).square().mean()).abs().item())
     return said, apart
@@ -117,7 +122,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
             "no attention": "blocks.0 calls no attention",
             "cross": "not among the tokens",
             "dropout": "dropout in attention",
-            "tokens": "two equal chunks per rank",
+            "tokens": "two chunks per rank. Expected 4 tokens or more. Got 3",
         }.items():
             assert words in said[name], (name, said)
         assert max(apart) < 1e-6

@@ -6,6 +6,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods import TensorParallel
+from meshwright.methods.tensor.split_checks import check_grouped
 from meshwright.planner import Workload
 from tests.methods.split_runs import MLP_PLAN, Mlp, build
 
@@ -114,12 +115,45 @@ def test_what_cannot_be_split_is_refused(case):
     assert before == {name: id(parameter) for name, parameter in model.named_parameters()}
 
 
-def test_experts_of_a_models_own_plan_are_refused():
-    import transformers
+EXPERTS = "model.layers.*.mlp.experts"
 
-    config = transformers.MixtralConfig(**{**ODD, "intermediate_size": 52}, num_attention_heads=4, num_local_experts=2)
-    with pytest.raises(mw.ModelError, match=r"belongs to no linear layer|not known"):
-        TensorParallel().layers(transformers.MixtralForCausalLM(config), 2)
+
+def test_stacked_experts_are_split_by_the_features_between_their_products():
+    model = build("mixtral")
+    experts = next(layer for layer in TensorParallel().layers(model, 2) if layer.path.endswith("experts"))
+    assert {name: (dim, experts.parts_of(name)) for name, _, dim in experts.parameters()} == {
+        "gate_up_proj": (1, (32, 32)), "down_proj": (2, ()),
+    }  # fmt: skip
+    whole = TensorParallel(plan={EXPERTS: "replicate"}).layers(model, 2)
+    assert all(dim is None for layer in whole if "experts" in layer.path for *_, dim in layer.parameters())
+
+
+def test_parts_of_experts_in_half_precision_are_checked_as_such():
+    layers = TensorParallel().layers(build("qwen3 moe"), 2)
+    with pytest.raises(mw.ModelError, match=r"multiples of 16 bytes. Got 24 bytes: 24 features over 2 ranks"):
+        check_grouped(layers, 2, itemsize=2)
+
+
+def experts_with(name, shape):
+    model = build("mixtral")
+    setattr(model.model.layers[0].mlp.experts, name, nn.Parameter(torch.ones(shape)))
+    return model
+
+
+EXPERTS_REFUSED = {
+    "bias": (lambda: experts_with("bias", (4, 24)), {}, 2, r"experts model.layers.0.mlp.experts cannot be.*bias of sh"),
+    "stacked bias": (lambda: experts_with("bias", (4, 1, 24)), {}, 2, "bias of shape.*None.*'replicate'"),
+    "size": (lambda: experts_with("gate_up_proj", (4, 50, 24)), {}, 2, r"does not divide .*experts.*2 tensors in one"),
+    "grouped": (lambda: build("qwen3 moe"), {}, 4, "multiples of 16 bytes.*'eager'"),
+    "sequence": (lambda: build("mixtral"), {"sequence": True}, 2, "split experts and sequence=True.*leave sequence"),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS_REFUSED)
+def test_experts_that_cannot_be_split_are_refused(case):
+    model, keys, ranks, said = EXPERTS_REFUSED[case]
+    with pytest.raises((mw.ModelError, mw.StrategyError), match=said):
+        TensorParallel(**keys).layers(model(), ranks)
 
 
 def test_a_plan_that_the_model_cannot_run_with_is_refused_before_anything_is_changed():
@@ -141,7 +175,7 @@ def test_a_sandwiched_mlp_is_planned_whole():
 
 @pytest.mark.parametrize("key", ["shard_planner", "tp_ranks"])
 def test_keys_of_atorchs_planner_are_refused(key):
-    with pytest.raises(mw.StrategyError, match="ATorch's tracer"):
+    with pytest.raises(mw.StrategyError, match="configures another engine"):
         mw.Strategy([("tensor_parallel", {key: "mip"})])
 
 

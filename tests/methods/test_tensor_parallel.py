@@ -18,6 +18,7 @@ SEQUENCE = ("tensor_parallel", {"sequence": True})
 TWO_RANKS = [
     ("gpt2", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("plain", [SEQUENCE, MESH], "sgd", 1),
+    ("qwen2 moe", ["tensor_parallel", MESH], "sgd", 1),
     ("extended", ["tensor_parallel", MESH], "sgd", 1),
     ("plain", ["tensor_parallel", MESH], "adamw", 1),
     ("odd", ["tensor_parallel", MESH], "sgd", 1),
@@ -36,6 +37,9 @@ TWO_RANKS = [
     ("llama", ["tensor_parallel", MESH, ("half", "bf16")], "bf16", 1),
     ("llama", ["tensor_parallel", MESH], "adamw", 1),
     ("tied", ["tensor_parallel", MESH], "sgd", 1),
+    ("mixtral", ["tensor_parallel", MESH], "adamw", 1),
+    ("mixtral", ["tensor_parallel", MESH, ("half", "bf16")], "bf16", 1),
+    ("qwen3 moe", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("phi3", ["tensor_parallel", MESH], "sgd", 1),
     ("gpt2", ["tensor_parallel", MESH, ("amp_native", "bf16")], "bf16", 1),
     ("extended, tied", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
@@ -43,6 +47,8 @@ TWO_RANKS = [
 ]
 FOUR_RANKS = [
     ("gpt2", ["tensor_parallel", BOTH, "fsdp"], "sgd", 1),
+    ("mixtral", ["tensor_parallel", BOTH, "fsdp", "checkpoint"], "sgd", 2),
+    ("qwen3 moe", ["tensor_parallel", BOTH, "zero2"], "adamw", 1),
     ("llama", [SEQUENCE, BOTH, "fsdp", "checkpoint"], "sgd", 2),
     ("plain", ["tensor_parallel", BOTH], "sgd", 1),
     ("tied", ["tensor_parallel", BOTH], "sgd", 1),
@@ -59,8 +65,8 @@ reference = functools.cache(split_runs.reference)
 
 
 def cases():
-    """The first three on 2 ranks and the first on 4 always, the others with ``--parity=all``."""
-    for world, every, first in ((2, TWO_RANKS, 3), (4, FOUR_RANKS, 1)):
+    """The first four on 2 ranks and the first on 4 always, the others with ``--parity=all``."""
+    for world, every, first in ((2, TWO_RANKS, 4), (4, FOUR_RANKS, 1)):
         for index, (name, methods, mode, micro) in enumerate(every):
             marks = [pytest.mark.long] if index >= first else []
             label = f"{world}-{name}-{mw.Strategy(methods)}-{mode}-{micro}"
@@ -79,7 +85,9 @@ def test_parity(ranks, world, name, methods, mode, micro):
         check_weights(weights, before, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("tied", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(each, marks=pytest.mark.long) for each in ("tied", "mixtral"))]
+)
 def test_a_checkpoint_of_two_axes_loads_into_one(ranks, tmp_path, name):
     expected = ranks(4).run(split_runs.save_and_go_on, tmp_path, name, ["tensor_parallel", BOTH, "fsdp"])[0]
     for methods in (["fsdp"], ["tensor_parallel", MESH]):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright import ModelError
-from meshwright.nn import check_initialized, class_name, find_blocks, modules_of, outermost, wrap_method
+from meshwright.nn import check_forward, check_initialized, class_name, find_blocks, modules_of, outermost, wrap_method
 from tests import tiny
 
 
@@ -25,10 +25,32 @@ def test_blocks_are_what_the_forward_loops_over(name, paths):
 
 def test_lists_inside_blocks_and_lists_without_parameters_are_none():
     model = nn.ModuleDict(
-        {"layers": nn.ModuleList([nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(1, 1)])})]),
+        {"layers": nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]))]),
          "acts": nn.ModuleList([nn.GELU()])}
     )  # fmt: skip
     assert [path for path, _ in find_blocks(model)] == ["layers.0"]
+
+
+class Holder(nn.Module):
+    """A container of the user's own: its parts are called by the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Linear(2, 2)
+
+
+def test_blocks_are_the_modules_in_containers_that_run():
+    shared = nn.Linear(2, 2)
+    model = nn.Module()
+    model.layers = nn.ModuleList(
+        [nn.ModuleList([shared, nn.ModuleDict({"norm": nn.LayerNorm(2), "act": nn.GELU()}), None]),
+         nn.ModuleList([shared, nn.Linear(2, 2)]), Holder(), nn.ParameterList([torch.ones(2)]), nn.Linear(2, 2)]
+    )  # fmt: skip
+    assert [path for path, _ in find_blocks(model)] == [
+        "layers.0.0", "layers.0.1.norm", "layers.1.1", "layers.2.attention", "layers.4",
+    ]  # fmt: skip
+    with pytest.raises(ModelError, match=r"checkpoint: layers.2 has no forward.*Got Holder"):
+        check_forward(modules_of(model, ["Holder"], method="checkpoint"), method="checkpoint")
 
 
 def test_classes_are_found_by_bare_and_qualified_names_and_by_their_bases():

@@ -124,13 +124,17 @@ def offload_placements(step: Step) -> list[OffloadPlacement]:
 
 
 def whole_numel(step: Step, parameter: Parameter) -> int:
-    """Return the elements of the whole parameter, before a tensor axis divides it."""
-    return parameter.numel * (step.size("tensor") if parameter.tensor_dim is not None else 1)
+    """Return the elements of the whole parameter, before a tensor or an expert axis divides it."""
+    return math.prod(_whole_shape(step, parameter))
 
 
 def _whole_shape(step: Step, parameter: Parameter) -> tuple[int, ...]:
-    parts = step.size("tensor")
-    return tuple(size * parts if dim == parameter.tensor_dim else size for dim, size in enumerate(parameter.shape))
+    shape = list(parameter.shape)
+    if parameter.tensor_dim is not None:
+        shape[parameter.tensor_dim] *= step.size("tensor")
+    if parameter.expert is not None and parameter.expert[0] is None:  # a stack; of a list every rank has some whole
+        shape[0] *= step.size("expert")
+    return tuple(shape)
 
 
 def _place_parameters(step: Step, placements: list[OffloadPlacement]) -> None:
@@ -360,7 +364,7 @@ def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) ->
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
     shape = shape_on(step, parameter, step.optimizer.axis, where)
     # None: parameters and states are as they were given.
-    updated = step.optimizer.itemsize
+    updated = step.optimizer.itemsize if parameter.trainable else step.held_itemsize(parameter)
     if not keeps_state(step, parameter, state):
         return 0
     is_cast = updated is not None and parameter.floating and state.dims and not state.own_type

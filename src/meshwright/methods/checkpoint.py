@@ -28,7 +28,7 @@ from meshwright.methods.base import ClassReferences, Conflict, Job, Method, Phas
 from meshwright.methods.pipeline.splice import Elsewhere
 from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.recompute import SELECTIVE, operator_names, recompute
-from meshwright.nn import modules_of, outermost, require_blocks, without_caches
+from meshwright.nn import check_forward, modules_of, outermost, require_blocks, without_caches
 from meshwright.strategy import Bytes
 
 Granularity = Literal["none", "selective", "full"]
@@ -51,6 +51,11 @@ class Checkpoint(Method):
         "memory: activations of one block at a time. Time: one more forward. Communication: forward's again"
     )
     seed_name: ClassVar[str | None] = "ATorch: checkpoint"
+    foreign_keys: ClassVar[Mapping[str, str]] = {
+        "use_te_impl": "leave it out; 8-bit layers are recomputed by torch's checkpoint, too",
+        "max_checkpoint_module_num": "write layers=N to recompute the first N modules",
+        "selective_offload": "write policy='selective', or add ('offload', {'activations': 1.0})",
+    }
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="pipeline_parallel",
@@ -65,8 +70,8 @@ class Checkpoint(Method):
     wrap_class: ClassReferences | None = None
     """The modules; None: the model's repeated blocks."""
     no_reentrant: bool = True
-    """False uses torch's reentrant implementation, for modules (some ``torch.jit.script`` ones) on which the default
-    fails."""
+    """False uses torch's reentrant implementation, for modules on which the default fails since they save other tensors
+    when they run again."""
     policy: Literal["full", "selective"] | tuple[str, ...] | None = None
     """``full`` keeps nothing but inputs; ``selective`` keeps the results of products with weights, fused attention and
     functional collectives too (Korthikanti et al. 2022); or the operators whose results are kept, such as ``aten.mm``.
@@ -167,7 +172,9 @@ class Checkpoint(Method):
     def _modules(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         if self.wrap_class is None:
             return require_blocks(model, method=self.method_name, option="wrap_class")
-        found = {path for path, _ in outermost(modules_of(model, self.wrap_class, method=self.method_name))}
+        named = list(outermost(modules_of(model, self.wrap_class, method=self.method_name)))
+        check_forward(named, method=self.method_name)
+        found = {path for path, _ in named}
         return [(path, module) for path, module in model.named_modules() if path in found]
 
     def apply(self, job: Job) -> None:

@@ -270,6 +270,7 @@ class Job:
     # Run around every step.
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
     gather_order_check: StepCheck | None = None  # of the method that shards
+    check_unchanged: Callable[[], None] | None = None  # refuses parameters that came later than the optimizer
     activations: OffloadedBytes | None = None  # offload: what forward copies to the host
     voter: object | None = None  # weight_vote: counts the steps of the built optimizer
     notices: list[str] = field(default_factory=list)  # messages to the user, printed once, on rank 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -33,14 +33,14 @@ from meshwright.cost import (
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import ClassReferences, Conflict, DType, Job, Method, Phase, itemsize
 from meshwright.methods.planner_hooks import Role
-from meshwright.nn import class_name, find_blocks, modules_of, outermost
+from meshwright.nn import check_forward, class_name, find_blocks, modules_of, outermost
 from meshwright.runtime.torch_internals.modules import AnyBatchOrInstanceNorm
 from meshwright.strategy import Strategy
 
 _RENAMED = {"fsdp_wrap_params_outmost": "wrap_trainable_outmost"}
 
 # Arguments of FSDP1, DeepSpeed and ATorch that would change the result or the memory of a rank if they were ignored.
-_REFUSED = {
+_FOREIGN = {
     "sharding_strategy": "name the method instead: zero2 is SHARD_GRAD_OP, fsdp is FULL_SHARD, and a 'data' beside a "
     "'zero' axis in parallel_mode is HYBRID_SHARD",
     "auto_wrap_policy": "name the classes with atorch_wrap_cls, or set atorch_size_based_min_num_params",
@@ -57,6 +57,7 @@ _REFUSED = {
     "allgather_bucket_size": "leave it out; the modules of atorch_wrap_cls are gathered one at a time",
     "reduce_bucket_size": "leave it out; the modules of atorch_wrap_cls are reduced one at a time",
     "use_local_sgd": "leave it out and add the method outer: ('outer', {'rule': 'local_sgd'})",
+    "intra_load": "leave it out; a CheckpointStore reads each rank's part alone",
 }
 
 # Arguments that say how an engine should do what FSDP2 always does: accepted, stored, and reported to change nothing.
@@ -111,6 +112,8 @@ class ZeroMethod(Method):
     phase: ClassVar[Phase] = Phase.SHARD
     shards: ClassVar[bool] = True
     role: ClassVar[Role | None] = Role.SHARDING
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
+    foreign_off: ClassVar[Mapping[str, tuple[Any, ...]]] = {"device_id": (None,)}
 
     atorch_wrap_cls: ClassReferences | None = None
     """Classes whose modules are gathered one at a time; None: the model's repeated blocks."""
@@ -143,13 +146,6 @@ class ZeroMethod(Method):
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Rename ATorch's other spelling and refuse what FSDP2 cannot do."""
         keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
-        for key in keys.keys() & _REFUSED.keys():
-            raise StrategyError(
-                f"{cls.method_name}: {key!r} is an argument of another engine that this one, FSDP2, does not have",
-                got=f"{key}={keys[key]!r}",
-                fix=_REFUSED[key],
-                expected="keys that FSDP2 has",
-            )
         if keys.get("atorch_wrap_cls") is not None and keys.get("atorch_size_based_min_num_params") is not None:
             raise StrategyError(
                 f"{cls.method_name}: modules are to be wrapped by class and by size",
@@ -282,7 +278,9 @@ def unit_of(name: str, blocks: list[str]) -> str:
 
 def _candidates(config: ZeroMethod, model: nn.Module) -> list[tuple[str, nn.Module]]:
     if config.atorch_wrap_cls is not None:
-        return modules_of(model, config.atorch_wrap_cls, method=config.method_name)
+        named = modules_of(model, config.atorch_wrap_cls, method=config.method_name)
+        check_forward(named, method=config.method_name)
+        return named
     if config.atorch_size_based_min_num_params is not None:
         found: list[tuple[str, nn.Module]] = []
         _by_size("", model, config.atorch_size_based_min_num_params, found)
@@ -352,12 +350,10 @@ def _check_dense(method: str, model: nn.Module, ignored: set[nn.Parameter]) -> N
             )
 
 
-# [Note: units of one dtype]
-#
-# FSDP2 packs the gradients of a unit into one buffer, and casts all parameters of a unit in one way. Frozen parameters
-# are gathered as bytes beside any others: adapters over a bf16 or int8 base need nothing. But parameters that train and
-# differ in dtype, or are complex beside real ones, cannot share a unit. Modules within the unit that hold one dtype
-# alone then make units of their own, one per dtype.
+# [Note: units of one dtype] FSDP2 packs the gradients of a unit into one buffer, and casts all parameters of a unit in
+# one way. Frozen parameters are gathered as bytes beside any others: adapters over a bf16 or int8 base need nothing.
+# But parameters that train and differ in dtype, or are complex beside real ones, cannot share a unit. Modules within
+# the unit that hold one dtype alone then make units of their own, one per dtype.
 
 
 def _modules_apart(
@@ -405,7 +401,7 @@ def _is_used_outside(model: nn.Module, modules: list[nn.Module]) -> bool:
     )
 
 
-def _parameters_of(module: nn.Module, without: Set[nn.Module]) -> set[nn.Parameter]:
+def _parameters_of(module: nn.Module, without: Collection[nn.Module]) -> set[nn.Parameter]:
     """Return the parameters of a module that do not lie in some of its submodules."""
     found = set(module.parameters(recurse=False))
     for child in module.children():
@@ -421,7 +417,7 @@ def _fit_together(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def _of_one_dtype(
-    module: nn.Module, main: torch.dtype, inner: Set[nn.Module], ignored: set[nn.Parameter]
+    module: nn.Module, main: torch.dtype, inner: Collection[nn.Module], ignored: set[nn.Parameter]
 ) -> dict[torch.dtype, list[nn.Module]]:
     """Return the outermost modules inside one that hold another dtype alone, by dtype."""
     found: dict[torch.dtype, list[nn.Module]] = {}
@@ -431,7 +427,7 @@ def _of_one_dtype(
         parameters = set(child.parameters())
         dtypes = {parameter.dtype for parameter in parameters}
         is_alone = len(dtypes) == 1 and main not in dtypes and not parameters & ignored
-        if is_alone and not isinstance(child, _CONTAINERS) and inner.isdisjoint(child.modules()):
+        if is_alone and not isinstance(child, _CONTAINERS) and not any(each in inner for each in child.modules()):
             found.setdefault(dtypes.pop(), []).append(child)
         elif parameters:
             for dtype, modules in _of_one_dtype(child, main, inner, ignored).items():

@@ -32,13 +32,16 @@ if TYPE_CHECKING:
     )
     from meshwright.nn.module_structure import (
         Part as Part,
+        check_forward as check_forward,
         check_initialized as check_initialized,
+        check_model as check_model,
         check_no_renorm as check_no_renorm,
         class_name as class_name,
         class_names as class_names,
         class_with as class_with,
         compile_forward as compile_forward,
         find_blocks as find_blocks,
+        has_forward as has_forward,
         is_cache as is_cache,
         is_compiled as is_compiled,
         keep_part_of_whole as keep_part_of_whole,

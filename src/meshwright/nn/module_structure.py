@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from meshwright.cost.step import names_class
@@ -86,25 +89,53 @@ def outermost(found: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find the modules that sit in the model's outermost ``nn.ModuleList``s and hold parameters.
+    """Find the modules that run in the model's outermost ``nn.ModuleList``s and hold parameters.
 
-    That is where transformer layers live, in plain models as in transformers' GPT-2, Llama, BERT and T5.
+    That is where transformer layers live, in plain models as in transformers' GPT-2, Llama, BERT and T5. Containers in
+    a list never run themselves (``ModuleList([ModuleList([attention, mlp]), …])``): the modules in them are the blocks.
 
     Returns:
         ``(path, block)`` in the model's order; empty when the model has no such list.
     """
-    blocks: list[tuple[str, nn.Module]] = []
+    blocks: dict[nn.Module, str] = {}  # a module in several containers has one path
     lists: list[str] = []
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(path.startswith(outer + ".") for outer in lists):
-            continue
-        lists.append(path)
-        blocks += [
-            (f"{path}.{name}", child)
-            for name, child in module.named_children()
-            if next(child.parameters(), None) is not None
-        ]
-    return blocks
+        if isinstance(module, nn.ModuleList) and not any(path.startswith(outer + ".") for outer in lists):
+            lists.append(path)
+            for inner, block in _running(path, module):
+                blocks.setdefault(block, inner)
+    return [(path, block) for block, path in blocks.items()]
+
+
+def _running(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules in a container that have a forward and parameters."""
+    for name, child in container.named_children():
+        inner = f"{path}.{name}"
+        if not has_forward(child):
+            yield from _running(inner, child)
+        elif next(child.parameters(), None) is not None:
+            yield inner, child
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can run itself; ``nn.ModuleList`` and ``nn.ModuleDict`` cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def check_forward(found: Iterable[tuple[str, nn.Module]], *, method: str) -> None:
+    """Check that modules can run themselves, for a method that changes what happens when they do.
+
+    Raises:
+        ModelError: Naming a container: ``nn.ModuleList``, ``nn.ModuleDict``, or another class without a forward.
+    """
+    for path, module in found:
+        if not has_forward(module):
+            raise ModelError(
+                f"{method}: {path} has no forward, so that nothing could be done when it runs",
+                expected="classes of modules that run",
+                got=f"{type(module).__name__}, a container",
+                fix="name classes of the modules in it, or leave the classes out to use the model's repeated blocks",
+            )
 
 
 def require_blocks(model: nn.Module, *, method: str, option: str) -> list[tuple[str, nn.Module]]:
@@ -299,6 +330,55 @@ def is_cache(value: Any) -> bool:
 
 
 # --- Checks of parameters without a shape, and of embeddings that rescale their rows.
+
+
+def check_model(model: nn.Module, device: torch.device) -> None:
+    """Refuse anything but a plain model with values, on the job's device or the CPU.
+
+    Raises:
+        ModelError: Saying what was given instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "The model is not a module",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            fix="pass the model itself, built",
+        )
+    check_initialized(model)
+    wrapped = next(
+        (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
+    )
+    sharded = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if wrapped is not None or sharded is not None:
+        raise ModelError(
+            "The model is already distributed",
+            expected="a plain nn.Module",
+            got=f"{type(wrapped).__name__ if wrapped is not None else sharded} inside {type(model).__name__}",
+            fix="pass the model as it was before wrapping; the strategy wraps it",
+        )
+    synchronised = next((name for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
+    if synchronised is not None and device.type == "cpu":
+        raise ModelError(
+            "SyncBatchNorm runs on GPUs alone: torch has no kernel for it on a CPU",
+            expected="norms that run on the job's device",
+            got=f"{synchronised} (SyncBatchNorm) on {device}",
+            fix="convert to SyncBatchNorm on GPUs only; on a CPU use GroupNorm, or BatchNorm with each rank's statistics",
+        )
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
+        meta = (
+            "parameters on meta have no values. Build the model outside torch.device('meta'), or fill it: "
+            "model.to_empty(device='cpu'), then load_state_dict. One that no machine can hold whole is built "
+            "in shards: see DistributedModule"
+        )
+        raise ModelError(
+            "The model is on a wrong device",
+            expected=f"all parameters and buffers on {device}"
+            + ("" if device.type == "cpu" else ", or all on the CPU"),
+            got=", ".join(sorted(map(str, devices))),
+            fix=meta if torch.device("meta") in devices else f"call model.to({str(device)!r}) before",
+        )
 
 
 def check_initialized(model: nn.Module) -> None:

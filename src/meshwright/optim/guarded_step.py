@@ -452,7 +452,7 @@ def clipped_step(
     Returns:
         The norm before clipping (0-dim), and the step to call.
     """
-    fused, parameters = _fused_optimizer(optimizer), _parameters_of(model)
+    fused, parameters = _fused_optimizer(optimizer), parameters_in(model)
     # A max_norm of 0 or less goes to clip_gradients, which refuses it.
     if fused is None or max_norm is None or not max_norm > 0:
         limit = _INFINITY if max_norm is None else max_norm
@@ -463,7 +463,7 @@ def clipped_step(
     return norm, functools.partial(_divide_and_step, clipped, optimizer, fused, norm, max_norm)
 
 
-def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
+def parameters_in(model: nn.Module) -> list[nn.Parameter]:
     """Return ``list(model.parameters())`` in a third of the time: torch composes every module's name."""
     found: dict[int, nn.Parameter] = {}
     met: set[int] = set()

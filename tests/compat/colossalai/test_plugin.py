@@ -1,6 +1,8 @@
 """Plugins are strategies: which one each is, what it says of arguments without meaning, and what it refuses."""
 
+import contextlib
 import inspect
+import io
 import os
 
 import pytest
@@ -51,15 +53,12 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         ),
         (GeminiPlugin(precision="bf16"), [("parallel_mode", {"zero": 4}), "fsdp", ("half", "bf16")]),
         (GeminiPlugin(precision="fp32", strict_ddp_mode=True), [("parallel_mode", {"data": 4})]),
-        (TorchFSDPPlugin(), [("parallel_mode", {"data": 4}), ("fsdp", {"sync_module_states": False})]),
+        (TorchFSDPPlugin(), [("parallel_mode", {"data": 4}), "fsdp"]),
         (
             TorchFSDPPlugin(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, mixed_precision=BF16),
             [
                 ("parallel_mode", {"data": 4}),
-                (
-                    "zero2",
-                    {"sync_module_states": False, "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
-                ),
+                ("zero2", {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}),
             ],
         ),
         (TorchFSDPPlugin(sharding_strategy="NO_SHARD"), [("parallel_mode", {"data": 4})]),
@@ -79,7 +78,7 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             TorchFSDPPlugin(cpu_offload=CPUOffload(offload_params=True)),
             [
                 ("parallel_mode", {"data": 4}),
-                ("fsdp", {"sync_module_states": False}),
+                "fsdp",
                 ("offload", {"parameters": 1.0}),
             ],
         ),
@@ -247,12 +246,11 @@ TOKENS = {"enable_sequence_parallelism": True}
         (lambda: MoeHybridParallelPlugin(**HYBRID, ep_size=3).strategy(4), "expert 3 = 3"),
         (lambda: MoeHybridParallelPlugin(**HYBRID, moe_tp_size=2), "tensor parallelism of its own"),
         (lambda: GeminiPlugin(offload_optim_frac=1.5), "offload: config key 'optimizer'"),
-        (lambda: GeminiPlugin(placement_policy="auto"), "placement_policy.*offload_optim_frac"),
+        (lambda: GeminiPlugin(placement_policy="atuo"), "did you mean 'auto'"),
         (lambda: GeminiPlugin(shard_param_frac=0.5), "shard_param_frac"),
         (lambda: TorchFSDPPlugin(sharding_strategy="FULL"), "did you mean 'FULL_SHARD'"),
         (lambda: TorchFSDPPlugin(sharding_strategy="NO_SHARD", cpu_offload=CPUOffload(True)), "cpu_offload"),
         (lambda: TorchFSDPPlugin(sharding_strategy="NO_SHARD", mixed_precision=BF16), "TorchDDPPlugin"),
-        (lambda: TorchFSDPPlugin(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)), "buffer_dtype"),
         (lambda: Booster(plugin="ddp"), "not a plugin"),
         (lambda: Booster(mixed_precision="fp8"), "mixed_precision"),
         (lambda: Booster(mixed_precision="bf16", plugin=LowLevelZeroPlugin()), "controls the precision"),
@@ -305,6 +303,97 @@ def misuse():
 
 def test_misuse_is_refused_on_every_rank(ranks):
     assert all(ranks(2).run(misuse))
+
+
+def test_placement_by_itself_is_static():
+    plugin = GeminiPlugin(placement_policy="auto", precision="fp32", offload_optim_frac=0.5)
+    assert plugin.strategy(4) == GeminiPlugin(precision="fp32", offload_optim_frac=0.5).strategy(4)
+    (notice,) = plugin.notices()
+    assert "placement_policy='auto' is 'static'" in notice
+
+
+def other_weights_on_each_rank(sync):
+    """Two models in one process, of which only the first is built with one seed, as scripts do that seed once."""
+    helpers.train(*helpers.boosted(TorchFSDPPlugin(sync_module_states=sync)), steps=2)
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        second = helpers.boosted(TorchFSDPPlugin(sync_module_states=sync), seed=3 + mw.rank())
+    return helpers.train(*second), told.getvalue()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_second_model_takes_the_weights_of_rank_0(ranks, sync):
+    expected, _ = helpers.plain_run()
+    answers = ranks(2).run(other_weights_on_each_rank, sync)
+    for losses, _ in answers:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert "weights differ between ranks" in answers[0][1]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(7, 3)
+        self.register_buffer("scale", torch.full((3,), 1 / 3))
+        self.register_buffer("shift", torch.full((3,), 1 / 3), persistent=False)
+        self.register_buffer("count", torch.ones(3, dtype=torch.int64))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + self.shift * self.count
+
+
+def with_buffers(dtype):
+    torch.manual_seed(1)
+    model = Scaled()
+    plugin = TorchFSDPPlugin(mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, dtype))
+    boosted, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+    kinds = {name: buffer.dtype for name, buffer in boosted.named_buffers()}
+    return kinds, list(boosted.state_dict()), boosted(torch.ones(2, 7)).dtype
+
+
+def test_buffers_take_the_type_that_mixed_precision_names(ranks):
+    for dtype, kind in ((torch.bfloat16, torch.bfloat16), (None, torch.float32)):
+        for kinds, saved, output in ranks(2).run(with_buffers, dtype):
+            assert kinds == {"scale": kind, "shift": kind, "count": torch.int64}
+            assert saved == ["scale", "count", "linear.weight", "linear.bias"]
+            assert output == kind, "products with a buffer in fp32 are in fp32"
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def on_plain_layers(plugin):
+    torch.manual_seed(1)
+    model = TwoLayers()
+    model, optim, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for inputs in helpers.dataset().tensors[0].split(8):
+        optim.backward(model(inputs).square().mean())
+        optim.step()
+        optim.zero_grad()
+    return helpers.whole(model)
+
+
+def advised():
+    with pytest.raises(mw.ModelError) as found:
+        on_plain_layers(HybridParallelPlugin(tp_size=2, precision="fp32"))
+    plan = {"up": "colwise", "down": "rowwise"}
+    by_plan = HybridParallelPlugin(tp_size=2, precision="fp32", methods=[("tensor_parallel", {"plan": plan})])
+    as_fsdp = HybridParallelPlugin(tp_size=1, zero_stage=3, precision="fp32")
+    return str(found.value), [on_plain_layers(plugin) for plugin in (by_plan, as_fsdp)]
+
+
+def test_the_advice_on_layers_without_a_list_is_one_that_the_plugin_takes(ranks):
+    expected = ranks(1).run(on_plain_layers, TorchDDPPlugin())[0]
+    for text, results in ranks(2).run(advised):
+        assert "methods=[('tensor_parallel', {'plan': {…}})]" in text
+        assert "fsdp with tp_size=1 and zero_stage=3" in text
+        for found in results:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def batches(options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -188,6 +188,8 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
     offload), with any stage. Unlike in ColossalAI, ZeRO works with fp32 as well, there is a stage 3, and ``no_sync``
     works with all stages.
     """
+
+    as_fsdp: ClassVar[str] = "tp_size=1 and zero_stage=3"
 
     tp_size: int = 1
     pp_size: int = 1

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
 from meshwright.methods.pipeline.outer_parameters import Dataflow
-from meshwright.nn import find_blocks
+from meshwright.nn import find_blocks, has_forward
 from meshwright.runtime.torch_internals.modules import compiled_call_of
 
 
@@ -107,14 +107,23 @@ def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]
 
     Raises:
         StrategyError: When ``named`` is not such a list.
-        ModelError: When none is named and there is none, or several.
+        ModelError: When none is named and there is none, or several; or when its entries are containers.
     """
     seen: dict[str, nn.ModuleList] = {}
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for path, _ in find_blocks(model):
-        where = path.rpartition(".")[0]
-        found = model.get_submodule(where)
-        assert isinstance(found, nn.ModuleList)
-        seen[where] = found
+        outermost = next(each for each in lists if path.startswith(each + "."))
+        seen[outermost] = lists[outermost]
+    chosen = named if named in seen else next(iter(seen)) if len(seen) == 1 else None
+    entries = seen[chosen].children() if chosen is not None else ()
+    containers = [type(entry).__name__ for entry in entries if not has_forward(entry)]
+    if containers:
+        raise ModelError(
+            f"pipeline_parallel: the entries of {chosen} are containers, whose parts the model calls by itself",
+            expected="modules with a forward, which the model calls one after the other",
+            got=join_names(dict.fromkeys(containers)),
+            fix="make each entry a module whose forward calls its parts; or train it with fsdp, which cuts nothing",
+        )
     if named is not None:
         if named not in seen:
             raise StrategyError(
@@ -125,7 +134,6 @@ def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]
             )
         return named, seen[named]
     if len(seen) != 1:
-        lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         raise ModelError(
             "pipeline_parallel: it is unclear which blocks of the model to cut",
             expected="one nn.ModuleList that the model's forward loops over",

@@ -30,6 +30,7 @@ from meshwright.methods.tensor.block_trials import (
 )
 from meshwright.methods.tensor.split_checks import check_layers, heads_of, stay_whole, vocabulary_embedding
 from meshwright.methods.tensor.split_plan import (
+    EXPERTS,
     LINEAR,
     PlannedLayer,
     is_linear,
@@ -348,6 +349,14 @@ def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun
             "tensor_parallel: adapters and sequence=True do not go together",
             expected="all tokens on every rank, for the half of an adapter that is not split",
             got="LoRA adapters, and a part of the tokens between the layers that are split",
+            fix="leave sequence=True (split_gather, ring) out",
+        )
+    experts = next((layer.path for layer in split.layers if layer.style.name in EXPERTS), None)
+    if experts is not None:
+        raise ModelError(
+            "tensor_parallel: split experts and sequence=True do not go together",
+            expected="all tokens on every rank, since routers send them to experts without an order",
+            got=f"the experts {experts}, and a part of the tokens between the layers that are split",
             fix="leave sequence=True (split_gather, ring) out",
         )
     known = _LAYOUTS.setdefault(model, {})

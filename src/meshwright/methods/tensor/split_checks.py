@@ -105,6 +105,7 @@ def check_layers(model: nn.Module, layers: list[PlannedLayer], ranks: int, *, pr
     """
     for layer in layers:
         _check_sizes(layer, ranks)
+    check_grouped(layers, ranks)
     _check_tied(model, layers)
     if proved:
         return
@@ -117,16 +118,48 @@ def check_layers(model: nn.Module, layers: list[PlannedLayer], ranks: int, *, pr
 
 def _check_sizes(layer: PlannedLayer, ranks: int) -> None:
     for name, parameter, dim in layer.parameters():
-        if dim is not None and parameter.shape[dim] % ranks:
+        sizes = layer.parts_of(name) or (0 if dim is None else parameter.shape[dim],)
+        if dim is not None and any(size % ranks for size in sizes):
             words = isinstance(layer.module, nn.Embedding) or layer.style.output in ("all_gather", "logits")
             pad = "pad the vocabulary with model.resize_token_embeddings(pad_to_multiple_of=…), " if words else ""
             raise ModelError(
                 f"tensor_parallel: the tensor axis does not divide {layer.path}",
                 expected=f"a multiple of {ranks} in dim {dim} of its {name}",
-                got=f"shape {tuple(parameter.shape)}",
+                got=f"shape {tuple(parameter.shape)}" + (f", {len(sizes)} tensors in one" if len(sizes) > 1 else ""),
                 fix=f"{pad}use another size of the tensor axis, or leave it whole with plan={{{layer.path!r}: "
                 "'replicate'} (and what it is tied to)",
             )
+
+
+_GROUPED_BYTES = 16  # strides of torch's grouped products are multiples of it
+
+
+def check_grouped(layers: Iterable[PlannedLayer], ranks: int, itemsize: int | None = None) -> None:
+    """Refuse parts of experts that their grouped products cannot compute with.
+
+    Args:
+        layers: The layers to split.
+        ranks: Size of the axis.
+        itemsize: Bytes of a value that products take; None: as the parameters are.
+
+    Raises:
+        ModelError: Naming the experts.
+    """
+    for layer in layers:
+        config: Any = getattr(layer.module, "config", None)
+        if layer.style.name != "experts" or getattr(config, "_experts_implementation", None) != "grouped_mm":
+            continue
+        for name, parameter, dim in layer.parameters():
+            size = parameter.shape[dim or 0] // max(len(layer.parts_of(name)), 1)
+            part_bytes = size // ranks * (itemsize or parameter.element_size())
+            if part_bytes % _GROUPED_BYTES:
+                raise ModelError(
+                    f"tensor_parallel: grouped products cannot compute with a part of the experts {layer.path}",
+                    expected=f"parts whose rows are multiples of {_GROUPED_BYTES} bytes",
+                    got=f"{part_bytes} bytes: {size} features over {ranks} ranks",
+                    fix="call model.set_experts_implementation('eager'), or leave them whole with "
+                    f"plan={{{layer.path!r}: 'replicate'}}",
+                )
 
 
 def _check_head_counts(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> None:

@@ -23,10 +23,11 @@ from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.model_split import Split, let_exchange_tokens
-from meshwright.methods.tensor.split_plan import PlannedLayer, is_transposed
+from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_transposed
 from meshwright.methods.tensor.split_proof import part_of
 from meshwright.nn import RankOrder, keep_rank_order, without_fast_path, wrap_method
 from meshwright.runtime.torch_internals.modules import PARAMETERS
+from meshwright.runtime.torch_internals.pytree import tree_map
 
 
 def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, sync: bool = True) -> None:
@@ -66,13 +67,13 @@ def _scattered_rows(split: Split) -> set[str]:
 
 def _cut(layer: PlannedLayer, name: str, parameter: nn.Parameter, dim: int, axis: TensorAxis) -> None:
     """Replace a parameter by this rank's part; all ranks have the same values, so nothing is sent."""
-    part = part_of(parameter.detach(), dim, layer.parts, axis.index, axis.size).clone()
+    part = part_of(parameter.detach(), dim, layer.parts_of(name), axis.index, axis.size).clone()
     shard: DTensor = DTensor.from_local(
         part, axis.mesh, [Shard(dim)], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     setattr(layer.module, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-    if len(layer.parts) > 1:
-        keep_rank_order(layer.module, name, RankOrder(dim, layer.parts, axis.size))
+    if len(layer.parts_of(name)) > 1:
+        keep_rank_order(layer.module, name, RankOrder(dim, layer.parts_of(name), axis.size))
 
 
 def _let_exchange(layer: PlannedLayer, axis: TensorAxis, *, scatters: bool) -> None:
@@ -82,6 +83,8 @@ def _let_exchange(layer: PlannedLayer, axis: TensorAxis, *, scatters: bool) -> N
         wrap_method(module, "forward", _looking_up(module, axis))
     elif style.name == "replicated_with_grad_allreduce":
         wrap_method(module, "forward", _with_summed_gradients(module, axis))
+    elif style.name in EXPERTS:
+        wrap_method(module, "forward", _summing_experts(module, axis))
     elif style.output == "all_reduce":
         wrap_method(module, "forward", _adding_up(module, style.splits_input, scatters, axis))
     elif style.dims:
@@ -118,6 +121,20 @@ def _adding_up(module: nn.Module, splits_input: bool, scatters: bool, axis: Tens
         if bias is None:
             return output
         return output + (axis.copy(bias) if scatters else bias).to(output.dtype)
+
+    return around
+
+
+def _summing_experts(module: nn.Module, axis: TensorAxis) -> Callable[..., Any]:
+    """Return the forward of stacked experts: gradients of tokens and of their weights are summed, and the answers."""
+
+    def enter(leaf: Any) -> Any:
+        return axis.copy(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+
+    def around(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        args, kwargs = tree_map(enter, (args, kwargs))
+        with swapped_parameters(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
+            return axis.add(forward(*args, **kwargs))
 
     return around
 
@@ -186,7 +203,7 @@ def _share_inputs(model: nn.Module, split: Split, axis: TensorAxis) -> None:
     groups: dict[str, list[PlannedLayer]] = {}
     for layer in split.layers:
         inside = split.sequence is not None and split.sequence.gathers_above(layer.path)
-        if layer.style.gradient == "all_reduce" and not inside:
+        if layer.style.gradient == "all_reduce" and layer.style.name not in EXPERTS and not inside:
             groups.setdefault(layer.group, []).append(layer)
     for group in groups.values():
         tokens = split.sequence is not None and group[0].path in split.sequence.scopes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -21,6 +21,7 @@ class Style:
     gradient: Literal["nothing", "all_reduce", "all_gather"] = "nothing"  # of the layer's input, in backward
     output: Literal["as computed", "all_reduce", "all_gather", "logits"] = "as computed"
     splits_input: bool = False  # cut a whole input before the layer; else a row layer's input arrives cut
+    fused: tuple[str, ...] = ()  # parameters that hold two tensors of one size along the dim: gates and values
 
 
 LINEAR = {
@@ -42,9 +43,14 @@ ANY = {
     "replicated_with_grad_allreduce": Style("replicated_with_grad_allreduce"),
     "replicate": Style("replicate"),
 }
-STYLES = LINEAR | EMBEDDING | ANY
+EXPERTS = {"experts": Style("experts", gradient="all_reduce", output="all_reduce")}
+STYLES = LINEAR | EMBEDDING | ANY | EXPERTS
 
-_OLDER = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_OLDER = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "moe_tp_experts": "experts",
+}
 _OF_EMBEDDING = {"rowwise": "embedding_rowwise", "rowwise_split_input": "embedding_rowwise"}
 
 
@@ -62,7 +68,7 @@ def style_of(path: str, module: nn.Module, name: str) -> Style:
             f"tensor_parallel: the plan has an unknown style for {path}",
             expected=f"one of {join_names([*STYLES, *_OLDER])}",
             got=repr(name),
-            fix=f"override it, such as plan={{{path!r}: 'replicate'}}; mixtures of experts are not split yet",
+            fix=f"override it, such as plan={{{path!r}: 'replicate'}}",
         )
     _check_kind(path, module, name)
     return STYLES[name]
@@ -185,6 +191,12 @@ class PlannedLayer:
             dims["weight"] = 1 - dims["weight"]
         return [(name, p, dims.get(name)) for name, p in self.module.named_parameters(recurse=False)]
 
+    def parts_of(self, name: str) -> tuple[int, ...]:
+        """Return the sizes of the tensors that are fused in a parameter along its divided dim; empty for one."""
+        if name not in self.style.fused:
+            return self.parts
+        return (self.module.get_parameter(name).shape[dict(self.style.dims)[name]] // 2,) * 2
+
 
 def planned(model: nn.Module, path: str, style: str) -> PlannedLayer:
     """Return the layer at ``path``, to be split in a style."""
@@ -226,8 +238,8 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
     if not is_part:
         _check_named(model, given)
     entries = [(re.compile(_regex(pattern)), style) for pattern, style in (*given.items(), *own.items())]
-    _check_bare_parameters(model, entries)
     chosen, places = _chosen(model, entries, is_part)
+    _check_bare_parameters(model, entries, chosen)
     _with_tied(model, chosen)
     layers = []
     for path, (module, style) in chosen.items():
@@ -251,7 +263,7 @@ def _chosen(
     chosen: dict[str, tuple[nn.Module, Style]] = {}
     places: dict[str, str] = {}
     for path, module in model.named_modules():
-        style = next((style for regex, style in entries if regex.fullmatch(path)), None)
+        style = _entry(entries, path)
         emptied = is_part and next(module.parameters(recurse=is_adapted(module)), None) is None
         if not path or style is None or emptied:
             continue
@@ -261,7 +273,8 @@ def _chosen(
             chosen |= {at: (part, meant) for at, part in split_parts(path, module, meant).items()}
             places[own] = path
         else:
-            chosen[path] = (module, style_of(path, module, style))
+            meant = style_of(path, module, style)
+            chosen[path] = (module, meant if meant.name not in EXPERTS else _of_experts(path, module, meant, entries))
     return chosen, places
 
 
@@ -286,18 +299,50 @@ def _check_named(model: nn.Module, given: Mapping[str, str]) -> None:
             )
 
 
-def _check_bare_parameters(model: nn.Module, entries: list[tuple[re.Pattern[str], str]]) -> None:
-    """Refuse entries for parameters of no linear layer, as in transformers' plans for experts or attention sinks."""
+def _check_bare_parameters(
+    model: nn.Module, entries: list[tuple[re.Pattern[str], str]], chosen: Mapping[str, tuple[nn.Module, Style]]
+) -> None:
+    """Refuse entries for parameters of no layer that the plan names, such as attention sinks."""
     for name, _ in model.named_parameters():
-        style = next((style for regex, style in entries if regex.fullmatch(name)), "replicate")
-        if style != "replicate":
+        style = _entry(entries, name)
+        if style not in (None, "replicate") and name.rpartition(".")[0] not in chosen:
             raise ModelError(
-                "tensor_parallel: the plan splits a parameter that belongs to no linear layer",
-                expected="entries for nn.Linear and nn.Embedding",
+                "tensor_parallel: the plan splits a parameter that belongs to no layer of it",
+                expected="entries for nn.Linear, nn.Embedding and modules of stacked experts",
                 got=f"{name}: {style!r}",
-                fix="train this model with fsdp, or its experts with expert_parallel; mixtures of experts and "
-                "attention sinks are not split yet",
+                fix="train this model with fsdp, or its experts with expert_parallel; attention sinks are not split",
             )
+
+
+def _entry(entries: list[tuple[re.Pattern[str], str]], path: str) -> str | None:
+    return next((style for regex, style in entries if regex.fullmatch(path)), None)
+
+
+# --- Stacked experts: parameters (experts, out, in) of one module, which every rank has for all experts
+#
+# Each rank holds a part of the features between an expert's two products, for every expert: the first is split by
+# columns and the second by rows, so a rank's answers are summed as those of an MLP are. Routers stay whole.
+
+_OF_EXPERTS = {"colwise": (-2, False), "packed_colwise": (-2, True), "rowwise": (-1, False),
+               "packed_rowwise": (-1, True)}  # fmt: skip
+
+
+def _of_experts(path: str, module: nn.Module, style: Style, entries: list[tuple[re.Pattern[str], str]]) -> Style:
+    """Return the style of a module of stacked experts, with the dims that the plan's entries give its parameters."""
+    dims, fused = [], []
+    for name, parameter in module.named_parameters():
+        entry = _entry(entries, f"{path}.{name}")
+        if entry not in _OF_EXPERTS or parameter.dim() != 3:
+            raise ModelError(
+                f"tensor_parallel: the experts {path} cannot be split",
+                expected=f"parameters (experts, out, in) alone, each with an entry: {join_names(_OF_EXPERTS)}",
+                got=f"{name} of shape {tuple(parameter.shape)}: {entry!r}",
+                fix=f"leave them whole on every rank with plan={{{path!r}: 'replicate'}}, or use expert_parallel",
+            )
+        dim, is_fused = _OF_EXPERTS[entry]
+        dims.append((name, parameter.dim() + dim))
+        fused += [name] if is_fused else []
+    return replace(style, dims=tuple(dims), fused=tuple(fused))
 
 
 def _with_tied(model: nn.Module, chosen: dict[str, tuple[nn.Module, Style]]) -> None:

@@ -12,13 +12,13 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Self
+from unittest import mock
 
 import torch
 from pydantic import BeforeValidator
 from torch import nn
 
 from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, Step, send_boundaries
-from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
@@ -31,12 +31,14 @@ from meshwright.methods.tensor.model_split import (
     check_tokens,
     split_of,
 )
-from meshwright.methods.tensor.split_layers import split_layers
-from meshwright.methods.tensor.split_plan import PlannedLayer, is_linear
+from meshwright.methods.tensor.split_checks import check_grouped
+from meshwright.methods.tensor.split_layers import split_layers, swapped_parameters
+from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_linear, is_transposed
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
-from meshwright.methods.tensor.traffic_log import SaveLog as SaveLog, TrafficLog, tensor_bytes
+from meshwright.methods.tensor.traffic_log import SaveLog as SaveLog, TrafficLog, stand_in, tensor_bytes
 from meshwright.runtime import check_equal
 from meshwright.runtime.torch_internals.modules import parameters_of
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 
 class SplitTrace:
@@ -49,6 +51,7 @@ class SplitTrace:
 
     Attributes:
         dims: The dim of each parameter that the axis divides.
+        stands_in: Whether stacked experts are replaced by stand-ins, if they cannot run over fake tensors.
     """
 
     divides_batch: ClassVar[bool] = False
@@ -59,6 +62,7 @@ class SplitTrace:
         self.dims = {
             parameter: dim for layer in self._layers for _, parameter, dim in layer.parameters() if dim is not None
         }
+        self.stands_in = False
         self._traffic = TrafficLog(AXIS)
         self._inputs: dict[str, list[torch.Tensor]] = {}  # by group: inputs whose exchange is noted already
 
@@ -78,16 +82,29 @@ class SplitTrace:
         self._inputs = {}
         hooks = []
         for layer in self._layers:
-            hooks.append(layer.module.register_forward_pre_hook(self._entering(layer), prepend=True))
+            if layer.style.name in EXPERTS:
+                hooks.append(layer.module.register_forward_pre_hook(self._entering_experts(layer), with_kwargs=True))
+            else:
+                hooks.append(layer.module.register_forward_pre_hook(self._entering(layer), prepend=True))
             hooks.append(layer.module.register_forward_hook(self._leaving(layer)))
         hooks += self._token_hooks()
         try:
-            with adjusted(self._model, self._adjustments):
+            with adjusted(self._model, self._adjustments), self._other_forwards():
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
             self._inputs = {}
+
+    @contextlib.contextmanager
+    def _other_forwards(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for layer in self._layers:
+                if _adds_bias_last(layer):
+                    stack.enter_context(mock.patch.object(layer.module, "forward", self._adding_up(layer)))
+                if self.stands_in and layer.style.name in EXPERTS:
+                    stack.enter_context(mock.patch.object(layer.module, "forward", stand_in(layer.module)))
+            yield
 
     def _token_hooks(self) -> list[Any]:
         """Register the twins of the hooks of ``let_exchange_tokens``; return their handles."""
@@ -160,6 +177,14 @@ class SplitTrace:
 
         return enter
 
+    def _entering_experts(self, layer: PlannedLayer) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    self._note("all_reduce", "backward", leaf, layer.path)
+
+        return enter
+
     def _gathered_once(self, layer: PlannedLayer, tensor: torch.Tensor) -> torch.Tensor:
         """Gather the tokens of an input, once for all layers that take it."""
         known = self._inputs.setdefault(layer.group, [])
@@ -171,6 +196,9 @@ class SplitTrace:
         return whole
 
     def _leaving(self, layer: PlannedLayer) -> Callable[..., Any]:
+        return (lambda module, args, output: output) if _adds_bias_last(layer) else self._left(layer)
+
+    def _left(self, layer: PlannedLayer) -> Callable[..., Any]:
         style = layer.style
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -185,6 +213,20 @@ class SplitTrace:
             return whole
 
         return leave
+
+    def _adding_up(self, layer: PlannedLayer) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the forward of a layer split by rows, whose bias is added to the sum over the ranks."""
+        module, forward, leave = layer.module, layer.module.forward, self._left(layer)
+
+        def summed(features: torch.Tensor) -> torch.Tensor:
+            bias = parameters_of(module)["bias"]
+            assert bias is not None
+            with swapped_parameters(module, {"bias": torch.zeros_like(bias) if is_transposed(module) else None}):
+                output = forward(features)
+            whole: torch.Tensor = leave(module, features, output)
+            return whole + bias.to(whole.dtype)
+
+        return summed
 
     def _vocabulary(self, part: torch.Tensor) -> Vocabulary:
         """Return a vocabulary that notes what cross entropy, or other use of the whole logits, would send."""
@@ -205,13 +247,22 @@ class SplitTrace:
         return Vocabulary(0, part.shape[-1] * self._ranks, reduced, reduced, gathered)
 
 
+def _adds_bias_last(layer: PlannedLayer) -> bool:
+    """Return whether the layer's bias is added to the sum over the ranks, and not in the layer itself."""
+    return layer.style.output == "all_reduce" and parameters_of(layer.module).get("bias") is not None
+
+
 # --- The method
 
 AXIS: Final = "tensor"
+_HALF_BYTES = 2
 
 # Keys of ATorch's tracer and solver, for which a plan is enough here.
-_REFUSED = ("shard_planner", "tp_ranks", "replacement_map", "leaf_modules", "prop_mode", "use_fake_mode",
-            "tracer_backend")  # fmt: skip
+# ATorch's tracer and planner.
+_FOREIGN = dict.fromkeys(
+    ("shard_planner", "tp_ranks", "replacement_map", "leaf_modules", "prop_mode", "use_fake_mode", "tracer_backend"),
+    "leave it out; the number of ranks is the size of the axis 'tensor' in parallel_mode",
+)
 
 
 def _pairs(value: Any) -> Any:
@@ -227,8 +278,8 @@ class TensorParallel(Method):
     Config: None, or ``{"plan": {name pattern: style}}`` to give a plan, or to override entries of the model's own.
     ``*`` in a pattern stands for one part of a name. Styles: ``colwise``, ``colwise_gather_output``, ``rowwise``,
     ``rowwise_split_input``, ``embedding_rowwise``, ``embedding_colwise``, ``vocabulary_head``,
-    ``replicated_with_grad_allreduce``, ``replicate``. ``"sequence": True`` lets each rank keep a part of the tokens
-    between the split layers of blocks (Korthikanti et al. 2022).
+    ``replicated_with_grad_allreduce``, ``experts``, ``replicate``. ``"sequence": True`` lets each rank
+    keep a part of the tokens between the split layers of blocks (Korthikanti et al. 2022).
     """
 
     method_name: ClassVar[str] = "tensor_parallel"
@@ -239,6 +290,7 @@ class TensorParallel(Method):
     )
     seed_name: ClassVar[str | None] = "ATorch: tensor_parallel"
     axis: ClassVar[str | None] = AXIS
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="pipeline_parallel",
@@ -261,20 +313,6 @@ class TensorParallel(Method):
 
     sequence: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
-
-    @classmethod
-    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse the keys of ATorch's planner."""
-        for key in _REFUSED:
-            if keys.get(key) is not None:
-                raise StrategyError(
-                    f"tensor_parallel: {key!r} configures ATorch's tracer, which Meshwright does not have",
-                    expected="plan, or nothing",
-                    got=f"{key}={keys[key]!r}",
-                    fix="leave it out; the number of ranks is the size of the axis 'tensor' in parallel_mode",
-                )
-            keys.pop(key, None)
-        return keys
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
@@ -323,6 +361,8 @@ class TensorParallel(Method):
         """Refuse models that cannot be split, and plans that the model or the axis cannot follow."""
         if job.size(AXIS) > 1 or self.plan:
             split = self.split(job.model, job.size(AXIS), job.sample)
+            if "half" in job.strategy:
+                check_grouped(split.layers, job.size(AXIS), _HALF_BYTES)
             # Stored for apply, where a pipeline has left this rank with a part of the model.
             job.split = split, split.summary(job.model, job.size(AXIS))
 

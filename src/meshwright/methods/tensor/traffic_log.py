@@ -8,13 +8,15 @@ only if something after it is saved for backward; so the log also keeps how much
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment
 from meshwright.nn import class_names
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 SaveLog = list[tuple[nn.Module, ...]]
 """For every tensor saved for backward so far: the modules that were running."""
@@ -69,6 +71,22 @@ class TrafficLog:
             needed_in = _names(module for module in around if module in needed)
             found.append(dataclasses.replace(boundary, needed_in=needed_in))
         return tuple(found)
+
+
+def stand_in(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """Return a forward for stacked experts that skips them, where they cannot run over fake tensors.
+
+    Its result has the answers' shape, and requires a gradient if the experts train.
+    """
+    weights = list(module.parameters())
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        hidden = next(tensor for tensor in tensors if tensor.is_floating_point())
+        anchor = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+        return hidden + anchor.requires_grad_(any(weight.requires_grad for weight in weights))
+
+    return forward
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

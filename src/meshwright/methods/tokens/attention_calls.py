@@ -40,12 +40,32 @@ class TokenOrder:
         """Number of equal chunks of a sequence."""
         return self.size * len(self.chunks)
 
+    def chunk_size(self, tokens: int) -> int:
+        """Return the size of a chunk of a sequence; the last chunks are filled up with padding."""
+        return -(-tokens // self.num_chunks)
+
+    def padded(self, tokens: int) -> int:
+        """Return the number of tokens of all ranks together, padding included."""
+        return self.chunk_size(tokens) * self.num_chunks
+
+    def real(self, tokens: int) -> int:
+        """Return how many of this rank's tokens, the first ones, are no padding."""
+        size = self.chunk_size(tokens)
+        return sum(min(max(tokens - chunk * size, 0), size) for chunk in self.chunks)
+
     def at(self, index: int) -> TokenOrder:
         """Return the same distribution from the view of another rank."""
         return dataclasses.replace(self, index=index)
 
     def part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Copy this rank's tokens along ``dim``; a view would keep all tokens alive."""
+        """Copy this rank's tokens along ``dim``; a view would keep all tokens alive.
+
+        Padding repeats the last token, so that no code computes with values that are not a token's.
+        """
+        missing = self.padded(whole.shape[dim]) - whole.shape[dim]
+        if missing:
+            last = whole.detach().narrow(dim, whole.shape[dim] - 1, 1)
+            whole = torch.cat([whole, *[last] * missing], dim)
         chunks = whole.chunk(self.num_chunks, dim)
         mine = [chunks[chunk] for chunk in self.chunks]
         return torch.cat(mine, dim) if len(mine) > 1 else mine[0].clone()
@@ -58,19 +78,24 @@ class TokenOrder:
         order = [chunk for rank in range(self.size) for chunk in self.at(rank).chunks]
         return torch.cat([chunks[order.index(chunk)] for chunk in range(self.num_chunks)], dim)
 
-    def check(self, tokens: int) -> None:
+    def check(self, tokens: int, *, equally: bool = False) -> None:
         """Refuse numbers of tokens that cannot be distributed.
+
+        Args:
+            tokens: Number of tokens of a sequence.
+            equally: Whether no rank may have padding.
 
         Raises:
             ModelError: On every rank of the axis.
         """
         chunks = self.num_chunks
         # A single query looks like generation, which has no causal mask.
-        if tokens % chunks or tokens < 2 * self.size:
+        if tokens < 2 * self.size or (equally and tokens % chunks):
             raise ModelError(
                 f"{self.method}: the axis does not divide the tokens into "
-                + ("two equal chunks per rank" if self.balanced else "parts of two or more"),
-                expected=f"a multiple of {chunks} tokens, {2 * self.size} or more",
+                + ("two chunks per rank" if self.balanced else "parts of two or more")
+                + (", equal ones, as stages of a pipeline take them" if equally else ""),
+                expected=(f"a multiple of {chunks} tokens, " if equally else "") + f"{2 * self.size} tokens or more",
                 got=str(tokens),
                 fix="pad the sequences" + (", or set balance=False" if self.balanced else ""),
             )
@@ -86,6 +111,13 @@ class TokenRanks(ABC):
 
     axis: ClassVar[str]
     order: TokenOrder
+    tokens: int | None = None
+    """Number of tokens of the sequence that runs; ``token_split.py`` sets it. None: the ranks have equal parts."""
+
+    def whole(self, part: int) -> int:
+        """Return the number of tokens of all ranks, without padding, where each rank has ``part``."""
+        every = part * self.order.size
+        return self.tokens if self.tokens is not None and self.order.padded(self.tokens) == every else every
 
     @abstractmethod
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,8 @@ from meshwright.methods.tokens.ring_attention import (
     with_four_dims,
 )
 from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, traced_gather
-from meshwright.methods.tokens.token_split import check_parts, whole_input_gradients, without_cache, work_on_parts
+from meshwright.methods.tokens.token_proof import check_parts
+from meshwright.methods.tokens.token_split import whole_input_gradients, without_cache, work_on_parts
 
 METHOD = "context_parallel"
 
@@ -88,14 +89,15 @@ class ContextRanks(TokenRanks):
         _check_groups(query, key, value, enable_gqa=enable_gqa)
         _check_kernels(dropout_p, attn_mask, is_causal=is_causal)
         table: Table | None = None
+        tokens = self.whole(query.shape[2])
         if attn_mask is not None:
-            check_mask(attn_mask, query.shape[2] * self.order.size, METHOD)
+            check_mask(attn_mask, tokens, METHOD)
             table = mask_table(attn_mask, self.order)
             attn_mask = with_four_dims(attn_mask)
         elif is_causal:
             table = causal_table(self.order)
         query, key, value = _as_autocast(query, key, value)
-        out: torch.Tensor = RingAttention.apply(query, key, value, attn_mask, self, table, is_causal, scale)
+        out: torch.Tensor = RingAttention.apply(query, key, value, attn_mask, self, table, is_causal, scale, tokens)
         return out
 
 

@@ -40,6 +40,13 @@ class View:
     columns: slice  # of the other rank's keys
     is_causal: bool = False  # within the rectangle
 
+    def without_padding(self, rows: int, columns: int) -> View | None:
+        """Return the part of the rectangle within the first ``rows`` and ``columns``; None if nothing is left."""
+        rows, columns = min(rows, self.rows.stop), min(columns, self.columns.stop)
+        if rows <= self.rows.start or columns <= self.columns.start:
+            return None
+        return View(slice(self.rows.start, rows), slice(self.columns.start, columns), self.is_causal)
+
     def additive(
         self, mask: torch.Tensor | None, order: TokenOrder, source: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
@@ -86,6 +93,8 @@ _tables = WeakTensorKeyDictionary()  # mask -> (its version, order), table
 
 def _read_table(mask: torch.Tensor, order: TokenOrder) -> Table:
     seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+    missing = order.padded(mask.shape[-1]) - mask.shape[-1]
+    seen = F.pad(seen, (0, missing, 0, missing if mask.shape[-2] > 1 else 0))
     columns = seen.flatten(0, 1).any(0).unflatten(-1, (order.num_chunks, -1)).any(-1)
     if columns.shape[0] == 1:
         return (tuple(columns[0].tolist()),) * len(order.chunks)
@@ -296,9 +305,10 @@ class RingAttention(Function):
         table: Table | None,
         is_causal: bool,
         scale: float | None,
+        tokens: int,
     ) -> torch.Tensor:
-        """Return the output; ``mask`` is for all tokens, ``table`` says what can be skipped (None: nothing)."""
-        ctx.ring, ctx.table, ctx.is_causal, ctx.scale = ring, table, is_causal, scale
+        """Return the output; ``mask`` is for all ``tokens``, ``table`` says what can be skipped (None: nothing)."""
+        ctx.ring, ctx.table, ctx.is_causal, ctx.scale, ctx.tokens = ring, table, is_causal, scale, tokens
         merged, pair, order = _Merged(query, value.shape[-1]), [key, value], ring.order
         for step in range(order.size):
             arriving = ring.pass_on(pair) if step < order.size - 1 else None
@@ -338,7 +348,7 @@ class RingAttention(Function):
             pair = arriving() if arriving is not None else pair
         assert returning is not None
         key_gradient, value_gradient = returning()
-        return own.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype), *(None,) * 5
+        return own.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype), *(None,) * 6
 
 
 def bytes_in_backward(pair: list[torch.Tensor], size: int) -> int:
@@ -351,10 +361,13 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _view(ctx: Any, source: int, tokens: int) -> View | None:
-    if ctx.table is None:
-        return View(slice(0, tokens), slice(0, tokens))
-    return view_of(ctx.table, ctx.ring.order, source, tokens, is_causal=ctx.is_causal)
+def _view(ctx: Any, source: int, part: int) -> View | None:
+    """Return the view of the keys of rank ``source``, where each rank has ``part`` tokens, some of them padding."""
+    order = ctx.ring.order
+    view: View | None = View(slice(0, part), slice(0, part))
+    if ctx.table is not None:
+        view = view_of(ctx.table, order, source, part, is_causal=ctx.is_causal)
+    return view and view.without_padding(order.real(ctx.tokens), order.at(source).real(ctx.tokens))
 
 
 def _block(

@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Final, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment, Step, send_boundaries
-from meshwright.errors import ModelError, StrategyError
+from meshwright.errors import ModelError
 from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import within_node
 from meshwright.methods.replace.model_changes import one_sequence_per_sample
@@ -33,9 +34,9 @@ from meshwright.methods.tokens.attention_calls import (
     check_mask,
     grouped_keys,
 )
+from meshwright.methods.tokens.token_proof import check_parts
 from meshwright.methods.tokens.token_split import (
     block_lists,
-    check_parts,
     cut_tokens,
     whole_input_gradients,
     without_cache,
@@ -85,18 +86,21 @@ class SequenceRanks(TokenRanks):
         n = self.order.size
         check_among_parts(query, key, value, METHOD)
         check_heads(query, n)
+        tokens = self.whole(query.shape[2])
         if attn_mask is not None:
-            check_mask(attn_mask, query.shape[2] * n * self._ring, METHOD)
+            if self._ring == 1:  # else the ring checks it, which has the other tokens
+                check_mask(attn_mask, tokens, METHOD)
             attn_mask = self._own_heads(attn_mask, query.shape[1])
         if key.shape[1] % n:  # a group of heads would lie on several ranks
             key, value = _ungrouped(query, key, value)
-        q, k, v = self._heads_of_tokens((query, key, value))
+        q, k, v = (each[:, :, :tokens] for each in self._heads_of_tokens((query, key, value)))
         if attn_mask is not None and k.shape[1] != q.shape[1] and self._ring == 1:
             k, v = _ungrouped(q, k, v)  # torch has no fast kernel for both groups and masks on CUDA
         output = scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa and k.shape[1] != q.shape[1]
         )
-        return self._tokens_of_heads(output)
+        padding = query.shape[2] * n - tokens
+        return self._tokens_of_heads(F.pad(output, (0, 0, 0, padding)) if padding else output)
 
     def _heads_of_tokens(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """Exchange tokens for heads, all tensors in one message."""
@@ -230,6 +234,7 @@ class TokensTrace:
     divides_batch: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, *axes: Ranks) -> None:
+        self._model = model
         self._every = [axis(self._note) for axis in axes]
         self._lists = block_lists(model, self._every[0].order.method)
         self.dims: dict[nn.Parameter, int] = {}
@@ -262,7 +267,7 @@ class TokensTrace:
                     hooks.append(module.register_forward_pre_hook(self._enter))
                     hooks.append(module.register_forward_hook(self._leave, prepend=True))
             for ranks in self._every:
-                hooks += cut_tokens(blocks, ranks)
+                hooks += cut_tokens(self._model, blocks, ranks)
         try:
             with grouped_keys(), one_sequence_per_sample():
                 yield
@@ -305,7 +310,10 @@ class TokensTrace:
 AXIS: Final = "sequence"
 
 # Keys of ATorch: the size of the axis, and the modules' method that it calls with it.
-_REFUSED = frozenset({"sp_size", "module", "set_sp_func_name", "batch_sp_processing_fn"})
+_FOREIGN = dict.fromkeys(
+    ("sp_size", "module", "set_sp_func_name", "batch_sp_processing_fn"),
+    "leave it out, and give the size of the axis sequence: ('parallel_mode', [('sequence', 2)])",
+)
 
 
 class SequenceParallel(Method):
@@ -333,19 +341,8 @@ class SequenceParallel(Method):
     )
     seed_name: ClassVar[str | None] = "ColossalAI: all_to_all"
     axis: ClassVar[str | None] = AXIS
-
-    @classmethod
-    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse ATorch's keys: the mesh has the size, and no method of the model is needed."""
-        given = sorted(_REFUSED.intersection(keys))
-        if given:
-            raise StrategyError(
-                f"{cls.method_name}: keys of ATorch mean nothing here",
-                expected="no keys",
-                got=", ".join(given),
-                fix="leave them out, and give the size of the axis sequence: ('parallel_mode', [('sequence', 2)])",
-            )
-        return keys
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
+    foreign_off: ClassVar[Mapping[str, tuple[Any, ...]]] = {"sp_size": (None, 0, 1)}
 
     @classmethod
     def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:

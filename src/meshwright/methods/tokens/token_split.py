@@ -8,47 +8,39 @@ All other code runs unchanged on all tokens. That is right only if tokens meet n
 if nothing in it depends on positions that it counts itself, so each kind of block is tried first: it runs once on all
 tokens, with random values, and once on each part. A part's attention is answered from the run on all tokens, if its
 queries, keys and values are the parts of that run's; then the part's output must be, too.
+
+Tokens are cut and gathered in pairs only if blocks run in the order of their list, from the first to the last, however
+often: :class:`CallOrder` checks it in every forward. The run of the sample, and the first forward in training, also
+show whether the model's output depends on what a block returns other than through the gathered hidden state: on parts
+of the tokens, that is (:class:`OutputWatch`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.errors import ModelError
 from meshwright.methods.base import Job
 from meshwright.methods.pipeline.splice import Elsewhere
 from meshwright.methods.tensor.axis_exchange import TensorAxis
-from meshwright.methods.tensor.block_trials import (
-    RecordedBlock,
-    Refuted,
-    SampleRun,
-    close,
-    evaluating,
-    random_state,
-    reason_of,
-    record_calls,
-    signature,
-)
 from meshwright.methods.tensor.model_split import change_hidden_output
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, first_hidden, hidden_argument
 from meshwright.methods.tokens.attention_calls import (
-    AttentionCalls,
     TokenOrder,
     TokenRanks,
     answering,
-    cannot_intercept,
-    grouped_keys,
 )
-from meshwright.nn import call_with, require_blocks, without_caches, wrap_method
+from meshwright.nn import require_blocks, without_caches, wrap_method
 from meshwright.nn.batches import map_tree
+from meshwright.runtime.torch_internals.autograd import Function, current_graph_task_id
 from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
 
 _OF_POSITIONS = ("position", "rotary", "rope", "freqs", "cos", "sin")  # in names of arguments that go with tokens
@@ -64,19 +56,26 @@ def work_on_parts(model: nn.Module, ranks: TokenRanks) -> None:
 
     With several axes call it for the innermost first: an axis applied later cuts before it, and gathers after it.
     """
+    is_whole = True
     for blocks in block_lists(model, ranks.order.method):
         for path, block in blocks:
             wrap_method(block, "forward", answering(path, ranks))
-        cut_tokens(blocks, ranks, _others(model, blocks))
+        others = _others(model, blocks)
+        cut_tokens(model, blocks, ranks, others)
+        is_whole = is_whole and others is None
+    if is_whole:
+        OutputWatch(model, ranks.order.method).check_once()
 
 
-def _others(model: nn.Module, blocks: BlockList) -> tuple[bool, bool]:
-    """Return whether other pipeline ranks have blocks of the list before and after these."""
+def _others(model: nn.Module, blocks: BlockList) -> tuple[bool, bool] | None:
+    """Return whether other pipeline ranks have blocks of the list before and after these; None if it is whole here."""
     paths = [path for path, _ in blocks]
     children = list(model.get_submodule(paths[0].rpartition(".")[0]).children())
     places = [children.index(block) for _, block in blocks]
-    before, after = children[: places[0]], children[places[-1] + 1 :]
-    return any(isinstance(each, Elsewhere) for each in before), any(isinstance(each, Elsewhere) for each in after)
+    elsewhere = [place for place, child in enumerate(children) if isinstance(child, Elsewhere)]
+    if not elsewhere:
+        return None
+    return elsewhere[0] < places[0], elsewhere[-1] > places[-1]
 
 
 def block_lists(model: nn.Module, method: str) -> list[BlockList]:
@@ -89,15 +88,19 @@ def block_lists(model: nn.Module, method: str) -> list[BlockList]:
     return [list(group) for _, group in itertools.groupby(blocks, lambda block: block[0].rpartition(".")[0])]
 
 
-def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] = (False, False)) -> list[Any]:
+def cut_tokens(
+    model: nn.Module, blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] | None = None
+) -> list[Any]:
     """Cut tokens before the first block and gather them behind the last; return the hooks' handles.
 
     Args:
+        model: The whole model, at the end of whose forward all tokens must be together.
         blocks: The blocks of one list.
         ranks: The ranks that divide the tokens.
-        others: Whether other pipeline ranks have blocks before and after these; they cut or gather then.
+        others: Whether other pipeline ranks have blocks before and after these; they cut or gather then. None: no
+            other rank has blocks of this list.
     """
-    tokens, (before, after) = TokenParts(ranks.order), others
+    tokens, (before, after) = TokenParts(ranks.order, ranks, equally=others is not None), others or (False, False)
     following: Place = "staged" if before or after else "following"
     hooks = [
         block.register_forward_pre_hook(
@@ -107,14 +110,78 @@ def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] =
         )
         for place, (path, block) in enumerate(blocks)
     ]
+    if others is None:  # a pipeline itself refuses blocks that run out of turn
+        hooks += CallOrder(ranks.order.method, blocks).watch(model)
     if after:
         return hooks
 
     def leave(hidden: torch.Tensor) -> torch.Tensor:
         tokens.forget()
-        return ranks.gather(hidden)
+        return tokens.all_of(ranks.gather(hidden))
 
     return [*hooks, change_hidden_output(blocks[-1][1], leave)]
+
+
+class CallOrder:
+    """Checks that the blocks of a list run from the first to the last; some between them may be left out.
+
+    Args:
+        method: Name of the method, for errors.
+        blocks: The blocks of one list.
+
+    Attributes:
+        error: What is wrong with the forward that ran last; None if nothing is.
+    """
+
+    def __init__(self, method: str, blocks: BlockList) -> None:
+        self._method, self._blocks = method, blocks
+        self._next = 0  # the first block that may run now; 0 while all tokens are together
+        self.error: ModelError | None = None
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Check every forward of the model; return the hooks' handles."""
+
+        def enter(place: int, module: nn.Module, args: Any) -> None:
+            if _in_backward():  # a recomputation, of calls that were checked
+                return
+            path = self._blocks[place][0]
+            if place < self._next:
+                self._refuse(f"{path} runs again before {self._blocks[-1][0]} has run")
+            elif place and not self._next:
+                self._refuse(f"{path} runs without {self._blocks[0][0]} before it")
+            self._next = (place + 1) % len(self._blocks)
+
+        return [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            *(
+                block.register_forward_pre_hook(functools.partial(enter, place), prepend=True)
+                for place, (_, block) in enumerate(self._blocks)
+            ),
+            model.register_forward_hook(self._end),
+        ]
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._next, self.error = 0, None  # an earlier forward may have failed half-way
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._next and not _in_backward():
+            ran, last = self._blocks[self._next - 1][0], self._blocks[-1][0]
+            self._refuse(f"the model ends after {ran} without {last}")
+
+    def _refuse(self, got: str) -> None:
+        first, last = self._blocks[0][0], self._blocks[-1][0]
+        self.error = ModelError(
+            f"{self._method}: blocks run out of turn, between which tokens are cut and gathered",
+            expected=f"the blocks of a list in its order, from {first} to {last}, in every pass",
+            got=got,
+            fix="give every place in which a block runs an entry of its own in the nn.ModuleList; or use fsdp or "
+            "tensor_parallel",
+        )
+        raise self.error
+
+
+def _in_backward() -> bool:
+    return not torch.compiler.is_compiling() and current_graph_task_id() != -1
 
 
 class TokenParts:
@@ -122,10 +189,12 @@ class TokenParts:
 
     Args:
         order: This rank's tokens.
+        ranks: Are told the number of tokens.
+        equally: Whether the axis must divide the tokens: stages of a pipeline cannot tell padding from tokens.
     """
 
-    def __init__(self, order: TokenOrder) -> None:
-        self._order = order
+    def __init__(self, order: TokenOrder, ranks: TokenRanks | None = None, *, equally: bool = False) -> None:
+        self._order, self._ranks, self._equally = order, ranks, equally
         self._count = 0  # tokens of the whole sequence that runs
         # By id and dim: arguments that several blocks take, whole and in part; keeping the whole keeps its id unique.
         self._known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -143,11 +212,11 @@ class TokenParts:
             raise self._wrong_hidden(path, "no tensor of that form")
         hidden = args[where] if isinstance(where, int) else kwargs[where]
         if place == "first":
-            self._order.check(hidden.shape[TOKENS_DIM])
-            self._count, self._known = hidden.shape[TOKENS_DIM], {}
-        elif place == "staged":
-            self._count, self._known = self._whole(hidden), {}
-        elif self._whole(hidden) != self._count:
+            self._order.check(hidden.shape[TOKENS_DIM], equally=self._equally)
+            self._run(hidden.shape[TOKENS_DIM])
+        elif place == "staged" or (_in_backward() and not self._is_part(hidden)):
+            self._run(int(hidden.shape[TOKENS_DIM]) * self._order.size * self._order.within)
+        elif not self._is_part(hidden):
             raise self._wrong_hidden(path, f"{hidden.shape[TOKENS_DIM]} of {self._count} tokens")
 
         def argument(name: str, value: Any) -> Any:
@@ -163,9 +232,25 @@ class TokenParts:
         """Drop the cached arguments, behind the last block."""
         self._known = {}
 
-    def _whole(self, hidden: torch.Tensor) -> int:
-        """Return the number of tokens of the whole sequence, given a rank's part between two blocks."""
-        return int(hidden.shape[TOKENS_DIM]) * self._order.size * self._order.within
+    def all_of(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Return all tokens without padding; in backward, blocks that are recomputed get as many as in this run."""
+        if gathered.shape[TOKENS_DIM] > self._count:
+            gathered = gathered[:, : self._count].contiguous()
+        if torch.compiler.is_compiling() or not gathered.requires_grad:
+            return gathered
+        hidden: torch.Tensor = _Again.apply(gathered, functools.partial(self._run, self._count))
+        return hidden
+
+    def _run(self, count: int) -> None:
+        """Begin a run with a number of tokens."""
+        self._count, self._known = count, {}
+        if self._ranks is not None:
+            self._ranks.tokens = count
+
+    def _is_part(self, hidden: torch.Tensor) -> bool:
+        """Return whether a hidden state between two blocks is a rank's part of the tokens that run."""
+        part = self._order.padded(self._count) // self._order.size
+        return bool(hidden.shape[TOKENS_DIM] == -(-part // self._order.within))
 
     def _part(self, name: str, leaf: Any) -> Any:
         dim = tokens_dim(name, leaf, self._count) if isinstance(leaf, torch.Tensor) else None
@@ -182,6 +267,20 @@ class TokenParts:
             got=got,
             fix="use fsdp or tensor_parallel",
         )
+
+
+class _Again(Function):
+    """Identity whose backward calls ``begin`` first."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
+        ctx.begin = begin
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.begin()
+        return gradient, None
 
 
 def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -202,171 +301,99 @@ def tokens_dim(name: str, tensor: torch.Tensor, tokens: int) -> int | None:
     return tensor.dim() - 1 if named and tensor.dim() and tensor.shape[-1] == tokens else None
 
 
-# --- Trying blocks on parts of the tokens
-
-_TOKENS_DIM = 2  # of queries, keys and values
-_SEED = 11
-
-
-def prove_blocks(
-    model: nn.Module,
-    sample: SampleRun | None,
-    order: TokenOrder,
-    check_queries: Callable[[torch.Tensor], None] = lambda queries: None,
-) -> str | None:
-    """Compare every kind of block on all tokens with the same block on parts of them.
+class OutputWatch:
+    """Follows what blocks return through runs of the whole model, up to its output.
 
     Args:
-        model: A plain module; its weights are not used, and it is not changed.
-        sample: Runs the model once, to record how it calls its blocks.
-        order: The distribution of tokens; every rank's part is tried.
-        check_queries: Refuses queries (batch, heads, tokens, features) of whole blocks.
-
-    Returns:
-        A notice when no sample runs; None when all blocks are proved.
-
-    Raises:
-        ModelError: When a block does not compute the same on parts of the tokens, with the reason.
+        model: A plain module.
+        method: Name of the method, for errors.
     """
-    unknown = f"{order.method}: there is no sample to check that blocks compute the same on parts of the tokens"
-    try:
-        blocks = record_calls(model, sample, 2 * order.size)
-    except ModelError:
-        return unknown
-    if any(not _divides(block, order) for block in blocks):
-        return unknown  # such as a model's own dummy input; real inputs are checked in training
-    known = set()
-    for block in blocks:
-        key = signature(block)
-        if key in known:
-            continue
-        known.add(key)
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        self._model, self._method = model, method
+        self._lists = block_lists(model, method)
+        self._orders = [CallOrder(method, blocks) for blocks in self._lists]
+        self._parts: dict[Any, str] = {}  # nodes of autograd that have a part of the tokens on a rank, with their block
+        self._gathered: set[Any] = set()  # nodes of hidden states that are gathered
+        self._partial: str | None = None  # the block on which the output depends
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the runs inside; the last one counts."""
+        hooks = [hook for order in self._orders for hook in order.watch(self._model)] + self._watch()
         try:
-            _prove(block, order, check_queries)
-        except Refuted as refuted:
-            raise ModelError(
-                f"{order.method}: {block.path} does not compute the same on a part of the tokens",
-                expected="a block in which tokens meet in attention only, and positions come in as arguments",
-                got=str(refuted),
-                fix="compute what depends on positions before the first block; or use fsdp or tensor_parallel",
-            ) from None
-    return None
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
+    def check_once(self) -> None:
+        """Check the first forward with gradients, in which the hooks remove themselves."""
 
-def _divides(block: RecordedBlock, order: TokenOrder) -> bool:
-    """Return whether a block's tokens can be cut; blocks without a hidden state are left to the proof."""
-    assert block.call is not None
-    leaves = tree_leaves((block.call.args, block.call.kwargs))
-    place = first_hidden(leaves)
-    try:
-        order.check(leaves[place].shape[TOKENS_DIM]) if place is not None else None
-    except ModelError:
-        return False
-    return True
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._gathered:
+                return
+            for hook in hooks:
+                hook.remove()
+            self._begin(module, args)  # keep no graph alive
+            self.check()
 
+        hooks = self._watch()
+        hooks.append(self._model.register_forward_hook(end))
 
-@torch.no_grad()
-def _prove(block: RecordedBlock, order: TokenOrder, check_queries: Callable[[torch.Tensor], None]) -> None:
-    assert block.call is not None
-    args, kwargs = block.call.tree(block.call.values())
-    whole = _Whole()
-    output = _run(block.module, args, kwargs, calls := AttentionCalls(whole.attend))
-    if not calls.count:
-        raise cannot_intercept(block.path, order.method)
-    for tensors, _ in whole.calls:
-        check_queries(tensors[0])
-    for place in map(order.at, range(order.size)):
-        part_args, part_kwargs = TokenParts(place).enter(block.path, "first", block.module, args, kwargs)
-        attend = functools.partial(whole.answer, place, iter(whole.calls))
-        try:
-            part = _run(block.module, part_args, part_kwargs, AttentionCalls(attend))
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise Refuted(reason_of(error)) from error
-        if part is None or output is None or not close(part, place.part(output, TOKENS_DIM), 0.0):
-            raise Refuted("its output differs")
+    def _watch(self) -> list[Any]:
+        hooks = [self._model.register_forward_pre_hook(self._begin), self._model.register_forward_hook(self._end)]
+        for blocks in self._lists:
+            for path, block in blocks:
+                leave = functools.partial(self._leave, path, block is blocks[-1][1])
+                hooks.append(block.register_forward_hook(leave))
+        return hooks
 
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._parts, self._gathered = {}, set()
 
-class _Whole:
-    """Attention in the run on all tokens: inputs and output of each call."""
+    def _leave(self, path: str, is_last: bool, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        leaves = tree_leaves(output)
+        hidden = first_hidden(leaves) if is_last else None
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                if place == hidden:
+                    self._gathered.add(leaf.grad_fn)
+                else:
+                    self._parts[leaf.grad_fn] = path
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[Any], torch.Tensor]] = []
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        seen, self._partial = set(self._gathered), None
+        while waiting and self._partial is None:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            self._partial = self._parts.get(node)
+            waiting += [before for before, _ in node.next_functions]
 
-    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute attention, and note its inputs and output."""
-        output = scaled_dot_product_attention(*args, **kwargs)
-        self.calls.append((_inputs(*args, **kwargs), output))
-        return output
-
-    def answer(self, place: TokenOrder, calls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the part of the next call's output, if its inputs are the parts of that call's.
+    def check(self) -> None:
+        """Refuse what the last run has shown.
 
         Raises:
-            Refuted: If they are not.
+            ModelError: When blocks run out of turn, or the model's output depends on a part of the tokens.
         """
-        inputs, output = next(calls, (None, None))
-        found = _inputs(*args, **kwargs)
-        if inputs is None or output is None:
-            raise Refuted("it calls attention more often")
-        for what, mine, expected in zip(("queries", "keys", "values"), found[:3], inputs[:3], strict=True):
-            if expected.dim() != 4 or not close(mine, place.part(expected, _TOKENS_DIM), 0.0):
-                raise Refuted(f"the {what} of its attention differ: positions, or something else, are counted inside")
-        mask, expected = found[3], inputs[3]
-        same = (mask is None) == (expected is None) and (mask is None or close(mask, expected, 0.0))
-        if not same or found[4:] != inputs[4:]:
-            raise Refuted("the mask of its attention is made inside")
-        return place.part(output, _TOKENS_DIM)
-
-
-def _inputs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> list[Any]:
-    return [query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa]
-
-
-def _run(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls: AttentionCalls) -> torch.Tensor | None:
-    """Run a block with random weights; return its hidden state."""
-    with evaluating(block), torch.no_grad(), grouped_keys(), calls:
-        leaves = tree_leaves(call_with(block, random_state(block, _SEED), args, kwargs))
-    place = first_hidden(leaves)
-    return None if place is None else leaves[place]
-
-
-# --- Common steps of the methods that divide tokens
-
-
-def check_parts(
-    job: Job, order: TokenOrder, check_queries: Callable[[torch.Tensor], None] = lambda queries: None
-) -> None:
-    """Refuse models whose blocks cannot work on a part of the tokens; add a notice if there is no sample to try.
-
-    Args:
-        job: The job; its model is not changed.
-        order: The distribution of tokens.
-        check_queries: See :func:`prove_blocks`.
-
-    Raises:
-        ModelError: With the reason.
-    """
-    config = getattr(job.model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        raise ModelError(
-            f"{order.method}: the routers' loss over all tokens cannot be computed from parts of them",
-            expected="output_router_logits=False",
-            got="True",
-            fix="switch it off in the model's config",
-        )
-    block_lists(job.model, order.method)
-    notice = prove_blocks(job.model, job.sample, order, check_queries)
-    if notice:
-        job.notices.append(notice)
+        error = next((order.error for order in self._orders if order.error is not None), None)
+        if error is not None:
+            raise error
+        if self._partial is not None:
+            raise ModelError(
+                f"{self._method}: the model's output depends on what {self._partial} returns, of which a rank has a "
+                "part of the tokens",
+                expected="an output that depends on blocks only through the hidden state of the last one of their list",
+                got="one that uses what a block between returns, or returns beside the hidden state",
+                fix="switch such outputs off (output_hidden_states=False); or use fsdp or tensor_parallel",
+            )
 
 
 def whole_input_gradients(model: nn.Module, axis: TensorAxis) -> None:
