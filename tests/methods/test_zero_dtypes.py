@@ -172,3 +172,18 @@ def test_what_no_module_tells_apart_is_refused():
     tied.layers[0].real.weight = nn.Parameter(torch.zeros(13, 13, dtype=torch.complex64))
     with pytest.raises(mw.ModelError, match=r"different dtypes"):
         choose_units(Fsdp(), tied)
+
+
+def gathered_in_codes(kind, *precision):
+    losses, _ = train(["fsdp", ("comm", {"all_gather": "int8", "min_numel": 0}), *precision], kind)
+    return losses[-1]
+
+
+def test_weights_of_several_dtypes_are_not_encoded_together(ranks):
+    for kind in ("bf16", "int8"):
+        with pytest.raises(AssertionError, match="comm: all_gather encodes weights of one dtype"):
+            ranks(2).run(gathered_in_codes, kind)
+    for kind, *precision in (("complex",), ("bf16", ("amp_native", "bf16"))):
+        expected = plain(kind)[0][-1]
+        for loss in ranks(2).run(gathered_in_codes, kind, *precision):
+            assert abs(loss - expected) < 0.05 * expected
