@@ -410,7 +410,8 @@ def with_half_as_default():
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(1)
-        model = GPT2LMHeadModel(GPT2Config(96, 32, n_embd=32, n_head=4, n_layer=2, bos_token_id=0, eos_token_id=0))
+        tokens = {"vocab_size": 96, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=2, **tokens))
         torch.set_default_dtype(dtype)
         try:
             model, *_ = Booster(plugin=plugin).boost(model)
