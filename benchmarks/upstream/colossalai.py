@@ -230,7 +230,8 @@ SUITE = Suite(
     files=("tests/*test_*.py", *(case.files for case in _EXAMPLES)),
     imports=(
         Change(
-            r"^from colossalai\.testing(\.random|\.utils)? import", "from benchmarks.upstream.colossalai_testing import",
+            r"^from colossalai\.testing(\.random|\.utils)? import",
+            "from benchmarks.upstream.colossalai_testing import",
             "what tests import of ColossalAI's own testing tools is written anew",
         ),
         Change(r"\bcolossalai\b(?!\.org)", "meshwright", "the import"),
