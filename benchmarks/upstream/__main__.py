@@ -50,16 +50,19 @@ def _run(suite: Suite, source: Path, only: str, logs: Path) -> None:
         raise SystemExit(f"no file of {suite.title} in {source}: expected a clone of {suite.repository}")
     outcomes: dict[str, Outcome] = {}
     for number, name in enumerate(names, 1):
-        if name in before and not fnmatch.fnmatch(name, only):
-            outcomes[name] = Outcome.read(before[name])
-            continue
+        if not fnmatch.fnmatch(name, only):
+            continue  # what is known of it stays
         outcomes[name] = outcome = run_file(suite, source, name, logs)
         print(f"{number:4}/{len(names)} {name}: {outcome.verdict} {outcome.ranks or ''}", flush=True)
-        results = {"commit": _commit(source), "torch": torch.__version__}
-        files = [dataclasses.asdict(outcomes[known]) for known in names if known in outcomes]
-        unseen = [before[known] for known in names if known not in outcomes and known in before]
+        files = {**before, **{known: dataclasses.asdict(each) for known, each in outcomes.items()}}
+        results = {
+            "commit": _commit(source),
+            "torch": torch.__version__,
+            "listed": len(names),
+            "files": [files[known] for known in names if known in files],
+        }
         results_path(suite.name).parent.mkdir(exist_ok=True)
-        results_path(suite.name).write_text(json.dumps({**results, "files": files + unseen}, indent=1) + "\n")
+        results_path(suite.name).write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _commit(source: Path) -> str:

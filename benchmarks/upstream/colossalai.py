@@ -20,7 +20,11 @@ _DIST_OPTIMIZERS = (
     "feeds the optimizer ColossalAI's own sharded tensors; the optimizers have parity tables over every layout here"
 )
 
+_HELPERS = "no test, but what the tests beside it use"
+
 _NOT_HERE = (
+    Case("tests/test_checkpoint_io/utils.py", _HELPERS),
+    Case("tests/test_optimizer/_utils.py", _HELPERS),
     Case("tests/test_analyzer/*", _OWN_FX),
     Case("tests/test_auto_parallel/*", _OWN_FX),
     Case("tests/test_autochunk/*", "cuts activations of inference into chunks; there is no such method here"),

@@ -47,6 +47,7 @@ def page(suite: Suite, results: dict[str, Any]) -> str:
         f" which `cuda` stands for the CPU. This page is written by `python -m benchmarks.upstream {suite.name}"
         " --source DIR`, where `DIR` is a clone of that repository.",
         "",
+        *_untried(results),
         *_counted(tests),
         "",
         *_files(tests),
@@ -54,6 +55,11 @@ def page(suite: Suite, results: dict[str, Any]) -> str:
     if projects:
         lines += ["", "## Programs", "", *_files(projects), *_losses(projects)]
     return "\n".join(lines) + "\n"
+
+
+def _untried(results: dict[str, Any]) -> list[str]:
+    left = results.get("listed", 0) - len(results["files"])
+    return [f"**{left} of the suite's {results['listed']} files have not been tried yet.**", ""] if left > 0 else []
 
 
 def _counted(outcomes: list[Outcome]) -> list[str]:
