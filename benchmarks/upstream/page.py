@@ -59,7 +59,7 @@ def page(suite: Suite, results: dict[str, Any]) -> str:
 
 def _untried(results: dict[str, Any]) -> list[str]:
     left = results.get("listed", 0) - len(results["files"])
-    return [f"**{left} of the suite's {results['listed']} files have not been tried yet.**", ""] if left > 0 else []
+    return [f"**{left} of the suite's {results['listed']} files have no result yet.**", ""] if left > 0 else []
 
 
 def _counted(outcomes: list[Outcome]) -> list[str]:
