@@ -7,11 +7,12 @@ RUN_DIR ?= runs/gpt2-stdlib-$(shell date +%Y%m%d-%H%M%S)
 KILLS ?= 200
 FUZZ_S ?= 300
 FUZZ_DIR ?= runs/fuzz
+CASES ?= 500
 TORCH_oldest := 2.11.0
 TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint bench docs parity faults fuzz oldest newest clean help
+.PHONY: run test lint bench docs parity faults fuzz fuzz-strategies oldest newest clean help
 
 help:
 	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
@@ -20,6 +21,7 @@ help:
 	@echo "make parity  strategies and optimizers against one process, the whole matrices (make test runs a part of them)"
 	@echo "make faults  hundreds of killed runs and damaged files; KILLS=200 of them"
 	@echo "make fuzz    every parser against hostile files, FUZZ_S=300 seconds each with hypothesis and with atheris"
+	@echo "make fuzz-strategies  random strategies on 2 to 8 ranks against one process, CASES=500 of them, about two hours"
 	@echo "make oldest  all tests with the oldest torch that is supported, in an environment of its own (several GB)"
 	@echo "make newest  the same with the newest torch that has been tried"
 	@echo "make bench   beside DDP, FSDP2, DeepSpeed, Accelerate and Fabric; then overhead and optimizers"
@@ -61,6 +63,9 @@ fuzz: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python -m pytest --fuzz-s=$(FUZZ_S) tests/fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) --out $(FUZZ_DIR)
+
+fuzz-strategies: $(READY)
+	$(BIN)/python -m tests.fuzz.strategies --cases $(CASES) --out $(FUZZ_DIR)/strategies
 
 oldest newest: %: $(VENV)-%/.ready
 	$(VENV)-$*/bin/python -m pytest

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from meshwright.compat import colossalai as booster  # noqa: F401
     from meshwright.compat.atorch import auto_accelerate as auto_accelerate
-    from meshwright.compat.bmtrain import benchmark as benchmark, utils as utils
+    from meshwright.compat.bmtrain import benchmark as benchmark, debug as debug, utils as utils
     from meshwright.compat.bmtrain.block import Block as Block, CheckpointBlock as CheckpointBlock, no_sync as no_sync
     from meshwright.compat.bmtrain.block_list import TransformerBlockList as TransformerBlockList
     from meshwright.compat.bmtrain.config import config as config
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
         print_block as print_block,
         print_dict as print_dict,
         see_memory as see_memory,
+        wait_loader as wait_loader,
     )
-    from meshwright.compat.colossalai.booster import launch as launch, launch_from_torch as launch_from_torch
+    from meshwright.compat.colossalai.environment import launch as launch, launch_from_torch as launch_from_torch
     from meshwright.errors import (
         CheckpointError as CheckpointError,
         ConfigError as ConfigError,

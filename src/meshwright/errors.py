@@ -29,6 +29,11 @@ class MeshwrightError(Exception):
         self.what, self.expected, self.got, self.fix = what, expected, got, fix
         super().__init__(self._paragraph())
 
+    def add_fix(self, text: str) -> None:
+        """Add what a surface knows to do about an error of a room below it."""
+        self.fix = f"{self.fix}; {text}" if self.fix else text
+        self.args = (self._paragraph(),)
+
     def _paragraph(self) -> str:
         parts = [self.what]
         parts += [f"Expected {self.expected}"] if self.expected else []

@@ -1,26 +1,32 @@
 """The small parts of a run: request, directory, metrics, sparkline, models from configurations."""
 
+import errno
+import fcntl
 import io
 import json
 import math
+import os
+import socket
+import subprocess
 import sys
 
 import pytest
 import torch
 from rich.console import Console
 
+from meshwright.cli import session
 from meshwright.cli.failures import laid_out
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_display import duration, readable_count, sparkline, status_line
-from meshwright.cli.run_files import MetricsFile, check_run_dir, default_run_dir
+from meshwright.cli.run_files import MetricsFile, RunLock, check_not_running, check_run_dir, default_run_dir
 from meshwright.cli.train_config import ModelTable
-from meshwright.cli.train_model import model_source
+from meshwright.cli.train_model import model_source, refuse_weights
 from meshwright.cli.train_options import Options, prepare, unless_given
 from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, ModelError, StrategyError
 from meshwright.runtime import measured_flops_per_s
 from meshwright.strategy import Strategy
-from tests.cli.helpers import project
+from tests.cli.helpers import environment, project
 
 
 def _prepare(tmp_path, *changes, world=2, **options):
@@ -197,6 +203,64 @@ def test_transformers_configs_that_do_not_fit(tmp_path, sizes, args, word):
     _gpt2_config(tmp_path)
     with pytest.raises(MeshwrightError, match=word):
         model_source(ModelTable(source="hf:.", args=args), tmp_path).build(*sizes)
+
+
+@pytest.mark.parametrize("weights", ["model-00001-of-00002.safetensors", "pytorch_model.bin"])
+def test_a_folder_of_weights_that_nobody_would_read_is_refused(tmp_path, weights):
+    table = ModelTable(source="hf:folder/")
+    (tmp_path / "folder").mkdir()
+    _gpt2_config(tmp_path / "folder")
+    refuse_weights(table, tmp_path)
+    (tmp_path / "folder" / weights).write_bytes(b"")
+    with pytest.raises(
+        ConfigError, match=rf"pretrained weights.*{weights} in .*hf:folder/config.json to train from random"
+    ):
+        refuse_weights(table, tmp_path)
+    refuse_weights(ModelTable(source="hf:folder/config.json"), tmp_path)
+    refuse_weights(ModelTable(source="module:function"), tmp_path)
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from meshwright.cli.run_files import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print(flush=True)
+input()
+"""
+
+
+def test_a_directory_into_which_another_run_writes_is_refused(tmp_path):
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+    ) as other:
+        other.stdout.readline()
+        for look in (RunLock, check_not_running):
+            with pytest.raises(ConfigError, match=rf"process {other.pid} on {socket.gethostname()}, since 20"):
+                look(run)
+        other.kill()  # however it ends, its lock ends
+    check_not_running(run)
+    first = RunLock(run)
+    first.release()
+    first.release()
+    assert str(os.getpid()) in (run / ".lock").read_text()
+
+
+def test_a_run_that_has_come_and_gone_meanwhile_is_found_under_the_lock(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="contains a run already"):
+        session.lock_run(tmp_path, is_new=True)
+    session.lock_run(tmp_path, is_new=False).release()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOTSUP, "no locks")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    RunLock(tmp_path).release()
+    assert "cannot be locked (no locks): let no other run write there" in capsys.readouterr().err
 
 
 def test_modules_beside_the_file_come_first(tmp_path):

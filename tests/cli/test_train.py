@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -67,6 +68,21 @@ def test_an_existing_run_is_refused(run, monkeypatch):
     assert result.exit_code == 1
     assert "contains a run already; nothing was overwritten" in result.stderr
     assert (folder / "first" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.long
+def test_of_two_runs_that_start_together_one_trains(tmp_path):
+    file = project(tmp_path)
+
+    def start(_):
+        return meshwright("train", file, "--nproc", 1, "--out", "same", folder=tmp_path)
+
+    with ThreadPoolExecutor(2) as both:
+        ended = sorted(both.map(start, range(2)), key=lambda each: each.returncode)
+    assert [each.returncode for each in ended] == [0, 1], [each.stderr for each in ended]
+    found = ("Another run is writing into same", "same contains a run already")
+    assert any(words in ended[1].stderr for words in found), ended[1].stderr
+    assert [record["step"] for record in metrics(tmp_path / "same")] == [1, 2, 3, 4, 5, 6]
 
 
 def _resumes(file, out, launch=None):

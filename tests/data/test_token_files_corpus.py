@@ -1,4 +1,8 @@
+import bz2
+import gzip
+import lzma
 import os
+import zipfile
 
 import pytest
 
@@ -71,3 +75,24 @@ def test_a_standard_library_without_sources_is_refused(tmp_path, monkeypatch):
 def test_sources_without_files_are_refused(texts, source, words):
     with refused(DataError, *words):
         find_files(source, texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"), [("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress), ("zip", None)]
+)
+def test_compressed_files_are_refused(tmp_path, name, pack):
+    """Their bytes would train a model, to no use, without a word."""
+    (tmp_path / "a.txt").write_text("a text\n")
+    if pack is None:
+        with zipfile.ZipFile(tmp_path / "b.txt", "w") as archive:
+            archive.writestr("b", "another")
+    else:
+        (tmp_path / "b.txt").write_bytes(pack(b"another"))
+    assert len(find_files("a.txt", tmp_path)) == 1
+    with pytest.raises(DataError, match=f"compressed.*b.txt, which is {name}"):
+        find_files("*.txt", tmp_path)
+
+
+def test_text_that_begins_like_a_compressed_file_is_text(tmp_path):
+    (tmp_path / "a.txt").write_text("BZh is the magic of bzip2, PK that of zip\n")
+    assert len(find_files("a.txt", tmp_path)) == 1

@@ -17,7 +17,9 @@ import torch
 from published_runs.cases import NotCovered, case_of
 from safetensors.torch import save as safetensors_bytes
 
+from meshwright.cli.checkpoint_tools import list_checkpoints, read_adapters, verify_checkpoints
 from meshwright.cli.plan_and_compare import CompareOptions, compare, is_reference
+from meshwright.cli.run_display import loss_text, speed_text
 from meshwright.cli.run_files import MetricsFile
 from meshwright.cli.session import changes, earlier_config
 from meshwright.cli.train_config import parse_config, read_config
@@ -93,13 +95,32 @@ def _text(path: Path) -> str:
     return path.read_bytes().decode(errors="surrogateescape")  # as arguments of a command arrive
 
 
-def _checkpoint(path: Path) -> None:
-    """A checkpoint whose manifest vouches for a record that is not one."""
-    directory = path.parent
+def _vouched(directory: Path) -> None:
+    """Makes the manifest of a checkpoint vouch for whatever its files are."""
     (directory / "manifest.json").unlink()
     names = [each.relative_to(directory).as_posix() for each in directory.rglob("*") if each.is_file()]
     write_manifest(directory, {name: describe(directory / name) for name in names})
-    CheckpointStore(directory.parent).load(build("plain"), directory)
+
+
+def _checkpoint(path: Path) -> None:
+    """A checkpoint whose manifest vouches for a record that is not one."""
+    _vouched(path.parent)
+    CheckpointStore(path.parent.parent).load(build("plain"), path.parent)
+
+
+def _listed(path: Path) -> None:
+    if path.name == "state.json":
+        _vouched(path.parent)
+    with contextlib.redirect_stdout(io.StringIO()):
+        list_checkpoints(path.parent, as_json=False)
+        verify_checkpoints(path.parent, as_json=False)
+
+
+def _metrics(path: Path) -> None:
+    file = MetricsFile(path, 10)
+    file.close()
+    if file.records:
+        loss_text(file.records), speed_text(file.records)
 
 
 def _planned(model: str, cluster: Any) -> None:
@@ -172,7 +193,7 @@ PARSERS = {
         "setting.txt", lambda path: read_config(path.with_name("train.toml"), _text(path).split("\x1f")), "text"
     ),
     "planned strategy": Parser("strategy.json", _planned_strategy),
-    "training file": Parser("train.toml", read_config, "text"),
+    "training file": Parser("train.toml", lambda path: json.dumps(read_config(path).model_dump(mode="json")), "text"),
     "cluster": Parser("cluster.json", lambda path: _planned("gpt2", read_cluster(path))),
     "cluster name": Parser("cluster.txt", lambda path: _planned("gpt2", find_cluster(_text(path))), "text"),
     "model name": Parser("model.txt", _model, "text"),
@@ -191,7 +212,10 @@ PARSERS = {
     "scheduler": Parser("scheduler.json", _scheduler),
     "tokens": Parser("tokens.npy", _tokens, "npy"),
     "tokenizer": Parser("tokenizer.json", _tokenizer),
-    "metrics": Parser("metrics.jsonl", lambda path: MetricsFile(path, 10).close(), "text"),
+    "metrics": Parser("metrics.jsonl", _metrics, "text"),
+    "list": Parser("step-00000001/state.json", _listed),
+    "list of sizes": Parser("step-00000001/manifest.json", _listed),
+    "adapters": Parser("adapters.json", read_adapters),
     "transformers": Parser("hf/config.json", lambda path: transformers_model(path, 8), slow_s=10.0),  # 2 ms a layer
     "earlier config": Parser("earlier.json", _earlier),
     "header": Parser("header.json", _header),
@@ -246,7 +270,8 @@ def _texts() -> dict[str, str]:
         "plans.json": plans,
         "other/plans.json": plans,
         "tokenizer.json": json.dumps(TOKENIZER),
-        "metrics.jsonl": '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n',
+        "metrics.jsonl": '{"step": 1, "loss": 2.5, "step_time_s": 0.5}\n{"step": 2, "loss": null, "mfu": 0.4}\n',
+        "adapters.json": json.dumps({"config": {"r": 8}, "names": {"a": "b"}}),
         "earlier.json": json.dumps(EARLIER),
         "hf/config.json": json.dumps(GPT2),
         "header.json": bytes(Header.of("broadcast(src=0)", torch.ones(2, 3)).encode().tolist()).decode(),

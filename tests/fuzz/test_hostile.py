@@ -24,7 +24,7 @@ from meshwright.store import CheckpointStore
 from meshwright.store.manifest import describe, read_record, write_manifest
 from meshwright.store.scheduler_file import check_fit
 from meshwright.strategy import Strategy
-from tests.fuzz.parsers import plans_document
+from tests.fuzz.parsers import GPT2, plans_document
 from tests.store.runs import build, train
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
@@ -110,6 +110,67 @@ def test_a_config_names_models_only(name, tmp_path, monkeypatch):
     planned = transformers_model(tmp_path, 8)
     assert type(planned.module).__name__ == "GPT2LMHeadModel"
     assert os.listdir(tmp_path) == ["config.json"]
+
+
+REPO = "owner/repo"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attn_implementation": REPO},
+        {"_attn_implementation": REPO},
+        {"_attn_implementation_internal": REPO},
+        {"attn_implementation": f"paged|{REPO}"},
+        {"attn_implementation": {"": REPO}},
+        {"attn_implementation": {"text_config": [REPO]}},
+        {"attribute_map": {"harmless": "_attn_implementation"}, "harmless": REPO},
+        {"text_config": {"attn_implementation": REPO}},
+        {"experts_implementation": "deepgemm"},
+        {"attn_implementation": "flash_attention_3"},  # not installed: transformers would take a kernel of its hub
+        {"attn_implementation": REPO, "model_type": "llava", "text_config": {"model_type": "llama"}},
+    ],
+)
+def test_a_config_brings_no_kernels_from_elsewhere(keys, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from transformers.integrations import hub_kernels
+
+    loaded = []
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **_: loaded.append(name))
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | keys))
+    with pytest.raises(ModelError, match=r"implementation = .*may be downloaded and run"):
+        transformers_model(tmp_path, 8)
+    assert loaded == []
+
+
+def test_kernels_that_are_here_already_may_be_named(tmp_path):
+    pytest.importorskip("transformers")
+    for name in ("eager", "sdpa", None):
+        (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"attn_implementation": name}))
+        planned = transformers_model(tmp_path, 8)
+        assert planned.module.config._attn_implementation == (name or "sdpa")
+
+
+def test_nothing_is_downloaded_while_a_config_becomes_a_model(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    before, tried = constants.is_offline_mode(), []
+
+    def downloads(self, config):
+        with pytest.raises(OfflineModeIsEnabled):
+            get_session().get("https://huggingface.co/owner/repo")
+        tried.append(config.model_type)
+        raise ValueError("nothing came")
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "__init__", downloads)
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    with pytest.raises(ModelError, match="nothing came"):
+        transformers_model(tmp_path, 8)
+    assert tried == ["gpt2"]
+    assert constants.is_offline_mode() == before
 
 
 @pytest.mark.parametrize("make", [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/zero")])

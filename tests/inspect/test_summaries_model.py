@@ -240,15 +240,24 @@ def test_an_empty_parameter_and_a_sparse_gradient():
     assert all(math.isnan(found[1][key]) for key in ("max", "min", "std", "mean"))
 
 
-def test_columns_are_aligned_and_nothing_is_cut_off():
+LONG = """\
+name             shape                            max           min         std        mean    grad_std   grad_mean
+a                (2, 3)                        1.0000  -123456.7800      0.0000      0.5000        None        None
+layers.0.weight  (123456, 123456, 123456)      1.0000  -123456.7800     12.0000      0.5000      0.1000      2.0000
+"""
+SHORT = """\
+name  shape                      max         min         std        mean    grad_std   grad_mean
+a     (2, 3)                  1.0000      0.0000      0.0000      0.5000        None        None
+"""
+
+
+def test_columns_have_a_fixed_width_and_nothing_is_cut_off():
     line = {"name": "a", "shape": (2, 3), "max": 1.0, "min": -123456.78, "std": 0.00004, "mean": 0.5}
-    long = {**line, "name": "layers.0.some.long.name", "shape": (123456, 123456, 123456), "std": 12.0}
+    long = {**line, "name": "layers.0.weight", "shape": (123456, 123456, 123456), "std": 12.0}
     text = format_summary([{**line, "grad_std": None, "grad_mean": None}, {**long, "grad_std": 0.1, "grad_mean": 2.0}])
-    assert text.splitlines() == [
-        "name                     shape                        max           min      std    mean  grad_std  grad_mean",
-        "a                        (2, 3)                    1.0000  -123456.7800   0.0000  0.5000      None       None",
-        "layers.0.some.long.name  (123456, 123456, 123456)  1.0000  -123456.7800  12.0000  0.5000    0.1000     2.0000",
-    ]
+    assert text.splitlines() == LONG.splitlines()
+    short = format_summary([{**line, "min": 0.0, "grad_std": None, "grad_mean": None}])
+    assert short.splitlines() == SHORT.splitlines()
 
 
 def test_nothing_and_joined_summaries():

@@ -12,6 +12,7 @@ from meshwright.methods import Checkpoint, Job
 from meshwright.nn import without_caches
 from meshwright.planner.trace.fake_pass import Pass
 from meshwright.planner.trace.live_tensors import record_saved
+from meshwright.runtime.torch_internals.recomputation import set_script_profiling
 from tests import tiny
 
 
@@ -311,3 +312,86 @@ def test_blocks_that_fill_a_cache_are_refused(config):
         model(x, cache)
     with torch.no_grad():
         model(x, cache)
+
+
+class Scripted(nn.Module):
+    """A block that calls scripted functions, and ends in one."""
+
+    def __init__(self, norm, act):
+        super().__init__()
+        self.norm, self.act = norm, act
+        self.up, self.down = nn.Linear(12, 30), nn.Linear(30, 12)
+
+    def forward(self, x):
+        return x + self.act(self.down(self.act(self.up(self.norm(x)))))
+
+
+class ScriptedNet(nn.Module):
+    """Blocks of scripted functions that TorchScript has never run, which are called outside the blocks as well."""
+
+    def __init__(self, depth=4):
+        super().__init__()
+        torch.manual_seed(0)
+        set_script_profiling(True)
+
+        @torch.jit.script
+        def norm(x):
+            variance = x.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
+            return (x * torch.rsqrt(variance + 1e-5)).to(x.dtype)
+
+        @torch.jit.script
+        def act(x):
+            return 0.5 * x * (1.0 + torch.tanh(0.79788456 * x * (1.0 + 0.044715 * x * x)))
+
+        self.norm = norm
+        self.embed, self.head = nn.Embedding(tiny.VOCAB, 12), nn.Linear(12, tiny.VOCAB)
+        self.layers = nn.ModuleList(Scripted(norm, act) for _ in range(depth))
+
+    def forward(self, ids):
+        x = self.norm(self.embed(ids))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def scripted_losses(strategy, sample):
+    """Ten losses under a strategy, and of one process."""
+    data, optim = tiny.Tokens(), (torch.optim.SGD, {"lr": 0.3})
+    job = mw.accelerate(
+        ScriptedNet(), optim[0], None, tiny.loss_func, optim_args=optim[1], strategy=strategy, num_micro_batches=2,
+        sample_batch=data.ids[:4] if sample else None,
+    )  # fmt: skip
+    plain = ScriptedNet()
+    stepping = optim[0](plain.parameters(), **optim[1])
+    losses = []
+    for start in range(0, 40, 4):
+        ids = data.ids[start : start + 4]
+        ours = job.step(ids).loss.item()
+        stepping.zero_grad()
+        alone = tiny.loss_func(ids, plain(ids))
+        alone.backward()
+        stepping.step()
+        losses.append((ours, alone.item()))
+    return losses
+
+
+PIPELINE = ("parallel_mode", {"pipeline": 2})
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["checkpoint"],
+        [("checkpoint", {"no_reentrant": False})],
+        [("checkpoint", {"policy": "selective"}), "fsdp"],
+        [("checkpoint", {"layers": 2}), "zero2"],
+        ["checkpoint", PIPELINE, ("pipeline_parallel", {"schedule": "1f1b"})],
+        ["checkpoint", PIPELINE, ("pipeline_parallel", {"schedule": "zbv"})],
+        ["checkpoint", ("offload", "activation")],
+    ],
+    ids=str,
+)
+def test_scripted_functions_from_the_first_calls_on(ranks, strategy):
+    for sample in (True, False) if PIPELINE not in strategy else (True,):
+        for losses in ranks(2).run(scripted_losses, strategy, sample):
+            assert [ours for ours, _ in losses] == pytest.approx([alone for _, alone in losses], rel=1e-5)

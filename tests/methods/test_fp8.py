@@ -338,7 +338,7 @@ def test_what_is_said_and_refused(ranks):
         ({"fp8_format": "E5M2"}, "fp8_format"),
         ({"interval": 0}, "interval"),
         ({"amax_history_len": 0}, "amax_history_len"),
-        ({"use_te": True}, "use_te"),
+        ({"use_te": False}, "use_te"),
     ],
 )
 def test_bad_keys(keys, named):

@@ -8,6 +8,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods import zero as gather_order_check
+from meshwright.training.accelerated import MeanLoss
 from tests.hosts import host_memory
 
 ALL = (0, 1, 2, 3)
@@ -176,15 +177,16 @@ def test_ranks_may_look_alone_at_what_they_have_gathered(ranks, strategy):
 def test_a_gpu_is_asked_for_the_last_step(monkeypatch):
     sent = types.SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(
-        gather_order_check, "_sent_to_host", lambda means, order: gather_order_check._Sent(means.cpu, sent, order)
+        gather_order_check, "_sent_to_host", lambda sums, order: gather_order_check._Sent(sums.cpu, sent, order)
     )
     monkeypatch.setattr(gather_order_check.GatherOrderCheck, "_where_apart", lambda self, order: str(order))
     orders = [b"one", b"two", b"three"]
     exchanges = types.SimpleNamespace(take=lambda: orders.pop(0))
     watch = gather_order_check.GatherOrderCheck(types.SimpleNamespace(size=lambda axis: 2), exchanges)
 
-    def on_gpu(means):
-        return types.SimpleNamespace(device=torch.device("cuda"), cpu=torch.tensor(means, dtype=torch.float32))
+    def on_gpu(numbers):
+        sums = torch.tensor(numbers, dtype=torch.float32) * 8  # 2 along each of 3 axes
+        return types.SimpleNamespace(device=torch.device("cuda"), cpu=sums)
 
     watch.check(on_gpu(watch.numbers()))
     watch.check(on_gpu([number + 1 for number in watch.numbers()]))
@@ -200,8 +202,76 @@ def test_of_thousands_of_ranks_one_that_ran_others_is_told(monkeypatch):
     watch = gather_order_check.GatherOrderCheck(
         types.SimpleNamespace(size=lambda axis: 16), exchanges
     )  # 16 along each of 3 axes
-    other = torch.tensor(watch.numbers(), dtype=torch.float32)
+    other = torch.tensor(watch.numbers(), dtype=torch.float32) * 16**3
     for _ in range(2999):  # as if all others had run the first
         watch.numbers()
         with pytest.raises(mw.ModelError, match="different layers"):
             watch.check(other)
+
+
+UNEVEN = (7, 13, 14, 15, 26, 28, 30, 56, 60, 120, 240, 1000)  # divided by as a GPU does, multiples of them are off
+
+
+def divide_as_gpus_do(monkeypatch):
+    """Let tensors divide by a number as CUDA's kernels do: multiplying by its inverse, rounded to fp32."""
+
+    def divided(self, other, into=torch.mul):
+        return into(self, torch.tensor(1 / other, dtype=self.dtype).item())
+
+    monkeypatch.setattr(torch.Tensor, "__truediv__", divided)
+    monkeypatch.setattr(torch.Tensor, "__itruediv__", lambda self, other: divided(self, other, torch.Tensor.mul_))
+    assert torch.tensor(7.0 * 25) / 7 != 25
+
+
+class Alike:
+    """The mesh of one of many ranks along ``data``, all of which have the same numbers."""
+
+    def __init__(self, num_ranks, monkeypatch):
+        self.num_ranks = num_ranks
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: tensor.mul_(group))
+
+    def size(self, axis):
+        return self.num_ranks if axis == "data" else 1
+
+    def require_mesh(self):
+        return types.SimpleNamespace(get_group=lambda axis: self.num_ranks, device_type="cpu")
+
+
+@pytest.mark.parametrize("num_ranks", UNEVEN)
+def test_numbers_are_compared_without_dividing_them(monkeypatch, num_ranks):
+    divide_as_gpus_do(monkeypatch)
+    ranks, orders = Alike(num_ranks, monkeypatch), iter(number.to_bytes(4, "little") for number in range(200))
+    log = types.SimpleNamespace(take=lambda: next(orders), is_any=lambda: True)
+    watch = gather_order_check.GatherOrderCheck(ranks, log)
+    monkeypatch.setattr(watch, "_where_apart", lambda order: "a false alarm")
+    for _ in range(100):
+        watch.before_update()
+    job = types.SimpleNamespace(mesh_axes=ranks, size=ranks.size, gather_order_check=watch)
+    for epoch in range(100):
+        loss = MeanLoss(job, types.SimpleNamespace(epoch=epoch))(torch.tensor(2.0))
+        assert abs(loss - 2.0) < 1e-6
+
+
+def out_of_step(epochs):
+    try:
+        MeanLoss(accelerated(["zero1"])._job, types.SimpleNamespace(epoch=epochs[mw.rank()]))(torch.tensor(2.0))
+    except mw.DataError as error:
+        return str(error)
+
+
+def test_the_rank_in_the_mean_of_all_epochs_is_told_too(ranks):
+    for rank, found in enumerate(ranks(3).run(out_of_step, (0, 1, 2))):
+        assert f"epoch {rank} on this rank, 1 on average" in found
+
+
+def alike_after_all():
+    job = accelerated(["fsdp"])
+    job.step(batch())
+    check = job._job.gather_order_check
+    check.check(torch.tensor(check.numbers(), dtype=torch.float32) * 2 + 1)  # as if a sum were wrong
+    return job.step(batch()).loss.item()
+
+
+def test_a_wrong_sum_of_equal_orders_ends_and_stops_nobody(ranks):
+    one, other = ranks(2).run(alike_after_all)
+    assert one == other

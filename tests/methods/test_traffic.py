@@ -31,9 +31,7 @@ class Counter(TorchDispatchMode):
         self.bytes, self._silent = {}, False
 
     def __enter__(self):
-        mean_over, tell, ask, reduce = (
-            batch_mean.mean_over, HostGathers._announce, HostGathers._oldest_in_use_of_all, HostReductions.reduce
-        )  # fmt: skip
+        tell, ask, reduce = HostGathers._announce, HostGathers._oldest_in_use_of_all, HostReductions.reduce
 
         def tell_of(gathers, num_bytes):
             if gathers._places and gathers._places[-1].number == gathers._number:  # there is room: no other gather
@@ -45,7 +43,10 @@ class Counter(TorchDispatchMode):
             return self._silently(reduce, reductions, output)
 
         self._patches = [
-            mock.patch.object(batch_mean, "mean_over", functools.partial(self._silently, mean_over)),
+            *(
+                mock.patch.object(batch_mean, name, functools.partial(self._silently, getattr(batch_mean, name)))
+                for name in ("mean_over", "sum_over")
+            ),
             mock.patch.object(HostGathers, "_announce", tell_of),
             mock.patch.object(HostGathers, "_oldest_in_use_of_all", lambda gathers: self._silently(ask, gathers)),
             mock.patch.object(HostReductions, "reduce", reduce_all),

@@ -5,7 +5,16 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError, DataError, ModelError
-from meshwright.nn.batches import batch_size_of, call_loss, call_model, first_loss, micro_batches, resized, to_device
+from meshwright.nn.batches import (
+    batch_size_of,
+    call_loss,
+    call_model,
+    first_loss,
+    micro_batches,
+    resized,
+    shares_of,
+    to_device,
+)
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -48,6 +57,19 @@ def test_lists_of_the_batchs_length_are_cut_like_tensors():
     assert second["nested"][1] == {"ids": ["i2", "i3"]}
     for part in (first, second):
         assert (part["classes"], part["scale"].item(), part["kind"]) == (["cat", "dog", "bird"], 2.0, "train")
+
+
+def test_a_batch_that_does_not_divide_gives_parts_that_differ_by_one_sample():
+    given = {"x": torch.arange(7), "names": [f"n{index}" for index in range(7)], "kind": "train"}
+    parts = micro_batches(given, 3)
+    assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [part["names"] for part in parts] == [["n0", "n1", "n2"], ["n3", "n4"], ["n5", "n6"]]
+    assert shares_of(parts) == [7 / 3, 7 / 2, 7 / 2]
+    assert shares_of(micro_batches({"x": torch.arange(6)}, 3)) == [3.0] * 3
+    assert [part.tolist() for part in micro_batches(torch.arange(2), 4)] == [[0], [1]]
+    assert len(micro_batches(torch.zeros(0, 3), 2)) == 2
+    with pytest.raises(DataError, match=r"Expected a multiple of 3 samples per rank\. Got 7"):
+        micro_batches(given, 3, equal=True)
 
 
 def test_structures_and_views_stay():

@@ -100,3 +100,37 @@ def test_what_runs_again_runs_alike(monkeypatch):
     assert len(calls) == 2
     assert model.weight.grad.isfinite().all()
     assert carried(attend) is attend
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, x):
+        query, key, value = self.project(x).unflatten(-1, (2, 24)).transpose(1, 2).chunk(3, -1)
+        return x + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+class Recomputing(nn.Module):
+    """A model that recomputes its blocks itself, as transformers' do with gradient_checkpointing_enable()."""
+
+    def __init__(self, recomputes):
+        super().__init__()
+        self.blocks, self.recomputes = nn.ModuleList([Block() for _ in range(2)]), recomputes
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x
+
+
+def test_a_model_may_recompute_its_blocks_itself():
+    gradients = []
+    for recomputes in (False, True):
+        torch.manual_seed(1)
+        model = Recomputing(recomputes).bfloat16()
+        half_linear.widen(model, torch.device("cpu"))
+        model(torch.randn(2, 40, 16, dtype=torch.bfloat16)).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))

@@ -51,7 +51,7 @@ def test_every_strategy_has_a_time_and_a_peak():
         held = peak(plan.step)
         assert plan.memory.parameters + plan.memory.optimizer < held.allocated_bytes <= held.reserved_bytes
         times.append(time)
-    plain, again = times[3], times[4]
+    plain, again = times[1], times[4]  # in one precision
     assert again.compute_s > plain.compute_s
     assert times[6].inline_s > 0
     assert times[7].bubble_s > 0

@@ -7,8 +7,10 @@ from datetime import timedelta
 import pytest
 
 from meshwright.errors import LaunchError
+from meshwright.runtime import rendezvous
 from meshwright.runtime.launch import loopback_store
 from meshwright.runtime.rendezvous import launchers_store, meet
+from tests.pool import free_port
 
 LIMIT = timedelta(seconds=20)
 
@@ -42,3 +44,10 @@ def test_no_attempt_reads_what_another_has_written():
     for rank, said in ((0, r"no word of ranks 1, 2"), (1, "no answer of rank 0")):
         with pytest.raises(LaunchError, match=f"have not met.*{said}"):
             meet(store, rank, 3, timedelta(seconds=0.1))
+
+
+def test_a_store_that_is_not_there_is_missed_soon(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_STORE_WAIT", timedelta(seconds=0.5))
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with pytest.raises(LaunchError, match=r"store does not answer.*leave MASTER_PORT as torchrun has set it"):
+        launchers_store(environment, timedelta(hours=1))

@@ -22,6 +22,13 @@ def _grid_with_stages():
         places = [(topology.get_group_id(kind), topology.get_group_rank(kind)) for kind in ("pipe", "zero", "tp")]
         assert places == [(rank % 2, rank // 2), (0, rank), (rank // 2, rank % 2)]
         assert (topology.get_group_id("tp_zero"), topology.get_group_rank("tp_zero")) == (rank % 2, rank // 2)
+        assert (topology.rank, topology.stages) == (rank, 2)
+        assert (topology.stage_id, topology.pipe_idx, topology.tp_id, topology.tp_idx) == (
+            rank // 2, rank % 2, rank % 2, rank // 2,
+        )  # fmt: skip
+        assert (topology.pp_zero_idx, topology.pp_zero_id) == (rank // 2, rank % 2)
+        assert (topology.pp_tp_zero_idx, topology.pp_tp_zero_id) == (rank, 0)
+        assert runtime.config["pipe_enabled"]
         with pytest.raises(ConfigError, match="did you mean 'tp_zero'"):
             topology.get_group_rank("tp_zeros")
     with pytest.raises(LaunchError, match="pipe_size \\* tp_size"), tensor_groups(2, pipe_size=4):
@@ -35,7 +42,7 @@ def _grid():
         assert runtime.process_grid() is grid
         assert runtime.parameter_mesh() is runtime.parameter_mesh()
         assert runtime.zero_mesh().mesh.tolist() == [runtime.tensor_rank(), runtime.tensor_rank() + 2]
-        kept = [key for key in runtime.config if not key.endswith("comm") and key != "topology"]
+        kept = [key for key in runtime.config if not key.endswith(("comm", "stream")) and key != "topology"]
         config = {key: runtime.config[key] for key in kept}
         comms = [runtime.config[key].get_group().size() for key in ("tp_comm", "tp_zero_comm", "zero_comm", "comm")]
         mean = runtime.sum_loss(torch.tensor([float(runtime.rank())]), comm=runtime.config["tp_zero_comm"])
@@ -52,7 +59,7 @@ def test_tensor_ranks_are_neighbours(ranks):
         assert config == {
             "initialized": True, "rank": rank, "world_size": 4, "local_rank": rank, "local_size": 4,
             "zero_level": 3, "zero_size": 4, "zero_rank": rank, "pipe_size": 1, "pipe_rank": 0, "micros": 1,
-            "tp_size": 2, "tp_rank": rank % 2, "tp_zero_size": 2, "tp_zero_rank": rank // 2,
+            "tp_size": 2, "tp_rank": rank % 2, "tp_zero_size": 2, "tp_zero_rank": rank // 2, "pipe_enabled": False,
         }  # fmt: skip
 
 
@@ -67,7 +74,17 @@ def test_without_tensor_groups_every_rank_is_a_replica(ranks):
 
 
 def test_a_key_of_bmtrains_that_is_not_here():
-    assert "load_stream" not in runtime.config
-    assert runtime.config.get("load_stream") is None
-    with pytest.raises(KeyError, match=r"no such key. Expected one of initialized, rank.* Got 'load_stream'. What"):
-        runtime.config["load_stream"]
+    assert "load_event" not in runtime.config
+    assert runtime.config.get("load_event") is None
+    with pytest.raises(KeyError, match=r"no such key. Expected one of initialized, rank.* Got 'load_event'. What"):
+        runtime.config["load_event"]
+
+
+def _streams():
+    for name in ("calc_stream", "load_stream", "barrier_stream"):
+        assert name in runtime.config
+        runtime.config[name].wait_stream(runtime.config["calc_stream"])
+
+
+def test_bmtrains_streams_are_the_one_that_computes(ranks):
+    ranks(1).run(_streams)

@@ -243,7 +243,7 @@ BAD = [
     (["paralle_mode"], "did you mean 'parallel_mode'", "one of"),
     (["pipline_parallel"], "did you mean 'pipeline_parallel'", "one of"),
     ([("parallel_mode", ("tensr", 8))], "did you mean 'tensor'", "one of"),
-    ([("deepspeed_3d_parallel", {"tpinfo": 1})], "configures DeepSpeed's engine", "parallel_mode"),
+    ([("deepspeed_3d_parallel", {"tpinfo": 1})], "'tpinfo' configures another engine", "parallel_mode"),
     ([("ds_3d_parallel", {"batch_fn": 1})], "pass it as prepare_input", "pipe_config"),
     ([("pipeline_parallel", {"memory_limit": "40 apples"})], "'memory_limit'", "byte"),
     ([("zero2", {"atorch_wrap_class": ()})], "did you mean 'atorch_wrap_cls'", "keys from"),

@@ -43,7 +43,7 @@ def test_importing_leaves_what_training_does_not_need():
         "False",
         "accelerate []",
         "[]",
-        "meshwright.planner.plan_request meshwright.compat.colossalai.booster meshwright.compat.colossalai",
+        "meshwright.planner.plan_request meshwright.compat.colossalai.environment meshwright.compat.colossalai",
     ]
 
 

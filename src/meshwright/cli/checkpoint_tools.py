@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -64,7 +65,7 @@ def _row(path: Path) -> dict[str, object]:
                 "methods": f"damaged: {error}"}  # fmt: skip
     return {
         "path": str(path), "step": record.step, "samples_seen": record.samples_seen, "world_size": record.world_size,
-        "bytes": size, "methods": _methods(record),
+        "bytes": size if size < 2**63 else "?", "methods": _methods(record),
     }  # fmt: skip
 
 
@@ -72,9 +73,15 @@ def _methods(record: Record) -> str:
     """Return the names of a recorded strategy's methods; empty where it cannot be read."""
     try:
         found = json.loads(record.strategy)["methods"]
-        return ", ".join(each if isinstance(each, str) else str(each[0]) for each in found)
-    except (ValueError, KeyError, TypeError, IndexError):
+        return ", ".join(map(_method_name, found))
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         return ""
+
+
+def _method_name(method: Any) -> str:
+    if isinstance(method, str):
+        return method
+    return str(method["name"] if isinstance(method, dict) else method[0])
 
 
 def verify_checkpoints(directory: Path, as_json: bool) -> int:
@@ -95,19 +102,35 @@ def export_checkpoint(directory: Path, out: Path, dtype: str | None) -> int:
     path = _newest_whole(_found(directory))
     adapters_file = path.parent.parent / ADAPTERS
     if adapters_file.is_file() and not out.suffix:
-        adapters = json.loads(adapters_file.read_text(encoding="utf-8"))
-        weights = export_adapters(
-            path,
-            out,
-            names=adapters["names"],
-            config=json.dumps(adapters["config"], indent=2) + "\n",
-            dtype=_DTYPES.get(dtype or ""),
-        )
+        names, adapter_config = read_adapters(adapters_file)
+        weights = export_adapters(path, out, names=names, config=adapter_config, dtype=_DTYPES.get(dtype or ""))
         return _say_exported(out, weights, path, "; adapters for peft")
     config_file = path.parent.parent / MODEL_CONFIG
     config = config_file.read_text(encoding="utf-8") if config_file.is_file() else None
     weights = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), config=config)
     return _say_exported(out, weights, path, "" if config is None or out.suffix else "; a transformers folder")
+
+
+def read_adapters(path: Path) -> tuple[dict[str, str], str]:
+    """Return the names of a run's adapters, and peft's config for them as text.
+
+    Raises:
+        CheckpointError: When the file is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        names, config = found["names"], json.dumps(found["config"], indent=2) + "\n"
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise TypeError("names is no table of names")
+        config.encode()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} does not describe the adapters of the run",
+            expected="what meshwright train wrote: their config and names",
+            got=f"{type(error).__name__}: {error}",
+            fix="restore the file, or name a --out with a suffix to export all weights",
+        ) from error
+    return names, config
 
 
 def _say_exported(out: Path, weights: Mapping[str, torch.Tensor], path: Path, kind: str) -> int:

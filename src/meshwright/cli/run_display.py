@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,8 +77,14 @@ def status_line(record: Mapping[str, Any], smoothed_loss: float | None) -> str:
 
 def speed(records: Sequence[Mapping[str, Any]]) -> str:
     """Format the steps' median speed in tokens/s, or in samples/s where samples are no tokens."""
-    unit = "tokens" if records[0]["tokens_per_s"] is not None else "samples"
-    return f"{readable_count(statistics.median(record[f'{unit}_per_s'] for record in records))} {unit}/s"
+    unit = "tokens" if figures(records, "tokens_per_s") else "samples"
+    known = figures(records, f"{unit}_per_s")
+    return f"{readable_count(statistics.median(known))} {unit}/s" if known else UNKNOWN
+
+
+def figures(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the numbers of records under a key; a file may hold lines that are older, or of other programs."""
+    return [value for record in records if math.isfinite(value := _number(record.get(key)))]
 
 
 def percent(fraction: float | None) -> str:
@@ -239,9 +246,9 @@ def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_by
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in (
-        ("loss", _loss_text(session, records)),
-        ("loss curve", sparkline([_number(record["loss"]) for record in records], _CURVE_WIDTH)),
-        ("median speed", _speed_text(records)),
+        ("loss", f"{loss_text(records)}{_unit(session)}"),
+        ("loss curve", sparkline([_number(record.get("loss")) for record in records], _CURVE_WIDTH)),
+        ("median speed", speed_text(records)),
         ("peak of a rank", _memory_text(session, peak_bytes)),
         ("checkpoint", _short(checkpoints[-1]) if checkpoints else UNKNOWN),
         ("metrics", str(session.run_dir / "metrics.jsonl")),
@@ -260,15 +267,17 @@ def _short(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def _number(value: object) -> float:
+    """Return a value as a float; nan for what is none, such as an integer beyond floats."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else math.nan  # type: ignore[arg-type,operator]
 
 
-def _loss_text(session: Session, records: Sequence[Mapping[str, Any]]) -> str:
-    losses = [_number(record["loss"]) for record in records]
-    finite = [loss for loss in losses if math.isfinite(loss)]
+def loss_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the losses of a run: the first, the last and the best."""
+    losses, finite = [_number(record.get("loss")) for record in records], figures(records, "loss")
     best = f"{min(finite):.4f}" if finite else UNKNOWN
-    return f"{losses[0]:.4f} first, {losses[-1]:.4f} last, {best} best{_unit(session)}"
+    return f"{losses[0]:.4f} first, {losses[-1]:.4f} last, {best} best"
 
 
 def _unit(session: Session) -> str:
@@ -277,12 +286,12 @@ def _unit(session: Session) -> str:
     return ", nats per byte" if session.prepared.config.data.tokenizer == "bytes" else ", nats per token"
 
 
-def _speed_text(records: Sequence[Mapping[str, Any]]) -> str:
-    step_time_s = statistics.median(record["step_time_s"] for record in records)
-    known = [mfu for record in records if (mfu := record.get("mfu")) is not None]
+def speed_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the speed of a run: its median, the MFU, and the time of all steps."""
+    times_s, known = figures(records, "step_time_s"), figures(records, "mfu")
+    step_time_s = f"{statistics.median(times_s):.3f}" if times_s else UNKNOWN
     mfu = percent(statistics.median(known) if known else None)
-    total_s = duration(sum(record["step_time_s"] for record in records))
-    return f"{speed(records)}, {step_time_s:.3f} s a step, MFU {mfu}; {total_s} in all"
+    return f"{speed(records)}, {step_time_s} s a step, MFU {mfu}; {duration(math.fsum(times_s))} in all"
 
 
 def _memory_text(session: Session, peak_bytes: int) -> str:

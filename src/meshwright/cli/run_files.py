@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -95,6 +97,7 @@ def write_whole(
 # tensorboard/       events, where tensorboard is installed
 # model_config.json  the config of a transformers model, for meshwright checkpoint export
 # adapters.json      the config and names of adapters of peft, for the same
+# .lock              locked by the run that writes here; names its host and process
 
 CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ADAPTERS, ANOMALIES = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json", "adapters.json",
@@ -163,6 +166,82 @@ def _check_resumable(directory: Path) -> None:
             got="none" if directory.is_dir() else f"no directory {directory}",
             fix="name the run by --out, or start from the beginning without --resume",
         )
+
+
+_LOCK = ".lock"
+
+
+class RunLock:
+    """The right of one run to write into a directory, from its first file to the end of its process.
+
+    It is a record lock of the operating system: it ends with the process, however that ends, and no forked process,
+    such as a worker of a data loader, has a part in it. Its file stays. Some network file systems have no such locks;
+    two runs would not notice each other there, which is said.
+
+    Args:
+        directory: Directory of the run; made if it is missing.
+
+    Raises:
+        ConfigError: When another process has it, naming its host and process, or the file cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor = -1
+        if sys.platform == "win32":
+            return
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"{directory} cannot be written",
+                expected="a directory in which this user may write",
+                got=error.strerror or str(error),
+                fix="name another --out",
+            ) from error
+        self._lock(directory)
+
+    def _lock(self, directory: Path) -> None:
+        import fcntl
+
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(self._descriptor, 1000).decode(errors="replace").strip()
+            self.release()
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise _other_run(directory, holder) from None
+            text = f"{directory} cannot be locked ({error.strerror}): let no other run write there"
+            print(f"meshwright: {text}", file=sys.stderr, flush=True)
+            return
+        own = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, own.encode())
+
+    def release(self) -> None:
+        """Let other runs write. Calling it again does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _other_run(directory: Path, holder: str) -> ConfigError:
+    return ConfigError(
+        f"Another run is writing into {directory}; nothing was changed",
+        expected="one run in a directory at a time",
+        got=holder or "a process that has just begun",
+        fix="wait for it or end it, or name another --out",
+    )
+
+
+def check_not_running(directory: Path) -> None:
+    """Refuse a directory into which a run is writing now; a run that starts later is found by its own lock.
+
+    Raises:
+        ConfigError: Naming the other run's host and process.
+    """
+    if (directory / _LOCK).is_file() and os.access(directory / _LOCK, os.R_OK | os.W_OK):
+        RunLock(directory).release()
 
 
 def write_document(path: Path, text: str) -> None:

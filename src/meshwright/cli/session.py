@@ -20,7 +20,9 @@ from meshwright.cli.run_files import (
     CONFIG,
     MODEL_CONFIG,
     STRATEGY,
+    RunLock,
     begun_run_dir,
+    check_run_dir,
     default_run_dir,
     is_restart,
     write_document,
@@ -29,7 +31,7 @@ from meshwright.cli.train_data import Loaded
 from meshwright.cli.train_options import Options, Prepared, prepare, unless_given
 from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, RepeatedStream
-from meshwright.errors import CheckpointError, MeshwrightError, StrategyError
+from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.runtime import (
     check_equal,
@@ -73,6 +75,8 @@ class Session:
     """Peak of all ranks together; None when a device is not known."""
     tokens_per_sample: int | None
     """None where samples are no tokens."""
+    lock: RunLock | None
+    """Keeps other runs out of ``run_dir``; None on ranks other than 0."""
 
 
 def open_session(options: Options) -> Session:
@@ -90,9 +94,25 @@ def open_session(options: Options) -> Session:
     if options.resume or (restarted and store.newest() is not None):
         _resume(prepared, accelerated, store, state)
     data.start_at(state.samples_seen)
+    lock = lock_run(run_dir, is_new=not (options.resume or restarted))
     _write_documents(options, prepared, run_dir, accelerated)
     peak_flops_per_s, tokens = _peak_flops_per_s(accelerated.device), data.tokens_per_sample
-    return Session(options, prepared, run_dir, accelerated, store, state, data.order, peak_flops_per_s, tokens)
+    return Session(options, prepared, run_dir, accelerated, store, state, data.order, peak_flops_per_s, tokens, lock)
+
+
+def lock_run(run_dir: Path, *, is_new: bool) -> RunLock | None:
+    """Lock the run's directory on rank 0 before the first file is written; collective."""
+    with same_on_every_rank():
+        if rank() != 0:
+            return None
+        lock = RunLock(run_dir)
+        try:
+            if is_new:  # another run may have come and gone since it was looked at
+                check_run_dir(run_dir, resume=False)
+        except ConfigError:
+            lock.release()
+            raise
+        return lock
 
 
 def _join(options: Options) -> Prepared:
@@ -237,7 +257,7 @@ def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accele
                 "file": str(options.file.resolve()),
                 "ranks": world_size(),
                 "launch": launch_id(),
-                **prepared.config.model_dump(),
+                **prepared.config.model_dump(mode="json"),
             }
             write_document(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
             write_document(run_dir / STRATEGY, accelerated.strategy.to_json() + "\n")

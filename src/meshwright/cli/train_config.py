@@ -38,7 +38,8 @@ class ModelTable(Table):
 
     source: Annotated[str, Field(pattern=f"^(hf:.+|{_REFERENCE})$")] = Field(
         description="'module:function' that returns the model (modules beside this file are found first), or 'hf:PATH' "
-        "of a transformers config.json or the directory it lies in: built with random weights"
+        "of a transformers config.json or the directory it lies in: built with random weights (a "
+        "directory with weights is refused)"
     )
     args: dict[str, Any] = Field(
         default={},
@@ -261,19 +262,25 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} is not TOML", expected="tables of key = value", got=str(error), fix=_HELP) from None
 
 
+_DEEPEST = 100  # lists within lists: what is saved with a checkpoint may be of 255
+
+
 def _parsed(text: str) -> dict[str, Any]:
-    """Parse a TOML text, and refuse integers beyond 64 bits, which TOML does not have.
+    """Parse a TOML text; refuse integers beyond 64 bits, which TOML does not have, and lists in lists without end.
 
     Raises:
-        ValueError: When it is no TOML.
+        ValueError: When it is no TOML, or one of these.
     """
     content = tomllib.loads(text)
-    left: list[Any] = [content]
+    left: list[tuple[Any, int]] = [(content, 0)]
     while left:
-        value = left.pop()
+        value, depth = left.pop()
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("an integer of more than 64 bits")
-        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if depth > _DEEPEST:
+            raise ValueError(f"lists or tables that are nested more than {_DEEPEST} deep")
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        left += ((each, depth + 1) for each in inside)
     return content
 
 

@@ -24,6 +24,7 @@ from meshwright.runtime import (
     print_rank,
     rank,
     shutdown_distributed,
+    world_size,
 )
 from meshwright.runtime.watch import Watch
 from meshwright.store.entries import generator_tensors, set_generators
@@ -140,6 +141,15 @@ def train(options: Options) -> int:
         MeshwrightError: As ``open_session`` and saving do.
     """
     session = open_session(options)
+    try:
+        return _run(session)
+    finally:
+        if session.lock is not None:
+            session.lock.release()
+
+
+def _run(session: Session) -> int:
+    """Train an open session up to its end; return the exit status."""
     run, start = session.prepared.config.run, session.state.step
     if start >= run.steps:
         print_rank(f"meshwright: {session.run_dir} is at step {start} of {run.steps} already: nothing to do")
@@ -234,8 +244,13 @@ def _record(session: Session, result: StepResult, lr: float, started_s: float) -
 
 def _mfu(session: Session, step_time_s: float) -> float | None:
     """Return the model FLOPs utilisation of PaLM (Chowdhery et al. 2022), without recomputed operations."""
-    accelerated, flops = session.accelerated, session.accelerated.plan.step.flops
-    if flops is None or session.peak_flops_per_s is None:
+    accelerated, plan = session.accelerated, session.accelerated.plan
+    known = [step.flops for step in plan.steps or (plan.step,) if step.flops is not None]
+    if len(known) < max(len(plan.steps), 1) or session.peak_flops_per_s is None:
         return None
-    flops_per_step = flops * accelerated.num_micro_batches * accelerated.num_replicas
-    return flops_per_step / (step_time_s * session.peak_flops_per_s)
+    of_a_rank = sum(known) / len(known) * accelerated.num_micro_batches
+    flops_per_s = of_a_rank * world_size() / step_time_s
+    if accelerated.device.type == "cpu":
+        # A CPU's peak was measured, in fp32 and beside whatever else ran: what a step reaches is no more than the peak.
+        session.peak_flops_per_s = max(session.peak_flops_per_s, flops_per_s)
+    return flops_per_s / session.peak_flops_per_s

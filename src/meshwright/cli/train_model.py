@@ -75,6 +75,33 @@ def model_source(table: ModelTable, folder: Path, *, of_text: bool = True) -> Mo
     return ModelSource(build, loss_func, _by_name, "unpack_dict")
 
 
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth")
+
+
+def refuse_weights(table: ModelTable, folder: Path) -> None:
+    """Refuse ``hf:PATH`` of a folder with pretrained weights, which nobody would read.
+
+    Args:
+        table: The table.
+        folder: The training file's folder.
+
+    Raises:
+        ConfigError: Naming the weights.
+    """
+    path = config_path(table.source, folder)
+    if path is None or not path.is_dir():
+        return
+    found = sorted(each.name for pattern in _WEIGHTS for each in path.glob(pattern))
+    if found:
+        raise ConfigError(
+            "model.source names a folder of pretrained weights, and would train from random ones",
+            expected="hf:PATH of a config.json, or of a folder without weights",
+            got=f"{join_names(found, 3)} in {path}",
+            fix=f"write {table.source.rstrip('/')}/config.json to train from random weights; for the pretrained ones "
+            "let a function return the model: 'module:function' that calls transformers' from_pretrained",
+        )
+
+
 def _by_name(batch: Any, device: torch.device) -> Any:
     moved = to_device(batch, device)
     return {"input_ids": moved} if isinstance(moved, torch.Tensor) else moved

@@ -1,4 +1,7 @@
-"""fairseq's BMUF: its arguments and methods over the rule of :mod:`meshwright.optim.outer`."""
+"""fairseq's BMUF: its arguments and the methods that its trainer calls, over the rule of :mod:`meshwright.optim.outer`.
+
+``fairseq.optim`` and ``fairseq.optim.bmuf`` are aliases of this module; see :mod:`meshwright.compat.aliases`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ from meshwright.errors import ConfigError
 from meshwright.optim.dtensors import clip_grad_norm_, local_tensor, multiply_
 from meshwright.optim.guarded_step import inner_optimizer
 from meshwright.optim.outer.presets import BlockMomentum, Group
+
+__all__ = ["BMUF", "FairseqBMUF"]
+
+# The modules of fairseq's package are aliases of this one: it must look like a package.
+__path__: list[str] = []
 
 NbmMode = Literal["paper", "fairseq"]
 
@@ -86,8 +94,29 @@ class BMUF(BlockMomentum):
             )
         self._alone = distributed_world_size == 1
 
-    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """Take one inner step, and what is due after it; see OuterOptimizer."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, scale: float = 1.0, groups: None = None, **options: Any
+    ) -> Any:
+        """Take one inner step, and what is due after it; see OuterOptimizer.
+
+        Args:
+            closure: Recomputes the loss, for the inner optimizer.
+            scale: Divides the gradients.
+            groups: Must be None: all parameters step together, or replicas could not synchronise.
+            options: Passed to the inner optimizer.
+
+        Raises:
+            ConfigError: When groups are named, or gradients that a closure computes are to be divided.
+        """
+        if groups is not None or (closure is not None and scale != 1.0):
+            raise ConfigError(
+                "A step of BMUF takes no groups, and no scale beside a closure",
+                expected="step(), step(scale=…) or step(closure)",
+                got=f"groups={groups!r} and scale={scale!r}",
+                fix="leave groups out; divide the loss in the closure",
+            )
+        if scale != 1.0:
+            self.multiply_grads(1.0 / scale)
         if self._alone:
             self.num_updates += 1
             return self.inner.step(**options) if closure is None else self.inner.step(closure, **options)
@@ -97,11 +126,24 @@ class BMUF(BlockMomentum):
         """Average gradients over replicas in a synchronous warm-up; see OuterOptimizer."""
         if not self._alone:
             super().prepare_gradients()
+        elif self.guard is not None:
+            self.guard.prepare_gradients()
 
     @property
     def optimizer(self) -> Optimizer:
         """Return the torch optimizer inside."""
         return inner_optimizer(self)
+
+    @property
+    def optimizer_config(self) -> dict[str, Any]:
+        """Return the hyperparameters of the first group: overrides for a checkpoint's in ``load_state_dict``."""
+        return {name: value for name, value in self.param_groups[0].items() if name != "params"}
+
+    supports_step_with_scale = True
+    """``step(scale=…)`` divides the gradients."""
+    supports_groups = False
+    supports_memory_efficient_fp16 = False
+    supports_flat_params = False
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -123,8 +165,23 @@ class BMUF(BlockMomentum):
         for group in self.param_groups:
             group.update(optimizer_overrides or {})
 
+    def broadcast_global_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict: every rank has all of it."""
+        return state_dict
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss."""
+        loss.backward()
+
+    def all_reduce_grads(self, module: nn.Module) -> None:
+        """Call the module's own ``all_reduce_grads``, if it has one; replicas of BMUF have nothing to reduce."""
+        reduce = getattr(module, "all_reduce_grads", None)
+        if callable(reduce):
+            reduce()
+
     def multiply_grads(self, c: float | torch.Tensor) -> None:
-        """Multiply all gradients by a number."""
+        """Multiply all gradients by a number, after the loss scale is removed from them."""
+        self.prepare_gradients()
         gradients = [local_tensor(parameter.grad) for parameter in self.params if parameter.grad is not None]
         multiply_(gradients, torch.as_tensor(c))
 
@@ -172,6 +229,64 @@ class BMUF(BlockMomentum):
     def average_params(self) -> None:
         """Average the inner optimizer's states over replicas; collective."""
         self.synchronizer.inner_state.average(self.synchronizer.weights.parameters)
+
+
+class FairseqBMUF(BMUF):
+    """:class:`BMUF` with the constructor of fairseq's class, and with fairseq's rule under ``use_nbm``.
+
+    fairseq's learning-rate schedulers take instances of fairseq's own base class alone:
+    ``class BMUFOfFairseq(FairseqBMUF, fairseq.optim.FairseqOptimizer): pass`` is one.
+
+    Args:
+        cfg: ``cfg.bmuf``: a ``FairseqBMUFConfig``, or whatever has attributes of its names; those that are absent have
+            their defaults.
+        optimizer: A torch optimizer, or one of fairseq's over a torch optimizer, such as ``FairseqAdam``.
+
+    Raises:
+        ConfigError: See BMUF; and for an optimizer of fairseq that keeps copies of the weights, as ``FP16Optimizer``.
+    """
+
+    def __init__(self, cfg: Any, optimizer: Any) -> None:
+        given = {name: getattr(cfg, name) for name in _CONFIG if getattr(cfg, name, None) is not None}
+        super().__init__(_torch_optimizer(optimizer), **given, nbm_mode="fairseq")
+        self.cfg = cfg
+
+    def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: Mapping[str, Any] | None = None) -> None:
+        """Load what ``state_dict`` returned, or a checkpoint of fairseq; see BMUF.
+
+        fairseq saves the state of the optimizer inside alone. BMUF then begins anew, as it does there.
+        """
+        if "inner" in state_dict:
+            super().load_state_dict(state_dict, optimizer_overrides)
+            return
+        self.optimizer.load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.update(optimizer_overrides or {})
+
+
+_CONFIG = (
+    "block_lr",
+    "block_momentum",
+    "global_sync_iter",
+    "warmup_iterations",
+    "use_nbm",
+    "average_sync",
+    "distributed_world_size",
+)
+
+
+def _torch_optimizer(optimizer: Any) -> Optimizer:
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, Optimizer) or hasattr(optimizer, "fp32_optimizer") or hasattr(optimizer, "scaler"):
+        raise ConfigError(
+            "BMUF cannot synchronise the weights of this optimizer",
+            expected="a torch optimizer, or fairseq's wrapper of one over the model's own parameters",
+            got=type(optimizer).__name__,
+            fix="leave out fp16, or train in half precision with meshwright.accelerate and the method outer",
+        )
+    return inner
 
 
 def _is_fairseq(mode: str) -> bool:

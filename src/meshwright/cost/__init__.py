@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         Activations as Activations,
         BackwardAt as BackwardAt,
         BlockSaves as BlockSaves,
+        Inputs as Inputs,
         Instant as Instant,
         Placed as Placed,
         Recomputed as Recomputed,

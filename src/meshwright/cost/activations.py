@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 Placed = tuple[tuple[tuple[int, ...], int], ...]
 """Amounts, each with the places it belongs to: blocks of the list that a pipeline cuts, by their numbers; -1 is before
@@ -65,6 +65,8 @@ class Transient(NamedTuple):
         returned: Bytes made here in forward that nobody saves and the model holds, such as keys and values it returns.
         left: The part of those that is held in backward, too.
         remains: Bytes that are not free when its backward has run.
+        cut: The instants of a place behind which a pipeline cuts the model: what comes from there counts as received.
+        far: Bytes of parameters' gradients from behind the blocks that wait for parts from before them.
     """
 
     place: int
@@ -74,14 +76,18 @@ class Transient(NamedTuple):
     returned: int = 0
     left: int = 0
     remains: int = 0
+    cut: tuple[Instant, ...] = ()
+    far: int = 0
 
-    def most(self, *, with_gradients: bool) -> int:
+    def most(self, *, with_gradients: bool, is_cut: bool = False) -> int:
         """Return the most bytes held beside what is saved.
 
         Args:
             with_gradients: Whether complete gradients of this place are held, and not added to others.
+            is_cut: Whether a pipeline cuts the model behind this place.
         """
-        return max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in self.instants)
+        instants = self.cut if is_cut else self.instants
+        return max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in instants)
 
 
 def outermost_instants(every: Iterable[Instant]) -> tuple[Instant, ...]:
@@ -136,6 +142,42 @@ class TracedModule:
     working_bytes: int = 0  # what its backward needs, when it is recomputed, beside what it saves again
 
 
+Given = Literal["view", "copy"]
+"""How the model's input is given: as views of the step's batch, or as copies of a micro-batch's part of it."""
+
+
+class Inputs(NamedTuple):
+    """The model's input in device memory, which the caller holds beside what forward saves.
+
+    Args:
+        viewed_bytes: Bytes of a micro-batch that are views of the step's batch, which is whole until the step ends.
+        copied_bytes: Bytes of a micro-batch that were made from the batch.
+        batch_bytes: Bytes of a micro-batch in the batch of which only copies are given.
+        views: Micro-batches of a step.
+        copies: Micro-batches whose copies are held at once: all of them in a pipeline.
+    """
+
+    viewed_bytes: int = 0
+    copied_bytes: int = 0
+    batch_bytes: int = 0
+    views: int = 1
+    copies: int = 1
+
+    def of(self, given: Given) -> int:
+        """Return how many micro-batches' input is held at once."""
+        return self.views if given == "view" else self.copies
+
+    @property
+    def batch(self) -> int:
+        """Return the bytes of the step's batch."""
+        return self.views * (self.viewed_bytes + self.batch_bytes)
+
+    @property
+    def held(self) -> int:
+        """Return the bytes held while forward and backward run."""
+        return self.batch + self.copies * self.copied_bytes
+
+
 @dataclass(frozen=True)
 class SavedTensor:
     """A tensor that forward saves for backward, or that recomputation may keep instead."""
@@ -146,6 +188,7 @@ class SavedTensor:
     results: tuple[tuple[str, Running], ...] = ()  # operators whose result it is, where recomputation may keep that
     places: tuple[int, ...] = ()  # see Placed
     needed_from: int = -1  # the first place whose backward needs it: when that has run, it is free
+    given: Given | None = None  # part of the model's input, which lives however long it is saved
 
     def is_kept(self, recomputed: Recomputed) -> bool:
         """Return whether the tensor lives from forward to backward while these modules are recomputed."""
@@ -204,6 +247,7 @@ class BackwardAt(NamedTuple):
     stage: int
     held: tuple[int, ...]  # micro-batches of each stage that are kept
     accumulated: tuple[bool, ...]  # whether each stage has gradients of micro-batches before
+    done: tuple[int, ...] = ()  # micro-batches of which each stage has sent gradients; none: not counted
 
 
 @dataclass(frozen=True)
@@ -231,6 +275,7 @@ class Activations:
     transients: tuple[Transient, ...] = field(default=(), hash=False)  # beside all of these; empty: unknown
     kept_at: tuple[Placed, ...] = field(default=(), hash=False)  # of a micro-batch, by stages: by the first place
     working_at: Placed = field(default=(), hash=False)  # of the module that needs most there when it is recomputed
+    inputs: Inputs = field(default_factory=Inputs)
     returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
 
     def recompute(self, recomputed: Recomputed, *, to_the_end: bool = False) -> tuple[Activations, int]:
@@ -248,11 +293,16 @@ class Activations:
         working: dict[int, int] = {}
         places: dict[int, int] = {}  # where the recomputed modules are
         kept: list[dict[int, int]] = []
+        given: dict[int, int] = {}  # of the input, which several stages of a rank may save
         for tensors in self.stages:
             here: dict[int, int] = {}
             kept.append(here)
             for tensor in tensors:
                 place = tensor.needed_from
+                if tensor.given is not None:
+                    if tensor.is_kept(self.recomputed):
+                        given[id(tensor)] = tensor.num_bytes * self.inputs.of(tensor.given)
+                    continue
                 if tensor.is_kept(self.recomputed):
                     here[place] = here.get(place, 0) + tensor.num_bytes
                     continue
@@ -265,7 +315,7 @@ class Activations:
             most[places[module]] = max(most.get(places[module], 0), size)
         return dataclasses.replace(
             self,
-            saved_bytes=self._at_most([sum(here.values()) for here in kept]),
+            saved_bytes=self._at_most([sum(here.values()) for here in kept]) + sum(given.values()),
             kept_at=tuple(_placed(here) for here in kept) if self.transients else (),
             working_bytes=max(working.values(), default=0),
             working_at=_placed(most) if self.transients else (),
@@ -274,6 +324,10 @@ class Activations:
     def _at_most(self, stages: Sequence[int]) -> int:
         """Return the most that is held at one time, given what one micro-batch saves in every stage."""
         return max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
+
+    def given(self, inputs: Inputs) -> Activations:
+        """Return the activations of a step that holds its input so."""
+        return dataclasses.replace(self, inputs=inputs).settled()
 
     def cut(
         self,
@@ -309,7 +363,8 @@ class Activations:
             inside = [place for place in places if place is not None]
             if inside:
                 copied[min(inside)] += tensor.num_bytes
-            if inside and None not in places and not tensor.is_kept_result(self.recomputed):
+            is_free = tensor.given is None and not tensor.is_kept_result(self.recomputed)
+            if inside and None not in places and is_free:
                 freed[max(inside)] += tensor.num_bytes
         return tuple(BlockSaves(sum(freed[: count + 1]), sum(copied[: count + 1])) for count in range(len(self.blocks)))
 

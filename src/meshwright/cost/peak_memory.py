@@ -139,8 +139,13 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
         working = {place: size for (place,), size in known.working_at}
         for each in own:
             remains = sum(other.remains for other in own if other.place > each.place)
-            later = sum(size for place, size in kept.items() if place > each.place) - buffers - left - remains
-            activations = held - later + each.most(with_gradients=not _accumulates(step, now))
+            # What a stage hands on is kept until its backward has run.
+            end = own[-1].place
+            later = sum(size for place, size in kept.items() if each.place < place <= end) - buffers - left - remains
+            held_here = held - later + known.inputs.held - (each.far if each.place < end < behind else 0)
+            activations = held_here + each.most(
+                with_gradients=not _accumulates(step, now), is_cut=each.place == end < behind
+            )
             gradients, gathered = _Gradients(step, whole, known, now).at(each)
             at_peak = dataclasses.replace(
                 whole,
@@ -157,7 +162,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                     False,
                     dataclasses.replace(
                         at_peak,
-                        activations=held - later - kept.get(each.place, 0),
+                        activations=held_here - kept.get(each.place, 0),
                         gathered=weights + on_way + known.transients[-1].gradients,
                         recomputation=0,
                     ),
@@ -168,23 +173,35 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                     each.place == behind,
                     dataclasses.replace(
                         at_peak,
-                        activations=held - later - left + returned + most,
+                        activations=held_here - left + returned + most,
                         gathered=at_peak.gathered + last_gathered_bytes(step),
                     ),
                 )
 
 
 def _received_bytes(step: Step, now: BackwardAt) -> int:
-    """Return the bytes of receive buffers: torch keeps one per micro-batch, some of which forward has saved."""
+    """Return the bytes of buffers to receive in, and of what was sent and is held all the same.
+
+    torch keeps one buffer per micro-batch and direction. Forward has saved some of what was received, and what one
+    stage of a rank hands on to the next of the same rank is no copy.
+    """
     stages = step.stages
     if stages is None or stages.boundary_bytes is None:
         return 0
     count = 0
-    for stage, held in zip(stages.own, now.held, strict=True):
-        if stage > 0 and stages.ranks[stage - 1] != stages.here:
-            count += step.num_micro_batches - held
-        if stage + 1 < len(stages.ranks) and stages.ranks[stage + 1] != stages.here:
+    for own, (stage, held) in enumerate(zip(stages.own, now.held, strict=True)):
+        if stage > 0:
+            before = stages.own.index(stage - 1) if stages.ranks[stage - 1] == stages.here else None
+            count += step.num_micro_batches - held - (now.held[before] if before is not None else 0)
+            count += now.done[own] if now.done and before is None else 0
+        if stage + 1 < len(stages.ranks):
             count += step.num_micro_batches
+            is_sent = now.done and stages.ranks[stage + 1] != stages.here
+            count += now.done[own] if is_sent else 0
+    if stages.schedule == "1f1b" and any(now.accumulated):
+        # The last gradient that was sent is held until the next, and the last hidden state of the warm-up, too.
+        left = max(stages.ranks) - stages.here
+        count += (stages.here > 0) + (0 < left < step.num_micro_batches - 1)
     return count * stages.boundary_bytes
 
 
@@ -226,6 +243,8 @@ class _Gradients:
             if begun and stage != self.now.stage
             for each in _of_stage(self.step, self.known, stage)
         )
+        if all(self.now.accumulated):
+            return self.whole.gradients, 0
         return others + (sum(each.gradients for each in own) if self.now.accumulated[self.now.stage] else later), 0
 
     def _sharded(self, place: Transient, later: int) -> tuple[int, int]:
@@ -348,13 +367,14 @@ def moments(step: Step) -> dict[Moment, Memory]:
         loss = next((held for is_behind, held in reversed(found) if is_behind), recomputed)
     # Gradients that accumulate whole are none yet where only the first micro-batch gathers.
     before = (0, 0) if step.gathered == "model" else (lasting, accumulated)
-    copied = [at(before[0], before[1] + size, kept) for size, kept in copied_out(step)]
-    copied += [at(whole.gradients, size, 0) for size in [broadcast_bytes(step)] if size]
+    given = known.inputs.held if known is not None else 0
+    copied = [at(before[0], before[1] + size, kept + given) for size, kept in copied_out(step)]
+    copied += [at(whole.gradients, size, given) for size in [broadcast_bytes(step)] if size]
     found_at: dict[Moment, Memory] = {
         **({"gather": max(copied, key=lambda each: each.total)} if copied else {}),
         "loss": loss,
         "recomputation": recomputed,
-        "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),
+        "reduction": at(whole.gradients, weights + accumulated + of_outside, given),
         "update": _at_update(step, most),
     }
     shared = exchanged_in_memory(step)
@@ -362,7 +382,7 @@ def moments(step: Step) -> dict[Moment, Memory]:
 
 
 def _at_update(step: Step, most: Memory) -> Memory:
-    """Return the memory at the update: all gradients, and the optimizer's temporaries.
+    """Return the memory at the update: all gradients, the optimizer's temporaries, and the batch.
 
     With a traced model FSDP2 has freed what it gathered, and DDP keeps its buckets beside fp32 gradients of half
     weights.
@@ -373,7 +393,13 @@ def _at_update(step: Step, most: Memory) -> Memory:
     beside = real and step.master is not None and averages_in_buckets(step)
     buffers = sum(count * held_bytes(step, p) for count, p in step.every_parameter() if p.trainable) if beside else 0
     return dataclasses.replace(
-        most, gradients=most.gradients + buffers, gathered=gathered, activations=0, recomputation=0, returned=0
+        most,
+        gradients=most.gradients + buffers,
+        gathered=gathered,
+        activations=0,
+        recomputation=0,
+        returned=0,
+        updating=most.updating + (known.inputs.batch if known is not None else 0),
     )
 
 

@@ -124,13 +124,17 @@ def offload_placements(step: Step) -> list[OffloadPlacement]:
 
 
 def whole_numel(step: Step, parameter: Parameter) -> int:
-    """Return the elements of the whole parameter, before a tensor axis divides it."""
-    return parameter.numel * (step.size("tensor") if parameter.tensor_dim is not None else 1)
+    """Return the elements of the whole parameter, before a tensor or an expert axis divides it."""
+    return math.prod(_whole_shape(step, parameter))
 
 
 def _whole_shape(step: Step, parameter: Parameter) -> tuple[int, ...]:
-    parts = step.size("tensor")
-    return tuple(size * parts if dim == parameter.tensor_dim else size for dim, size in enumerate(parameter.shape))
+    shape = list(parameter.shape)
+    if parameter.tensor_dim is not None:
+        shape[parameter.tensor_dim] *= step.size("tensor")
+    if parameter.expert is not None and parameter.expert[0] is None:  # a stack; of a list every rank has some whole
+        shape[0] *= step.size("expert")
+    return tuple(shape)
 
 
 def _place_parameters(step: Step, placements: list[OffloadPlacement]) -> None:
@@ -306,7 +310,7 @@ def average_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | N
     """Return the bytes of the moving average of one rank's part of a parameter; 0 without one."""
     if step.average is None or not parameter.trainable:
         return 0
-    itemsize = step.average.itemsize or max(parameter.itemsize, _FP32_BYTES)
+    itemsize = element_bytes(parameter, step.average.itemsize or max(parameter.itemsize, _FP32_BYTES))
     return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * itemsize
 
 
@@ -360,10 +364,11 @@ def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) ->
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
     shape = shape_on(step, parameter, step.optimizer.axis, where)
     # None: parameters and states are as they were given.
-    updated = step.optimizer.itemsize
+    updated = step.optimizer.itemsize if parameter.trainable else step.held_itemsize(parameter)
     if not keeps_state(step, parameter, state):
         return 0
-    itemsize = updated if updated is not None and state.dims and not state.own_type else state.itemsize
+    is_cast = updated is not None and parameter.floating and state.dims and not state.own_type
+    itemsize = updated if is_cast and updated is not None else state.itemsize
     return math.prod(shape[dim] for dim in state.dims) * state.numel_apart * itemsize
 
 
@@ -395,7 +400,7 @@ def _outer_bytes(step: Step, where: Mapping[str, int]) -> int:
         (whole_numel(step, parameter), _wide_bytes(step, parameter, where))
         for count, parameter in step.every_parameter()
         for _ in range(count)
-        if parameter.trainable and parameter.floating
+        if parameter.trainable
     ]
     owners = balanced_owners([numel for numel, _ in held], step.size(outer.split_axis))
     own = where.get(outer.split_axis or "", 0)

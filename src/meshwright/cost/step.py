@@ -552,10 +552,13 @@ def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
     if compression is None or (compression.reduce is None and compression.neighbours(step.axes, axis) is None):
         total = sum(count * p.numel * size for count, p, size in trained)
         return (Traffic("all_reduce", axis, total, "backward", calls=math.ceil(total / _BUCKET_BYTES) or 1),)
-    message = sum(
-        count * compression.num_bytes(compression.reduce, p.numel, math.ceil(p.numel / ranks), size)
-        for count, p, size in trained
-    )
+
+    def bytes_of(parameter: Parameter, size: int) -> int:
+        if parameter.floating:
+            return compression.num_bytes(compression.reduce, parameter.numel, math.ceil(parameter.numel / ranks), size)
+        return math.ceil(2 * parameter.numel / ranks) * size // 2  # complex: pairs of numbers, as they are
+
+    message = sum(count * bytes_of(p, size) for count, p, size in trained)
     return (
         *reduce_traffic(step, axis, message * ranks),
         *gather_traffic(step, axis, message * ranks, "backward"),

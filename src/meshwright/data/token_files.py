@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sysconfig
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ def find_files(source: str | Sequence[str], base: Path) -> list[Path]:
         Absolute paths in sorted order; a file reached in several ways is listed once.
 
     Raises:
-        DataError: When there is no source, or one of them matches no file.
+        DataError: When there is no source, or one of them matches no file, or a compressed one.
     """
     sources = [source] if isinstance(source, str) else list(source)
     if not sources:
@@ -65,7 +66,34 @@ def _match(source: str, base: Path) -> list[Path]:
     files = [Path(name) for name in names if os.path.isfile(name)]
     if not files:
         raise _nothing_found(source, pattern)
+    for file in files:
+        _refuse_compressed(file)
     return files
+
+
+_MAGIC_BYTES = 10
+# What compressed files begin with.
+_COMPRESSED = {
+    "gzip": rb"\x1f\x8b", "bzip2": rb"BZh[1-9]1AY&SY", "xz": rb"\xfd7zXZ\x00", "zstd": rb"\x28\xb5\x2f\xfd",
+    "zip": rb"PK\x03\x04",
+}  # fmt: skip
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Refuse a file whose bytes are no text: training would run on them without a word."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(_MAGIC_BYTES)
+    except OSError:  # reading it whole reports that
+        return
+    kind = next((name for name, magic in _COMPRESSED.items() if re.match(magic, start)), None)
+    if kind is not None:
+        raise DataError(
+            "A file of the corpus is compressed",
+            expected="text files",
+            got=f"{path}, which is {kind}",
+            fix="unpack it first (gunzip, unzstd, unzip …), or let data.source name a function that reads it",
+        )
 
 
 def _nothing_found(source: str, pattern: str) -> DataError:

@@ -249,6 +249,8 @@ def inspect_tensor() -> Iterator[Inspector]:
 
 _COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
 _LEFT_ALIGNED = 2  # name and shape
+# Fixed, so that tables printed one after another line up; a cell that needs more widens its column.
+_WIDTHS = (0, 18, *6 * (10,))
 
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
@@ -258,11 +260,12 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
         summary: The result of ``inspect_model`` or ``Inspector.get_summary``, or several of them concatenated.
 
     Returns:
-        A header and one line per tensor; columns as BMTrain's, none of them cut off.
+        A header and one line per tensor. Columns are BMTrain's: those after the name have a fixed width, and are wider
+        only where a cell would be cut off.
     """
     rows = [[line[column] for column in _COLUMNS] for line in summary]
     cells = [_COLUMNS, *([f"{each:.4f}" if isinstance(each, float) else str(each) for each in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(least, *map(len, column)) for least, column in zip(_WIDTHS, zip(*cells, strict=True), strict=True)]
     aligns = [str.ljust if index < _LEFT_ALIGNED else str.rjust for index in range(len(_COLUMNS))]
     lines = (
         "  ".join(align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)) for row in cells

@@ -60,6 +60,11 @@ class Checkpoint(Method):
         "memory: activations of one block at a time. Time: one more forward. Communication: forward's again"
     )
     seed_name: ClassVar[str | None] = "ATorch: checkpoint"
+    foreign_keys: ClassVar[Mapping[str, str]] = {
+        "use_te_impl": "leave it out; 8-bit layers are recomputed by torch's checkpoint, too",
+        "max_checkpoint_module_num": "write layers=N to recompute the first N modules",
+        "selective_offload": "write policy='selective', or add ('offload', {'activations': 1.0})",
+    }
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="pipeline_parallel",
@@ -75,8 +80,8 @@ class Checkpoint(Method):
     """The modules; None: the model's repeated blocks, or in a model without any, the modules that its
     ``nn.Sequential``s run, else its children."""
     no_reentrant: bool = True
-    """False uses torch's reentrant implementation, for modules (some ``torch.jit.script`` ones) on which the default
-    fails."""
+    """False uses torch's reentrant implementation, for modules on which the default fails since they save other tensors
+    when they run again."""
     policy: Literal["full", "selective"] | tuple[str, ...] | None = None
     """``full`` keeps nothing but inputs; ``selective`` keeps the results of products with weights, fused attention and
     functional collectives too (Korthikanti et al. 2022); or the operators whose results are kept, such as ``aten.mm``.

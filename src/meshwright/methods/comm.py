@@ -7,6 +7,7 @@ data parallelism :func:`quantise_averages`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -40,13 +41,13 @@ def quantise_units(model: nn.Module, compression: Compression, way: Route) -> No
         if not isinstance(module, FSDPModule):
             continue
         parameters = [parameter for group in parameter_groups(module) for parameter in group.fsdp_params]
-        floating = all(parameter.sharded_param.is_floating_point() for parameter in parameters)
-        if not parameters or not floating:
-            continue
+        shards = [parameter.sharded_param for parameter in parameters]
         unit = _Unit(parameters, compression, way)
-        if compression.gather is not None or way.nodes is not None:
+        floating = bool(shards) and all(shard.is_floating_point() for shard in shards)
+        if floating and (compression.gather is not None or way.nodes is not None):
             module.set_custom_all_gather(_AllGather(unit))  # type: ignore[arg-type]
-        if compression.reduce is not None or way.nodes is not None:
+        reduced = [shard.is_floating_point() for shard in shards if shard.requires_grad]
+        if reduced and all(reduced) and (compression.reduce is not None or way.nodes is not None):
             module.set_custom_reduce_scatter(_ReduceScatter(unit))  # type: ignore[arg-type]
 
 
@@ -172,9 +173,21 @@ class _Averages:
             devices=[] if self._stream is None else [self._device]
         )
         with self._aside():
-            average_in_place([gradient.view(-1) for gradient in bucket.gradients()], self._compression, self._way)
-            future.set_result(bucket.buffer())
+            future.set_result(self._averaged(bucket))
         return future
+
+    def _averaged(self, bucket: dist.GradBucket) -> torch.Tensor:  # type: ignore[name-defined]
+        buffer: torch.Tensor = bucket.buffer()
+        if buffer.is_sparse:  # rows of embeddings, of which each rank has others: as DDP averages them
+            buffer = buffer / self._way.size
+            dist.all_reduce(buffer, group=self._way.group)
+        elif any(parameter.is_complex() for parameter in bucket.parameters()):
+            # DDP gives a buffer of real numbers, and would cut it as if it were one of complex ones.
+            parts = buffer.split([2 * parameter.numel() for parameter in bucket.parameters()])
+            average_in_place(parts, dataclasses.replace(self._compression, reduce=None), self._way)
+        else:
+            average_in_place([gradient.view(-1) for gradient in bucket.gradients()], self._compression, self._way)
+        return buffer
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -232,7 +245,7 @@ class Comm(Method):
     Under a sharding method the all-gather of weights and the reduce-scatter of gradients change; without one, the
     average of gradients. Numbers are quantised block by block within a tensor; gradients are added up in fp32. The
     weights that the optimizer updates keep their precision: only the copy that is sent is quantised, and all ranks
-    compute with the same bits.
+    compute with the same bits. Complex and sparse gradients are averaged as they are.
 
     Config: ``{"all_gather": "int8", "reduce": "int4"}``; the short form ``"int4"`` is that of ``reduce``.
     """
@@ -320,6 +333,8 @@ class Comm(Method):
     def check(self, job: Job) -> None:
         """Refuse engines whose collectives it cannot change, and nodes that cut the axis into unequal parts."""
         self._check_engine(job)
+        if self.all_gather is not None and job.shard_axis is not None:
+            self._check_dtypes(job)
         if self.hierarchical is not None:
             self._check_nodes(job)
 
@@ -330,6 +345,19 @@ class Comm(Method):
                 expected="zero1, zero2 or fsdp beside the tensor axis",
                 got=f"tensor={job.size('tensor')}",
                 fix="add one of them, or leave comm out",
+            )
+
+    def _check_dtypes(self, job: Job) -> None:
+        """Refuse weights that are gathered as bytes, of several dtypes; complex ones have units of their own."""
+        kinds = {p.dtype for p in job.model.parameters() if not p.dtype.is_complex}
+        if _casts(job):
+            kinds = {torch.float32 if dtype.is_floating_point else dtype for dtype in kinds}
+        if len(kinds) > 1:
+            raise StrategyError(
+                "comm: all_gather encodes weights of one dtype",
+                expected="parameters of one floating dtype, or amp_native or half, which gather them in one",
+                got=", ".join(sorted(map(str, kinds))),
+                fix="leave all_gather out: reduce compresses the gradients of such models too",
             )
 
     def _check_nodes(self, job: Job) -> None:
@@ -371,6 +399,13 @@ class Comm(Method):
     def cost(self, step: Step) -> Step:
         """Record the compression on the simulated step."""
         return step.replace(compression=self._compression)
+
+
+def _casts(job: Job) -> bool:
+    """Return whether parameters are gathered in one precision, whatever theirs is."""
+    asked = [getattr(job.strategy.get(name), "mixed_precision", None) for name in SHARDING]
+    casts = any(each is not None and each.param_dtype is not None for each in asked)
+    return casts or "amp_native" in job.strategy or "half" in job.strategy
 
 
 def _axis(job: Job) -> str:

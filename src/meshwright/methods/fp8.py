@@ -173,6 +173,15 @@ _AXES = (
     "zero",
     "tensor",
 )  # their ranks have the same layers, and other data or other parts of them
+_AS_A_RECIPE = "name a recipe: 'delayed' is TransformerEngine's, 'tensorwise', 'rowwise' and 'mxfp8' are torchao's"
+_FOREIGN = {
+    **dict.fromkeys(("use_te", "scale_method", "scale_block_size"), _AS_A_RECIPE),
+    **dict.fromkeys(("quantization_method", "compute_method"), "leave it out; the device decides on the kernel"),
+    **dict.fromkeys(("fp8_dpa", "fp8_mha"), "leave it out; attention stays in 16 bits"),
+    "override_linear_precision": "leave it out; all three products of a layer are in 8 bits",
+    "precision_switchable": "leave it out; exclude names the layers that stay in 16 bits",
+    "precision_switchable_fp8_input_current_scaling": _AS_A_RECIPE,
+}  # of ATorch
 _TILE = {"mxfp8": 32}  # rows and columns that share a scale; 16 for the other recipes
 
 
@@ -235,6 +244,16 @@ class Fp8(Method):
             other_keys="master_weights=False",
         ),
     )
+
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
+    foreign_off: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "use_te": (None, True),  # its default, with delayed scaling as here
+        "scale_method": (None, "tensorwise"),  # read beside use_te=False alone
+        "scale_block_size": (None, 128),
+        "override_linear_precision": (None, (False,) * 3, [False] * 3),
+        "quantization_method": (None, "default"),
+        "compute_method": (None, "default"),
+    }
 
     recipe: Literal["delayed", "tensorwise", "rowwise", "mxfp8"] = "delayed"
     include: Parts | None = None

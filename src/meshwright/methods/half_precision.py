@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
+from torch.distributed.tensor import DTensor
 
 from meshwright.cost import HALF, Placement, ProductDtype, Step
 from meshwright.errors import StrategyError
@@ -14,7 +15,7 @@ from meshwright.methods.base import Conflict, HalfDType, Job, Method, Phase, hal
 from meshwright.methods.job import Precision
 from meshwright.methods.planner_hooks import ComputeDtypes, Role, SearchScope
 from meshwright.nn import widen, wrap_method
-from meshwright.nn.batches import map_tree
+from meshwright.nn.batches import cast_floating
 from meshwright.strategy import Strategy
 
 
@@ -174,6 +175,8 @@ def mixed_precision(dtype: str) -> AmpNative:
 class Half(HalfPrecisionMethod):
     """Casts parameters, buffers and floating inputs to ``dtype``; the loss is computed in fp32.
 
+    Complex parameters and buffers stay as they are: there is no complex half precision to train in.
+
     The optimizer updates fp32 master weights, without which most updates round to nothing. Under zero1, zero2 and fsdp
     the fp32 shard is the master: parameters are gathered and gradients reduced in ``dtype``; parameters that they leave
     whole have masters. fp16 adds dynamic loss scaling.
@@ -196,22 +199,23 @@ class Half(HalfPrecisionMethod):
         return ()
 
     def compute_dtypes(self, *, sharded: bool) -> ComputeDtypes:
-        """Compute with parameters in half precision."""
-        return ComputeDtypes(self.dtype)
+        """Compute with parameters in half precision, and the loss in fp32."""
+        return ComputeDtypes(self.dtype, output="fp32")
 
     def apply(self, job: Job) -> None:
         """Cast the model where it is replicated, or ask the sharding method to gather in half."""
         dtype = torch_dtype(self.dtype)
         prepare_input, loss_func = job.prepare_input, job.loss_func
-        job.prepare_input = lambda data, device: _cast(prepare_input(data, device), dtype)
-        job.loss_func = lambda inputs, outputs: loss_func(inputs, _cast(outputs, torch.float32))
+        job.prepare_input = lambda data, device: cast_floating(prepare_input(data, device), dtype)
+        job.loss_func = lambda inputs, outputs: loss_func(inputs, cast_floating(outputs, torch.float32))
         self.widen(job)
         self.scale_loss(job)
         if job.shard_axis is not None and self.master_weights:
             job.sharding.precision = Precision(compute=self.dtype, reduce=self.dtype, casts_whole=True)
             _cast_buffers(job.model, dtype)
         else:
-            job.model.to(dtype)
+            _cast_parameters(job.model, dtype)
+            _cast_buffers(job.model, dtype)
             job.optimizer.master_weights = self.master_weights
 
     def cost(self, step: Step) -> Step:
@@ -233,13 +237,16 @@ class Half(HalfPrecisionMethod):
         return halved.replace(optimizer=Placement(itemsize=size))
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating tensor in nested containers; a ModelOutput stays one."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return map_tree(cast, value)
+def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    # Not by ``model.to``, which would drop the imaginary part of complex numbers.
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            continue
+        cast = parameter.detach().to(dtype)
+        if isinstance(parameter, DTensor):
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(cast, requires_grad=parameter.requires_grad))
+        else:
+            parameter.data = cast
 
 
 def _cast_buffers(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -55,6 +55,9 @@ SAMPLED = ("replica", *STEP_AXES)
 AVERAGED = ("context", "sequence", "expert", "data", "zero")
 """The axes over which gradients are averaged in every step, in the order of the mesh."""
 
+MAX_EXACT_SUM = 2**24
+"""Integers that ranks add up in fp32 to compare them: their sum must not be larger, to be exact."""
+
 OptimizerFactory = Callable[[Any], Optimizer]
 MicroBatchContext = Callable[[bool], contextlib.AbstractContextManager[None]]
 
@@ -121,8 +124,21 @@ class MeshAxes:
         return next((axis for axis in AVERAGING if self.size(axis) > 1), AVERAGING[0])
 
 
+def sum_over(ranks: MeshAxes, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks along these axes; collective."""
+    total = value.detach().clone()
+    for axis in axes:
+        if ranks.size(axis) > 1:
+            dist.all_reduce(total, group=ranks.require_mesh().get_group(axis))
+    return total
+
+
 def mean_over(ranks: MeshAxes, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-    """Return the mean of a tensor over the ranks along these axes; collective."""
+    """Return the mean of a tensor over the ranks along these axes; collective.
+
+    Not for what is compared: a GPU divides by a number as it multiplies by its rounded inverse, and the mean of equal
+    integers is none of them then. Compare the :func:`sum_over` the ranks.
+    """
     mean = value.detach().clone()
     for axis in axes:
         if ranks.size(axis) > 1:
@@ -201,7 +217,7 @@ class OffloadedBytes(Protocol):
 
 
 class StepCheck(Protocol):
-    """A comparison of the ranks in every step, by numbers that are averaged together with their losses."""
+    """A comparison of the ranks in every step, by numbers that are added up together with their losses."""
 
     def forget(self) -> None:
         """Exclude from the comparison everything that has run until now."""
@@ -209,8 +225,8 @@ class StepCheck(Protocol):
     def numbers(self) -> list[int]:
         """Return numbers, always the same count, that are equal on ranks that have done the same."""
 
-    def check(self, means: torch.Tensor) -> None:
-        """Raise on every rank when the means of all ranks' numbers show that they have done different things."""
+    def check(self, sums: torch.Tensor) -> None:
+        """Raise on every rank when the sums of all ranks' numbers show that they have done different things."""
 
 
 def _no_context(is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -254,6 +270,7 @@ class Job:
     # Run around every step.
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
     gather_order_check: StepCheck | None = None  # of the method that shards
+    check_unchanged: Callable[[], None] | None = None  # refuses parameters that came later than the optimizer
     activations: OffloadedBytes | None = None  # offload: what forward copies to the host
     voter: object | None = None  # weight_vote: counts the steps of the built optimizer
     notices: list[str] = field(default_factory=list)  # messages to the user, printed once, on rank 0

@@ -5,6 +5,7 @@ These names from ATorch are not methods: a strategy with one is read as the stra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
@@ -35,6 +36,9 @@ class MixedParallel(MethodConfig):
     """
 
     method_name: ClassVar[str] = "mixed_parallel"
+    foreign_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("prop_mode", "use_fake_mode", "tracer_backend"), "leave it out; a model is run, not traced into a graph"
+    )
 
     parallel_mode: Annotated[ParallelMode | None, BeforeValidator(_mode)] = None
     """The mesh; None: the strategy's own."""
@@ -58,39 +62,26 @@ class Ds3dParallel(MixedParallel):
     """``mixed_parallel`` by the name of ATorch's DeepSpeed engine; here there is one engine."""
 
     method_name: ClassVar[str] = "ds_3d_parallel"
+    foreign_keys: ClassVar[Mapping[str, str]] = {
+        **MixedParallel.foreign_keys,
+        "tpinfo": "leave it out; layers to split are found, or named: "
+        "tensor_config={'plan': {'layers.*.up': 'colwise'}}",
+        "custom_patcher": "leave it out; the model is trained as it is, without a patch",
+        "logit_helper": "leave it out; losses take logits whose words lie on several ranks",
+        "ds_config": "leave it out; micro-batches and precision are num_micro_batches, amp_native and half",
+        "batch_fn": "pass it as prepare_input",
+    }
 
     base_seed: int | None = None
     """A key of ATorch's config class; changes nothing."""
     tie_first: bool | None = None
     """A key of ATorch's config class; changes nothing."""
 
-    @classmethod
-    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse keys that describe a model to DeepSpeed's engine, with what to do instead."""
-        for key in keys.keys() & _REFUSED.keys():
-            if keys[key] is not None:
-                raise StrategyError(
-                    f"{cls.method_name}: {key!r} configures DeepSpeed's engine, which is not used here",
-                    expected="parallel_mode, pipe_config, tensor_config, base_seed and tie_first",
-                    got=f"{key}={keys[key]!r}",
-                    fix=_REFUSED[key],
-                )
-        return {key: value for key, value in keys.items() if key not in _REFUSED}
-
     def notices(self) -> list[str]:
         """Return a notice on each accepted key that changes nothing."""
         inert = {"base_seed": "init_distributed seeds every rank", "tie_first": "tied weights are found"}
         given = [key for key in inert if getattr(self, key) is not None]
         return [f"{self.method_name}: {key} changes nothing; {inert[key]}" for key in given]
-
-
-_REFUSED = {
-    "tpinfo": "leave it out; layers to split are found, or named: tensor_config={'plan': {'layers.*.up': 'colwise'}}",
-    "custom_patcher": "leave it out; the model is trained as it is, without a patch",
-    "logit_helper": "leave it out; losses take logits whose words lie on several ranks",
-    "ds_config": "leave it out; micro-batches and precision are num_micro_batches, amp_native and half",
-    "batch_fn": "pass it as prepare_input",
-}
 
 
 class DeepSpeed3dParallel(Ds3dParallel):

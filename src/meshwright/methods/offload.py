@@ -137,7 +137,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 _NAMES: dict[str, dict[str, float]] = {
     "optimizer": {"optimizer": 1.0},
     "activation": {"activations": 1.0},
-    "all": {"optimizer": 1.0, "gradients": 1.0, "parameters": 1.0, "activations": 1.0},
+    "all": {"optimizer": 1.0, "parameters": 1.0, "activations": 1.0},  # and gradients, as soon as they are final
 }
 
 
@@ -278,6 +278,10 @@ class Offload(Method):
         job.sharding.offloaded_units, job.sharding.pin_memory = offloaded_units(job, offloaded.parameters), pin
         if not offloaded.optimizer:
             return
+        if self.gradients is None and offloaded.gradients < offloaded.optimizer:
+            job.notices.append(
+                "offload: gradients stay on the device until the update, since ranks average them after backward"
+            )
 
         def host_weights() -> HostWeights:
             chosen = choose(job, offloaded)

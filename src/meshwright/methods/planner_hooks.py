@@ -55,6 +55,7 @@ class ComputeDtypes(NamedTuple):
 
     parameters: str | None = None  # in which parameters compute; None keeps their own
     autocast: str | None = None
+    output: str | None = None  # to which the model's output is cast for the loss; None leaves it
 
 
 class PlannerHooks(MethodConfig):

@@ -29,10 +29,11 @@ from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Conflict, torch_dtype
 from meshwright.methods.comm import quantise_units
 from meshwright.methods.gradient_averaging import broadcast_states
-from meshwright.methods.job import STEP_AXES, Job, MeshAxes, MicroBatchContext, guards_are_on, mean_over
+from meshwright.methods.job import MAX_EXACT_SUM, STEP_AXES, Job, MeshAxes, MicroBatchContext, guards_are_on, sum_over
 from meshwright.methods.zero_config import Gathers, Units, ZeroMethod, not_beside, shard_cost, unit_of, units_of
 from meshwright.nn import (
     CollectiveLog,
+    align_deferred_gradients,
     average_gradients,
     exchange_on_host,
     find_blocks,
@@ -172,6 +173,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     _reshard_around_steps(job)
     _adapt_to_transformers(config.method_name, job)
     _check_gather_order(job, ignored, blocks)
+    if not reduce_once and job.mesh_axes.num_averaged > job.size(job.shard_axis):  # HSDP
+        align_deferred_gradients(model.modules())
     job.micro_batch = _micro_batch_context(model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 
@@ -204,18 +207,29 @@ def _shard_units(
 ) -> None:
     """Call ``fully_shard`` on every unit, inner before outer, and last on the model."""
     inside_experts = job.experts.inside() if job.experts is not None else set()
-    options = {"mesh": _mesh(job), "mp_policy": _precision(config, job), "ignored_params": ignored or None}
-    outside = options | {"reshard_after_forward": False, "offload_policy": _offload_policy(job, "")}
-    if units.trainable:
-        fully_shard(units.trainable, **outside)  # type: ignore[call-overload]
+    mesh, precision, whole = _mesh(job), _precision(config, job), set(job.model.parameters()) - ignored
+
+    def shard_unit(modules: list[nn.Module], path: str | None) -> None:
+        """Shard modules that are gathered together, in a block or (None) outside of them."""
+        # Outside: the root is needed first in backward; freeing it in between would only gather it twice.
+        is_complex = any(p.is_complex() for module in modules for p in module.parameters() if p in whole)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy() if is_complex else precision,  # no half precision is complex
+            ignored_params=ignored or None,
+            reshard_after_forward=reshard_after_forward if path else False,
+            offload_policy=_offload_policy(job, unit_of(f"{path}.", blocks) if path else ""),
+        )
+
+    for modules in units.trainable:
+        shard_unit(modules, None)
+    for path, modules in units.apart:
+        shard_unit(modules, path)
     for path, module in reversed(units.modules):
         if not isinstance(module, FSDPModule) and module not in inside_experts:
-            offload = _offload_policy(job, unit_of(f"{path}.", blocks))
-            fully_shard(  # type: ignore[call-overload]
-                module, reshard_after_forward=reshard_after_forward, offload_policy=offload, **options
-            )
-    # The root is needed first in backward: freeing it in between would only gather it twice.
-    fully_shard(job.model, **outside)  # type: ignore[call-overload]
+            shard_unit([module], path)
+    shard_unit([job.model], None)
 
 
 def _mesh(job: Job) -> DeviceMesh:
@@ -367,11 +381,11 @@ def _micro_batch_context(model: nn.Module, *, reduce_once: bool, keep: bool) -> 
 # Ranks pair their gathers and reductions by order alone. Ranks that run different layers get each other's weights and
 # gradients, silently where the counts are equal; where they are not, ranks wait for each other or collectives fail. A
 # ``CollectiveLog`` (nn/fsdp_units.py) notes what each rank exchanges in a step. ``GatherOrderCheck`` hashes the log
-# into three small numbers, which travel with the mean of the losses (``MeanLoss`` in training/accelerated.py): if the
-# mean of a number is not the rank's own, the ranks differ. Only then do they exchange the logs to name the layer. The
-# check is a guard, with the switch of all: [Note: cross-rank guards] in methods/job.py.
+# into three small numbers, which are added up with the losses (``MeanLoss`` in training/accelerated.py): if the sum of
+# a number is not the rank's own times the number of ranks, they differ. Only then do they exchange the logs to name the
+# layer. (Sums of small integers are exact, and means are not: ``mean_over`` in methods/job.py.) The check is a guard,
+# with the switch of all: [Note: cross-rank guards] in methods/job.py.
 
-_EXACT = 2**24  # fp32, in which the numbers travel, represents every integer up to here
 _NUM_HASHES = 3  # with many ranks each must be small, and a single one would sometimes be equal by chance
 
 
@@ -387,9 +401,9 @@ def _check_gather_order(job: Job, ignored: set[nn.Parameter], blocks: list[str])
 
 
 class _Sent(NamedTuple):
-    """Means of the ranks' numbers on their way from the device to the host, and the order that this rank sent."""
+    """Sums of the ranks' numbers on their way from the device to the host, and the order that this rank sent."""
 
-    means: torch.Tensor
+    sums: torch.Tensor
     arrived: torch.cuda.Event
     order: bytes
 
@@ -417,45 +431,48 @@ class GatherOrderCheck:
         self._order = self._log.take()
         return self._hashes(self._order)
 
-    def check(self, means: torch.Tensor) -> None:
-        """Compare the means of all ranks' numbers (1-dim); on a GPU those of the last step, to avoid waiting.
+    def check(self, sums: torch.Tensor) -> None:
+        """Compare the sums of all ranks' numbers (1-dim); on a GPU those of the last step, to avoid waiting.
 
         Raises:
             ModelError: On every rank, when they have run different layers.
         """
-        if means.device.type != "cuda":
-            self._compare(means.tolist(), self._order, "in this step, which has changed no weight")
+        if sums.device.type != "cuda":
+            self._compare(sums.tolist(), self._order, "in this step, which has changed no weight")
             return
-        before, self._sent = self._sent, _sent_to_host(means, self._order)
+        before, self._sent = self._sent, _sent_to_host(sums, self._order)
         if before is not None:
             before.arrived.synchronize()  # soon done, and the device computes this step meanwhile
-            self._compare(before.means.tolist(), before.order, "in the last step, after which weights are wrong")
+            self._compare(before.sums.tolist(), before.order, "in the last step, after which weights are wrong")
 
     def before_update(self) -> None:
-        """Compare the ranks in a loop written by hand, which takes no mean of losses; a collective of its own."""
+        """Compare the ranks in a loop written by hand, which adds up no losses; a collective of its own."""
         if self._log.is_any():
             device = self._ranks.require_mesh().device_type
             numbers = torch.tensor(self.numbers(), dtype=torch.float32, device=device)
-            self.check(mean_over(self._ranks, numbers, STEP_AXES))
+            self.check(sum_over(self._ranks, numbers, STEP_AXES))
 
     def _hashes(self, order: bytes) -> list[int]:
         digest = hashlib.blake2b(order, digest_size=4 * _NUM_HASHES).digest()
-        limit = _EXACT // self._num_ranks  # so that the sum of equal numbers, and their mean, is exact
+        limit = MAX_EXACT_SUM // self._num_ranks  # so that the sum over the ranks is exact
         return [int.from_bytes(digest[at : at + 4]) % limit for at in range(0, len(digest), 4)]
 
-    def _compare(self, means: Sequence[float], order: bytes, when: str) -> None:
-        if list(means) != self._hashes(order):
+    def _compare(self, sums: Sequence[float], order: bytes, when: str) -> None:
+        if list(sums) == [number * self._num_ranks for number in self._hashes(order)]:
+            return
+        apart = self._where_apart(order)
+        if apart is not None:
             raise ModelError(
                 "The ranks have run different layers, and got each other's weights and gradients",
                 expected="the same layers in the same order on every rank: all of them exchange each one together",
-                got=f"{self._where_apart(order)}, {when}",
+                got=f"{apart}, {when}",
                 fix="let all ranks decide alike which layers run, by a torch.Generator of one seed (a transformers "
                 "model: layerdrop=0 in its config); or leave the sharding method out, and set "
                 "find_unused_parameters=True",
             )
 
-    def _where_apart(self, order: bytes) -> str:
-        """Describe the first exchange in which the ranks' layers differ; collective."""
+    def _where_apart(self, order: bytes) -> str | None:
+        """Describe the first exchange in which the ranks' layers differ; None if they are alike. Collective."""
         orders = {dist.get_rank(): order}
         for axis in STEP_AXES:
             if self._ranks.size(axis) > 1:
@@ -463,17 +480,18 @@ class GatherOrderCheck:
                 dist.all_gather_object(parts, orders, group=self._ranks.require_mesh().get_group(axis))
                 orders = {rank: each for part in parts for rank, each in part.items()}
         names = {rank: self._log.names(each) for rank, each in sorted(orders.items())}
-        at = 0
-        while len({tuple(each[at : at + 1]) for each in names.values()}) == 1:
-            at += 1
+        longest = max(map(len, names.values()))
+        at = next((at for at in range(longest) if len({tuple(each[at : at + 1]) for each in names.values()}) > 1), None)
+        if at is None:
+            return None
         first = {(each[at] if at < len(each) else "nothing"): rank for rank, each in reversed(names.items())}
         found = [f"{name} on rank {rank}" for name, rank in sorted(first.items(), key=lambda each: each[1])]
         return " and ".join(found[:4]) + f" as exchange {at + 1}"
 
 
-def _sent_to_host(means: torch.Tensor, order: bytes) -> _Sent:
-    there = torch.empty_like(means, device="cpu", pin_memory=True)
-    there.copy_(means, non_blocking=True)
+def _sent_to_host(sums: torch.Tensor, order: bytes) -> _Sent:
+    there = torch.empty_like(sums, device="cpu", pin_memory=True)
+    there.copy_(sums, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
     return _Sent(there, arrived, order)

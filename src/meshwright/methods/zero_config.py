@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -40,7 +40,7 @@ from meshwright.strategy import Strategy
 _RENAMED = {"fsdp_wrap_params_outmost": "wrap_trainable_outmost"}
 
 # Arguments of FSDP1, DeepSpeed and ATorch that would change the result or the memory of a rank if they were ignored.
-_REFUSED = {
+_FOREIGN = {
     "sharding_strategy": "name the method instead: zero2 is SHARD_GRAD_OP, fsdp is FULL_SHARD, and a 'data' beside a "
     "'zero' axis in parallel_mode is HYBRID_SHARD",
     "auto_wrap_policy": "name the classes with atorch_wrap_cls, or set atorch_size_based_min_num_params",
@@ -57,6 +57,7 @@ _REFUSED = {
     "allgather_bucket_size": "leave it out; the modules of atorch_wrap_cls are gathered one at a time",
     "reduce_bucket_size": "leave it out; the modules of atorch_wrap_cls are reduced one at a time",
     "use_local_sgd": "leave it out and add the method outer: ('outer', {'rule': 'local_sgd'})",
+    "intra_load": "leave it out; a CheckpointStore reads each rank's part alone",
 }
 
 # Arguments that say how an engine should do what FSDP2 always does: accepted, stored, and reported to change nothing.
@@ -111,6 +112,8 @@ class ZeroMethod(Method):
     phase: ClassVar[Phase] = Phase.SHARD
     shards: ClassVar[bool] = True
     role: ClassVar[Role | None] = Role.SHARDING
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
+    foreign_off: ClassVar[Mapping[str, tuple[Any, ...]]] = {"device_id": (None,)}
 
     atorch_wrap_cls: ClassReferences | None = None
     """Classes whose modules are gathered one at a time; None: the model's repeated blocks."""
@@ -143,13 +146,6 @@ class ZeroMethod(Method):
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Rename ATorch's other spelling and refuse what FSDP2 cannot do."""
         keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
-        for key in keys.keys() & _REFUSED.keys():
-            raise StrategyError(
-                f"{cls.method_name}: {key!r} is an argument of another engine that this one, FSDP2, does not have",
-                got=f"{key}={keys[key]!r}",
-                fix=_REFUSED[key],
-                expected="keys that FSDP2 has",
-            )
         if keys.get("atorch_wrap_cls") is not None and keys.get("atorch_size_based_min_num_params") is not None:
             raise StrategyError(
                 f"{cls.method_name}: modules are to be wrapped by class and by size",
@@ -189,7 +185,12 @@ KEPT_IN_HALF = class_name(AnyBatchOrInstanceNorm)
 """Modules with running statistics, which stay whole and in fp32 where units are gathered in half precision."""
 
 _REDUCED_TOGETHER = ("pipeline", "expert")  # beside these axes no gradient can be averaged apart from the others
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward, so that FSDP2 cannot hook them
+_CONTAINERS = (
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+)  # without a forward, so that FSDP2 cannot hook them
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,8 @@ class Units:
     """Modules that FSDP2 gathers as units, outer before inner, and parameters that stay whole."""
 
     modules: list[tuple[str, nn.Module]]
-    trainable: list[nn.Module]  # gathered together as one group when wrap_trainable_outmost asks for it
+    trainable: list[list[nn.Module]]  # gathered together, by dtype, when wrap_trainable_outmost asks for it
+    apart: list[tuple[str, list[nn.Module]]]  # gathered together: of another dtype than the unit at this path
     ignored: set[nn.Parameter]
     kept: set[nn.Parameter] = field(default_factory=set)  # those of ``ignored`` that no key asks for
 
@@ -235,8 +237,8 @@ def choose_units(config: ZeroMethod, model: nn.Module, *, in_half: bool = False)
     normalises in one precision.
 
     Raises:
-        ModelError: For classes that are not in the model, and parameters shared between units
-            or with sparse gradients.
+        ModelError: For classes that are not in the model, and parameters shared between units, of dtypes that cannot
+            be told apart by module, or with sparse gradients.
     """
     ignored_modules = list(outermost(modules_of(model, config.atorch_ignored_cls, method=config.method_name)))
     asked = {parameter for _, module in ignored_modules for parameter in module.parameters()}
@@ -249,7 +251,9 @@ def choose_units(config: ZeroMethod, model: nn.Module, *, in_half: bool = False)
     ]
     trainable = _trainable_modules(model, ignored) if config.wrap_trainable_outmost else []
     _check_parameters(config.method_name, model, units, ignored)
-    return Units(units, trainable, ignored, kept)
+    together = _by_dtype(trainable)
+    gathered = [*units, *(("", module) for module in trainable)]
+    return Units(units, together, _modules_apart(config.method_name, model, gathered, ignored), ignored, kept)
 
 
 def _gathers_in_half(config: ZeroMethod, strategy: Strategy) -> bool:
@@ -308,6 +312,13 @@ def _trainable_modules(model: nn.Module, ignored: set[nn.Parameter]) -> list[nn.
     return [module for _, module in outermost(found)]
 
 
+def _by_dtype(modules: list[nn.Module]) -> list[list[nn.Module]]:
+    groups: dict[frozenset[torch.dtype], list[nn.Module]] = {}
+    for module in modules:
+        groups.setdefault(frozenset(parameter.dtype for parameter in module.parameters()), []).append(module)
+    return list(groups.values())
+
+
 def _check_parameters(
     method: str, model: nn.Module, units: list[tuple[str, nn.Module]], ignored: set[nn.Parameter]
 ) -> None:
@@ -325,7 +336,6 @@ def _check_parameters(
                 got=f"{name} in {unit or 'the model'} and in {home[parameter] or 'the model'}",
                 fix="name classes with atorch_wrap_cls that hold both, or neither",
             )
-    _check_dtypes(method, model, units, ignored)
 
 
 def _check_dense(method: str, model: nn.Module, ignored: set[nn.Parameter]) -> None:
@@ -340,22 +350,89 @@ def _check_dense(method: str, model: nn.Module, ignored: set[nn.Parameter]) -> N
             )
 
 
-def _check_dtypes(
-    method: str, model: nn.Module, units: list[tuple[str, nn.Module]], ignored: set[nn.Parameter]
-) -> None:
-    """Refuse units of several dtypes: FSDP2 packs a unit into one buffer."""
-    in_units = {parameter for _, module in units for parameter in module.parameters()}
-    groups: list[tuple[str, set[nn.Parameter]]] = [(path, set(module.parameters())) for path, module in units]
-    groups.append(("the model outside its blocks", set(model.parameters()) - in_units))
-    for path, parameters in groups:
-        dtypes: set[torch.dtype] = {parameter.dtype for parameter in parameters - ignored}
-        if len(dtypes) > 1:
+# [Note: units of one dtype] FSDP2 packs the gradients of a unit into one buffer, and casts all parameters of a unit in
+# one way. Frozen parameters are gathered as bytes beside any others: adapters over a bf16 or int8 base need nothing.
+# But parameters that train and differ in dtype, or are complex beside real ones, cannot share a unit. Modules within
+# the unit that hold one dtype alone then make units of their own, one per dtype.
+
+
+def _modules_apart(
+    method: str, model: nn.Module, modules: list[tuple[str, nn.Module]], ignored: set[nn.Parameter]
+) -> list[tuple[str, list[nn.Module]]]:
+    """Return modules that make units of their own, with the path of the unit that they lie in.
+
+    See [Note: units of one dtype].
+
+    Raises:
+        ModelError: When modules cannot be found so that every unit has one dtype.
+    """
+    inner, found = {module for _, module in modules}, []
+    for path, module in [("", model), *modules]:
+        own = _parameters_of(module, inner - {module}) - ignored
+        if _fit_together(own):
+            continue
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in own:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        for main in sorted(sizes, key=lambda dtype: -sizes[dtype]):
+            apart = _of_one_dtype(module, main, inner, ignored)
+            left = own - {parameter for each in apart.values() for one in each for parameter in one.parameters()}
+            if _fit_together(left) and not any(_is_used_outside(model, each) for each in apart.values()):
+                found += [(path, each) for each in apart.values()]
+                break
+        else:
+            names = [name for name, parameter in model.named_parameters() if parameter in own]
             raise ModelError(
                 f"{method}: parameters of one unit have different dtypes",
-                expected="one dtype per unit",
-                got=f"{join_names(sorted(map(str, dtypes)))} in {path}",
+                expected="one dtype of the parameters that train, or modules within the unit that hold one dtype each",
+                got=f"{join_names(sorted(map(str, sizes)))} in {path or 'the model outside its blocks'}: "
+                f"{join_names(names)}",
                 fix="cast them alike, for example with model.float(), or keep a class whole with atorch_ignored_cls",
             )
+    return found
+
+
+def _is_used_outside(model: nn.Module, modules: list[nn.Module]) -> bool:
+    """Return whether parameters of some modules are tied to modules outside of these."""
+    inside = {each for module in modules for each in module.modules()}
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    return any(
+        each not in inside and not parameters.isdisjoint(each.parameters(recurse=False)) for each in model.modules()
+    )
+
+
+def _parameters_of(module: nn.Module, without: Collection[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of a module that do not lie in some of its submodules."""
+    found = set(module.parameters(recurse=False))
+    for child in module.children():
+        if child not in without:
+            found |= _parameters_of(child, without)
+    return found
+
+
+def _fit_together(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether parameters can be one unit: those that train have one dtype, no other is complex."""
+    every, trained = {p.dtype for p in parameters}, {p.dtype for p in parameters if p.requires_grad}
+    return len(trained) <= 1 and (len(every) <= 1 or not any(dtype.is_complex for dtype in every))
+
+
+def _of_one_dtype(
+    module: nn.Module, main: torch.dtype, inner: Collection[nn.Module], ignored: set[nn.Parameter]
+) -> dict[torch.dtype, list[nn.Module]]:
+    """Return the outermost modules inside one that hold another dtype alone, by dtype."""
+    found: dict[torch.dtype, list[nn.Module]] = {}
+    for child in module.children():
+        if child in inner:
+            continue
+        parameters = set(child.parameters())
+        dtypes = {parameter.dtype for parameter in parameters}
+        is_alone = len(dtypes) == 1 and main not in dtypes and not parameters & ignored
+        if is_alone and not isinstance(child, _CONTAINERS) and not any(each in inner for each in child.modules()):
+            found.setdefault(dtypes.pop(), []).append(child)
+        elif parameters:
+            for dtype, modules in _of_one_dtype(child, main, inner, ignored).items():
+                found.setdefault(dtype, []).extend(modules)
+    return found
 
 
 # --- ``cost``

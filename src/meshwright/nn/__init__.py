@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshwright.nn.fsdp_units import (
         CollectiveLog as CollectiveLog,
         abandon_units as abandon_units,
+        align_deferred_gradients as align_deferred_gradients,
         average_gradients as average_gradients,
         gathered_root as gathered_root,
         parameter_groups as parameter_groups,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         Part as Part,
         check_forward as check_forward,
         check_initialized as check_initialized,
+        check_model as check_model,
         check_no_renorm as check_no_renorm,
         class_name as class_name,
         class_names as class_names,

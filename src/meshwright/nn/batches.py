@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import numbers
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -202,33 +203,48 @@ def resized(batch: Any, samples: int) -> Any:
     return _chosen(batch, size, choose, places)
 
 
-def micro_batches(batch: Any, count: int) -> list[Any]:
-    """Cut a batch into equal parts along dim 0 of its tensors.
+def micro_batches(batch: Any, count: int, *, equal: bool = False) -> list[Any]:
+    """Cut a batch along dim 0 of its tensors into parts of which none has two samples more than another.
 
     Lists and tuples with one item per sample, such as names, are cut as well: as many items as there are samples, and
-    no tensors among them. Anything else goes into every part.
+    no tensors among them. Anything else goes into every part. A batch of fewer samples than parts gives one part for
+    each of them.
+
+    Args:
+        batch: Tensors in containers of any kind.
+        count: Number of parts.
+        equal: Refuse a batch that does not divide.
 
     Raises:
-        DataError: When the batch does not divide, or it is unclear whether numbers belong to samples.
+        DataError: When the batch does not divide though it must, or it is unclear whether numbers belong to samples.
     """
     if count == 1:
         return [batch]
     size = batch_size_of(batch)
-    if size % count:
+    if equal and size % count:
         raise DataError(
-            "The batch does not divide into micro-batches",
+            "The batch does not divide into micro-batches, which a pipeline needs to be equal",
             expected=f"a multiple of {count} samples per rank",
             got=f"{size}",
             fix="choose a batch_size that is a multiple of ranks x num_micro_batches, and drop_last=True",
         )
     _refuse_numbers(batch, size)
-    rows = size // count
+    rows, larger = divmod(size, count)
+    sizes = [rows + (index < larger) for index in range(count)]
+    starts = [0, *itertools.accumulate(sizes)]
 
-    def part(index: int) -> Any:
-        places = range(index * rows, (index + 1) * rows)
-        return _chosen(batch, size, lambda leaf: leaf[places.start : places.stop], places)  # views
+    def part(first: int, end: int) -> Any:
+        return _chosen(batch, size, lambda leaf: leaf[first:end], range(first, end))  # views
 
-    return [part(index) for index in range(count)]
+    return [part(first, end) for first, end in itertools.pairwise(starts) if first < end or not size]
+
+
+def shares_of(parts: Sequence[Any]) -> list[float]:
+    """Return the number by which the mean over each part's samples is divided in the mean over all samples."""
+    if len(parts) == 1:
+        return [1.0]
+    sizes = [batch_size_of(part) for part in parts]
+    return [sum(sizes) / size for size in sizes]
 
 
 def _chosen(batch: Any, size: int, tensor_rows: Callable[[torch.Tensor], torch.Tensor], places: Sequence[int]) -> Any:
@@ -313,6 +329,15 @@ def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
     return tree_map(enter, tree, is_leaf=is_leaf)
 
 
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating tensor in nested containers; a ModelOutput stays one."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return map_tree(cast, tree)
+
+
 def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """List the leaves of a tree as torch's ``tree_leaves`` does, those in other mappings and in dataclasses too."""
     found = []
@@ -320,6 +345,11 @@ def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[A
         is_container = _is_opaque(leaf) and not (is_leaf is not None and is_leaf(leaf))
         found += leaves_of(_values_of(leaf), is_leaf) if is_container else [leaf]
     return found
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """List the tensors among the leaves of a tree."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_opaque(leaf: Any) -> bool:

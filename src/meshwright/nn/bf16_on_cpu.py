@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from meshwright.nn.module_structure import wrap_method, wrap_methods
+from meshwright.nn.module_structure import find_blocks, wrap_methods
 from meshwright.runtime.torch_internals.autograd import Function, current_function_modes, in_functorch_transform
 from meshwright.runtime.torch_internals.operators import (
     CPU_HAS_AMX_BF16,
@@ -239,7 +239,8 @@ def widen(model: nn.Module, device: torch.device) -> None:
     """Let a bf16 model's products and attention run in fp32 where that is faster; change it in place."""
     widen_products(model, device)
     if attends_wide(device):
-        wrap_method(model, "forward", with_wide_attention)
+        # Blocks, too: a model's own torch.utils.checkpoint runs them again in backward, and must save the same tensors.
+        wrap_methods([model, *(block for _, block in find_blocks(model))], "forward", with_wide_attention)
 
 
 @contextlib.contextmanager

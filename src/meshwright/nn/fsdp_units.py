@@ -26,12 +26,15 @@ from meshwright.optim.dtensors import by_kind
 from meshwright.runtime import tensor_mesh
 from meshwright.runtime.torch_internals.autograd import current_graph_task_id, queue_callback
 from meshwright.runtime.torch_internals.fsdp import (
+    DEFERRED,
     GROUP,
     GROUPS,
     UNSHARDED,
     abandon_step,
+    deferred_of,
     is_root,
     lazy_init,
+    reduce_scatter_stream_of,
     shared_context_of,
     unsharded_of,
 )
@@ -165,6 +168,70 @@ def _abandon(context: Any) -> None:
             each.unsharded_accumulated_grad = None
         if hasattr(each, UNSHARDED):
             unsharded_of(each).grad = None
+
+
+# --- [Note: deferred all-reduce] Micro-batches under HSDP that use different parameters of one unit.
+#
+# Every micro-batch but the last only reduce-scatters, and FSDP2 adds up what this gives: flat tensors of the gradients
+# that the micro-batch has, one behind the other. Where the next one has those of other parameters (another head, a
+# branch, a block that is left out), numbers of different parameters would be added, and what a unit has that does not
+# run in the last micro-batch would be added to the next step. So both are brought to one layout first, with zeros for
+# what one of them lacks. A parameter that no micro-batch uses still gets no gradient.
+
+
+def align_deferred_gradients(units: Iterable[nn.Module]) -> None:
+    """Let micro-batches that defer the all-reduce of HSDP use different parameters of a unit, from now on.
+
+    See [Note: deferred all-reduce].
+    """
+    for unit in units:
+        for group in parameter_groups(unit) if isinstance(unit, FSDPModule) else ():
+            group.post_backward = torch.compiler.disable(_AlignedReduction(group))
+
+
+class _AlignedReduction:
+    """FSDP2's reduction of a group, behind which nothing is added up in two layouts."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._reduce = group, group.post_backward
+        self._earlier: list[Any] = []  # parameters with gradients in what is deferred, in the order of the group
+
+    def __call__(self, *unused: Any) -> None:
+        deferred = deferred_of(self._group)
+        if deferred is None:  # nothing is, or a failed pass was abandoned
+            self._earlier = []
+        present = [each for each in self._group.fsdp_params if each in self._earlier or _has_gradient(each)]
+        for each in self._earlier:
+            if not _has_gradient(each):
+                # Before the reduction: also of a unit that has not run, whose storage is freed but not its shape.
+                unsharded_of(each).grad = _zero_gradient(unsharded_of(each))
+        if deferred is not None and present != self._earlier:
+            with torch.get_device_module(self._group.device).stream(reduce_scatter_stream_of(self._group)):
+                setattr(self._group, DEFERRED, _laid_out(deferred, self._earlier, present))
+        self._earlier = present
+        self._reduce(*unused)
+
+
+def _has_gradient(parameter: Any) -> bool:
+    return hasattr(parameter, UNSHARDED) and unsharded_of(parameter).grad is not None
+
+
+def _zero_gradient(whole: torch.Tensor) -> torch.Tensor:
+    # Weights gathered in 8 bits have plain gradients, those under tensor parallelism DTensors.
+    if isinstance(whole, DTensor):
+        return torch.zeros_like(whole)
+    return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
+
+
+def _laid_out(flat: torch.Tensor, parameters: list[Any], wanted: list[Any]) -> torch.Tensor:
+    """Return a flat tensor of the shards of parameters as one of all wanted parameters, with zeros for the others."""
+    parts = dict(zip(parameters, flat.split([_shard_numel(each) for each in parameters]), strict=True))
+    return torch.cat([parts[each] if each in parts else flat.new_zeros(_shard_numel(each)) for each in wanted])
+
+
+def _shard_numel(parameter: Any) -> int:
+    size: int = parameter.padded_sharded_param_size.numel()
+    return size
 
 
 # --- Gradients of unsharded parameters, averaged over ranks without a wrapper.

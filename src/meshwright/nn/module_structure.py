@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from meshwright.cost.step import names_class
@@ -327,6 +330,55 @@ def is_cache(value: Any) -> bool:
 
 
 # --- Checks of parameters without a shape, and of embeddings that rescale their rows.
+
+
+def check_model(model: nn.Module, device: torch.device) -> None:
+    """Refuse anything but a plain model with values, on the job's device or the CPU.
+
+    Raises:
+        ModelError: Saying what was given instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "The model is not a module",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            fix="pass the model itself, built",
+        )
+    check_initialized(model)
+    wrapped = next(
+        (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
+    )
+    sharded = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if wrapped is not None or sharded is not None:
+        raise ModelError(
+            "The model is already distributed",
+            expected="a plain nn.Module",
+            got=f"{type(wrapped).__name__ if wrapped is not None else sharded} inside {type(model).__name__}",
+            fix="pass the model as it was before wrapping; the strategy wraps it",
+        )
+    synchronised = next((name for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
+    if synchronised is not None and device.type == "cpu":
+        raise ModelError(
+            "SyncBatchNorm runs on GPUs alone: torch has no kernel for it on a CPU",
+            expected="norms that run on the job's device",
+            got=f"{synchronised} (SyncBatchNorm) on {device}",
+            fix="use GroupNorm, or BatchNorm with each rank's own statistics; convert to SyncBatchNorm on GPUs only",
+        )
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
+        meta = (
+            "parameters on meta have no values. Build the model outside torch.device('meta'), or fill it: "
+            "model.to_empty(device='cpu'), then load_state_dict. One that no machine can hold whole is built "
+            "in shards: see DistributedModule"
+        )
+        raise ModelError(
+            "The model is on a wrong device",
+            expected=f"all parameters and buffers on {device}"
+            + ("" if device.type == "cpu" else ", or all on the CPU"),
+            got=", ".join(sorted(map(str, devices))),
+            fix=meta if torch.device("meta") in devices else f"call model.to({str(device)!r}) before",
+        )
 
 
 def check_initialized(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Recompute with the buffers that forward saw, and without updating them a second time.
+"""Let a recomputation repeat what forward did: with the buffers that it saw, and with scripted functions as they ran.
 
 Forward may change buffers in place (running statistics, say), and its recomputation must start from the old values. So
 buffers are copied before forward. Large ones that a forward has not changed (masks, tables of positions) are not copied
@@ -20,6 +20,11 @@ from torch import nn
 
 from meshwright.runtime.torch_internals.modules import buffers_of
 from meshwright.runtime.torch_internals.optim import foreach_copy_
+from meshwright.runtime.torch_internals.recomputation import (
+    StopRecomputation,
+    current_saved_tensors_hooks,
+    set_script_profiling,
+)
 from meshwright.runtime.torch_internals.tensors import flatten_dense, unflatten_dense, version_of
 
 # Smaller buffers are always copied: batch normalisation writes its statistics without a new version.
@@ -164,36 +169,87 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, 
                         yield owner, name, buffer
 
 
-class _Reentrant:
-    """A context that can be entered several times, as torch does if backward runs twice."""
+# --- Recomputing code that calls TorchScript
 
-    def __init__(self, make: Callable[[], Any], inside: Any) -> None:
-        self._make, self._inside = make, inside
+
+def _settle_scripts() -> None:
+    """Let scripted functions save the same tensors in all runs from now on.
+
+    TorchScript profiles the first run of a function and optimises later ones, which save other tensors. Switched off
+    around recomputed code alone, it would go on between a forward and its recomputation, in calls from other places.
+    What is optimised already stays so; other functions run as they are written.
+    """
+    set_script_profiling(False)
+
+
+@contextlib.contextmanager
+def _stopping_in_scripts() -> Iterator[None]:
+    """Let torch stop a recomputation inside of a scripted function, which turns the exception into another one."""
+    has_stopped = False
+    pack, unpack = current_saved_tensors_hooks(True)
+
+    def note(tensor: torch.Tensor) -> Any:
+        nonlocal has_stopped
+        try:
+            return pack(tensor)
+        except StopRecomputation:
+            has_stopped = True
+            raise
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, unpack):
+            yield
+    except RuntimeError:
+        if not has_stopped:
+            raise
+        raise StopRecomputation from None
+
+
+# --- Contexts of torch's checkpoint
+
+
+class _Reentrant:
+    """Contexts that can be entered several times, as torch does if backward runs twice."""
+
+    def __init__(self, *make: Callable[[], Any]) -> None:
+        self._make = make
 
     def __enter__(self) -> None:
         self._entered = contextlib.ExitStack()
-        self._entered.enter_context(self._make())
-        self._entered.enter_context(self._inside)
+        for make in self._make:
+            self._entered.enter_context(make())
 
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
 
 
 def recompute_contexts(
     modules: Sequence[nn.Module], contexts: Callable[[], tuple[Any, Any]] | None = None
 ) -> dict[str, Any]:
-    """Return keyword arguments of torch's ``checkpoint`` that recompute modules with the same buffers.
+    """Return keyword arguments of torch's ``checkpoint`` that let a recomputation repeat what the forward did.
+
+    Its buffers are those of the forward, and scripted functions save the same tensors.
 
     Args:
-        modules: Modules that are recomputed together; without buffers, only ``contexts`` are passed on.
+        modules: Modules that are recomputed together.
         contexts: Makes other contexts, of forward and of recomputation.
     """
-    if torch.compiler.is_compiling() or next(_buffers_of(modules), None) is None:
+    if torch.compiler.is_compiling():
         return {} if contexts is None else {"context_fn": contexts}
+    _settle_scripts()
+    has_buffers = next(_buffers_of(modules), None) is not None
 
-    def with_buffers() -> tuple[Any, Any]:
-        same = SameBuffers(modules)
-        forward, again = contexts() if contexts is not None else (contextlib.nullcontext(), contextlib.nullcontext())
-        return _Reentrant(same.first, forward), _Reentrant(same.again, again)
+    def every() -> tuple[Any, Any]:
+        forward: list[Callable[[], Any]] = []
+        again: list[Callable[[], Any]] = [_stopping_in_scripts]
+        if has_buffers:
+            same = SameBuffers(modules)
+            forward.append(same.first)
+            again.append(same.again)
+        if contexts is not None:
+            others = contexts()
+            forward.append(lambda: others[0])
+            again.append(lambda: others[1])
+        return _Reentrant(*forward), _Reentrant(*again)
 
-    return {"context_fn": with_buffers}
+    return {"context_fn": every}

@@ -54,8 +54,8 @@ class MomentAdamW(ShardedOptimizer):
         if group["nbits"] not in (8, 32):
             raise bad_value("nbits", group["nbits"], "8 or 32")
         percentile = group["percentile_clipping"]
-        if not isinstance(percentile, int) or not 0 < percentile <= 100:
-            raise bad_value("percentile_clipping", percentile, "a whole number from 1 to 100 (100 clips nothing)")
+        if not isinstance(percentile, int) or percentile < 1:
+            raise bad_value("percentile_clipping", percentile, "a whole number from 1 (100 and more clip nothing)")
 
     def form(self, layout: Layout, group: dict[str, Any]) -> Kept:
         """Return the form of the moments, by default the parameter's."""
@@ -152,7 +152,8 @@ class AdamW8bit(MomentAdamW):
         weight_decay: p -= lr · weight_decay · p, after the step.
         nbits: 8, or 32 for moments in fp32.
         min_8bit_size: Moments of fewer elements, counted over all ranks, stay in fp32.
-        percentile_clipping: Scale a gradient down to this percentile of its own last 100 norms; 100 clips nothing.
+        percentile_clipping: Scale a gradient down to this percentile of its own last 100 norms; from 100 on, nothing
+            is clipped.
         block_wise: False for one scale per tensor.
         is_paged: Whether moments live in page-locked host memory and are copied to the device chunk by chunk; a step
             then ends by waiting for the copies. No effect on a CPU.

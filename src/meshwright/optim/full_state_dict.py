@@ -144,6 +144,17 @@ def of_others(groups: Sequence[Sequence[Any]], got: str) -> CheckpointError:
     )
 
 
+def check_fit(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse a state dict of other parameters, on this rank.
+
+    Raises:
+        CheckpointError: Naming what does not fit.
+    """
+    wrong = misfit(optimizer, state_dict)
+    if wrong:
+        raise of_others([group["params"] for group in optimizer.param_groups], wrong)
+
+
 def load_laid_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Load what :func:`laid_out_like` returned, without laying it out once more."""
     take = getattr(optimizer, "take_laid_out", optimizer.load_state_dict)

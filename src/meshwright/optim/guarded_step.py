@@ -22,7 +22,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.dtensors import Stages, clip_divisor, clip_grad_norm_, clip_grad_value_, divide_, local_tensor
-from meshwright.optim.mixed_precision import MASTER, MasterWeights, take_over
+from meshwright.optim.full_state_dict import gathered_state_dict, laid_out_like, load_laid_out
+from meshwright.optim.mixed_precision import MASTER, MasterWeights, ScaleGradient, take_over
 from meshwright.runtime import agreed
 from meshwright.runtime.torch_internals.modules import children_of, parameters_of
 from meshwright.runtime.torch_internals.optim import found_inf_of, global_step_pre_hooks, step_pre_hooks_of
@@ -164,20 +165,6 @@ def spike_watch_of(optimizer: Optimizer | None) -> Any:
 # --- Guards before a step: loss scale, fp32 master weights, and skipping what is not finite
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """Identity whose backward multiplies by the loss scale: the loss that users read stays unscaled."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(scale)
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (scale,) = ctx.saved_tensors
-        return gradients[0] * scale, None
-
-
 class GuardedOptimizer(WrappedOptimizer):
     """Wrapper of any torch optimizer that prepares gradients and skips updates that are not finite.
 
@@ -224,7 +211,7 @@ class GuardedOptimizer(WrappedOptimizer):
         if self.scaler is None or not loss.requires_grad:
             return loss
         self._scaled = True
-        return _ScaleGradient.apply(loss, self.scaler.scale(torch.ones((), device=loss.device)))
+        return ScaleGradient.apply(loss, self.scaler.scale(torch.ones((), device=loss.device)))
 
     def expect_scaled(self) -> None:
         """Expect scaled gradients in this step, where another pipeline stage computes the loss."""
@@ -340,18 +327,42 @@ class GuardedOptimizer(WrappedOptimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state dict under ``"inner"`` and the loss scale's under ``"scaler"``."""
-        return {"inner": self.inner.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
+        """Return the inner optimizer's state dict under ``"inner"`` and the loss scale's under ``"scaler"``.
+
+        The inner one has fp32 master weights of half-precision parameters among its states, as ``"master"``.
+        """
+        inner = self.inner.state_dict()
+        if self.master is not None:
+            inner = self.master.added_to(inner, self.inner)
+        return {"inner": inner, "scaler": self.scaler.state_dict() if self.scaler else None}
+
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """Return the state dict with whole tensors on the CPU of rank 0; collective."""
+        inner = gathered_state_dict(self.inner)
+        if self.master is not None:
+            inner = self.master.gathered_to(inner, self.inner)
+        return {"inner": inner, "scaler": self.scaler.state_dict() if self.scaler else None}
+
+    def laid_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Convert a state dict of any layout to this one; collective."""
+        return {**state_dict, "inner": laid_out_like(self.inner, state_dict["inner"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        if self.master is not None:
-            self.master.take_changes()
-        self.inner.load_state_dict(state_dict["inner"])
+        """Load what :meth:`state_dict` returned; the model's weights are rounded from its master weights."""
+        self._load(state_dict, self.inner.load_state_dict)
+
+    def take_laid_out(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`laid_out` returned."""
+        self._load(state_dict, functools.partial(load_laid_out, self.inner))
+
+    def _load(self, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+        inner = state_dict["inner"]
+        if self.master is None:
+            load(inner)
+        else:
+            self.master.load(inner, self.inner, load)
         if self.scaler is not None and state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
-        if self.master is not None:
-            self.master.write_back()
 
     def __repr__(self) -> str:
         guards = [
@@ -441,7 +452,7 @@ def clipped_step(
     Returns:
         The norm before clipping (0-dim), and the step to call.
     """
-    fused, parameters = _fused_optimizer(optimizer), _parameters_of(model)
+    fused, parameters = _fused_optimizer(optimizer), parameters_in(model)
     # A max_norm of 0 or less goes to clip_gradients, which refuses it.
     if fused is None or max_norm is None or not max_norm > 0:
         limit = _INFINITY if max_norm is None else max_norm
@@ -452,7 +463,7 @@ def clipped_step(
     return norm, functools.partial(_divide_and_step, clipped, optimizer, fused, norm, max_norm)
 
 
-def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
+def parameters_in(model: nn.Module) -> list[nn.Parameter]:
     """Return ``list(model.parameters())`` in a third of the time: torch composes every module's name."""
     found: dict[int, nn.Parameter] = {}
     met: set[int] = set()

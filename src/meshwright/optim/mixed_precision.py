@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
 from meshwright.optim.dtensors import HALF_TYPES, by_kind, local_tensor
+from meshwright.optim.full_state_dict import check_fit, gathered, parameters_by_key, placed
 from meshwright.runtime import world_size
 from meshwright.runtime.torch_internals.optim import growth_tracker_of, non_finite_check_and_unscale_, scaler_states_of
 from meshwright.runtime.torch_internals.tensors import version_of
@@ -101,6 +102,48 @@ class MasterWeights:
     def _mark(self) -> None:
         self._marks = {parameter: _mark_of(parameter) for parameter in self.of}
 
+    def added_to(self, state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict of an optimizer of the copies with the fp32 copies among its states."""
+        self.take_changes()
+        state = dict(state_dict["state"])
+        for key, copy in self._by_key(state_dict, optimizer).items():
+            state[key] = {**state.get(key, {}), MASTER: copy.detach()}
+        return {**state_dict, "state": state}
+
+    def gathered_to(self, state_dict: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """Return a gathered state dict with the whole fp32 copies among its states; collective."""
+        copies = gathered(self.added_to({**state_dict, "state": {}}, optimizer))["state"]
+        state = {key: {**state_dict["state"].get(key, {}), **copy} for key, copy in copies.items()}
+        return {**state_dict, "state": {**state_dict["state"], **state}}
+
+    @torch.no_grad()
+    def load(
+        self, state_dict: dict[str, Any], optimizer: Optimizer, load_rest: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Load a state dict of :meth:`added_to`: its fp32 copies here, and the rest by ``load_rest``.
+
+        Copies that it lacks stay, as with states that were saved in fp32.
+
+        Raises:
+            CheckpointError: When it is of other parameters; nothing is changed then.
+        """
+        check_fit(optimizer, state_dict)
+        self.take_changes()
+        copies, state = self._by_key(state_dict, optimizer), dict(state_dict["state"])
+        saved = {key: state[key][MASTER] for key in copies if MASTER in state.get(key, {})}
+        for key in saved:
+            state[key] = {name: value for name, value in state[key].items() if name != MASTER}
+        load_rest({**state_dict, "state": {key: each for key, each in state.items() if each}})
+        for key, value in saved.items():
+            local_tensor(copies[key]).copy_(local_tensor(placed(value, MASTER, copies[key], copies[key])))
+        self.write_back()
+
+    def _by_key(self, state_dict: dict[str, Any], optimizer: Optimizer) -> dict[Any, torch.Tensor]:
+        """Return the fp32 copies of half-precision parameters by their keys in a state dict of the optimizer."""
+        halves = {id(copy) for parameter, copy in self.of.items() if parameter.dtype in HALF_TYPES}
+        updated = parameters_by_key(optimizer, state_dict).items()
+        return {key: each for key, each in updated if id(each) in halves and each.dtype == torch.float32}
+
     def zero_grad(self) -> None:
         """Free the gradients of the model and of the copies."""
         for parameter, master in self.of.items():
@@ -155,6 +198,22 @@ def shard_generator(device: torch.device, step: int, position: int, shard: int) 
 
 
 # --- The dynamic loss scale of fp16
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Identity whose backward multiplies by the loss scale: the loss that users read stays unscaled."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the loss as it is."""
+        ctx.save_for_backward(scale)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Multiply the gradient by the scale."""
+        (scale,) = ctx.saved_tensors
+        return gradients[0] * scale, None
 
 
 def unscale_(tensors: Iterable[torch.Tensor], inverse_scale: torch.Tensor, found_inf: torch.Tensor) -> None:

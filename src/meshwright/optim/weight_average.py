@@ -112,7 +112,7 @@ class EmaPolicy:
     """Steps from one update to the next."""
     dtype: AverageType = "fp32"
     """Type of the average; fp32 means fp64 beside fp64 weights. bf16 is rounded stochastically (Gupta et al. 2015), as
-    updates would vanish in rounding to nearest."""
+    updates would vanish in rounding to nearest. Complex weights have an average of their own type."""
 
     def weight_of_old(self, num_updates: int) -> float:
         """Return the share of the old average in the update that follows ``num_updates`` others."""
@@ -121,6 +121,8 @@ class EmaPolicy:
 
     def type_of(self, weights: torch.dtype) -> torch.dtype:
         """Return the type of the average of weights of a type."""
+        if weights.is_complex:
+            return weights
         wide = torch.float64 if weights == torch.float64 else torch.float32
         return torch.bfloat16 if self.dtype == "bf16" else wide
 
@@ -201,7 +203,7 @@ class WeightAverage:
         if self.num_updates == 0:
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(weight)
-        elif self.policy.dtype == "bf16":
+        elif self.policy.dtype == "bf16" and not averages[0].is_complex():
             for parameter, average, weight in zip(parameters, averages, weights, strict=True):
                 self._round(parameter, average, torch.lerp(average.float(), weight.float(), 1 - share))
         else:

@@ -26,8 +26,10 @@ _MOST_PIXELS = 2**27  # values of a sample: half a GiB
 _COUNTS = {re.compile(r"(layers?|depths?|blocks)$"): _MOST_LAYERS, re.compile(r"experts$"): _MOST_EXPERTS}
 
 
-def check_counts(path: Path, changes: Mapping[str, Any]) -> None:
-    """Refuse excessive numbers of layers and experts, also in nested configurations, before anything is built.
+def check_values(path: Path, changes: Mapping[str, Any]) -> None:
+    """Refuse excessive numbers of layers and experts, and code from elsewhere, before anything is built.
+
+    Nested configurations are checked, too.
 
     Args:
         path: Path of a ``config.json``, or of its directory.
@@ -39,20 +41,79 @@ def check_counts(path: Path, changes: Mapping[str, Any]) -> None:
     file = path / "config.json" if path.is_dir() else path
     for name, value in (*_pairs(json.loads(file.read_text(encoding="utf-8"))), *_pairs(dict(changes))):
         for key, most in _COUNTS.items():
-            if key.search(name) and value > most:
+            if isinstance(value, int | float) and key.search(name) and value > most:
                 raise ValueError(f"{name} = {value}, and at most {most:,} are built")
+        kernels = _KERNELS.search(name)
+        if kernels is not None and isinstance(value, str):
+            _check_kernels(kernels[1], value)
 
 
-def _pairs(tree: object, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield keys and their numbers; the numbers of a list have its key."""
+def _pairs(tree: object, name: str = "") -> Iterator[tuple[str, float | str]]:
+    """Yield keys and their numbers and texts; those of a list, or of a table of kernels, have its key."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _pairs(value, str(key))
+            yield from _pairs(value, name if _KERNELS.search(name) else str(key))
     elif isinstance(tree, list):
         for value in tree:
             yield from _pairs(value, name)
-    elif isinstance(tree, (int, float)) and not isinstance(tree, bool):
+    elif isinstance(tree, int | float | str) and not isinstance(tree, bool):
         yield name, tree
+
+
+# [Note: kernels from elsewhere] A configuration may name implementations of attention and of experts. Some names make
+# transformers download a package of kernels and import it: "owner/repo", and names whose own package is not installed.
+# Only names of what is here already are let through, in the file and in the configuration that transformers makes of it
+# (which may call a key by another name). Meanwhile transformers' hub is offline: whatever else wants to be downloaded
+# fails.
+
+_KERNELS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
+_OWN_KERNELS = {
+    "attn": ("eager", "sdpa", "flex_attention"),
+    "experts": ("eager", "batched_mm", "grouped_mm"),
+}
+
+
+def _check_kernels(kind: str, name: str | None) -> None:
+    if name is None or name in _OWN_KERNELS[kind] or (kind == "attn" and _is_installed(name)):
+        return
+    own = ", ".join(_OWN_KERNELS[kind])
+    raise ValueError(f"{kind}_implementation = {name!r} may be downloaded and run; what is here already is {own}")
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether an implementation of attention is a package of flash attention that is installed."""
+    version = re.fullmatch(r"flash_attention_(\d)", name)
+    known = getattr(_transformers().utils, f"is_flash_attn_{version[1]}_available", None) if version else None
+    return known is not None and bool(known())
+
+
+def _check_configs(config: Any) -> None:
+    """Refuse kernels from elsewhere in a configuration of transformers and in those inside it."""
+    left, kind = [config], _transformers().PreTrainedConfig
+    met: set[int] = set()
+    while left:
+        each = left.pop()
+        if id(each) in met:
+            continue
+        met.add(id(each))
+        if isinstance(each, kind):
+            _check_kernels("attn", getattr(each, "_attn_implementation", None))
+            _check_kernels("experts", getattr(each, "_experts_implementation", None))
+            left += vars(each).values()
+        elif isinstance(each, list | tuple | dict):
+            left += each.values() if isinstance(each, dict) else each
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Let transformers' hub refuse every download; see [Note: kernels from elsewhere]."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager
@@ -178,8 +239,8 @@ def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key:
     """
     check_config_path(path, key)
     transformers = _transformers(key)
-    with _naming_config(path):
-        check_counts(path, changes or {})
+    with _naming_config(path), _offline():
+        check_values(path, changes or {})
         # Without the last, transformers asks on the terminal whether to run code that lies beside a config.
         config = transformers.AutoConfig.from_pretrained(
             path, **{**(changes or {}), "local_files_only": True, "trust_remote_code": False}
@@ -210,7 +271,8 @@ def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Mod
     Raises:
         ModelError: When no model can be built from it.
     """
-    with _naming_config(path), few_modules(), torch.device("meta" if on_meta else "cpu"):
+    with _naming_config(path), _offline(), few_modules(), torch.device("meta" if on_meta else "cpu"):
+        _check_configs(config)
         return _of_config(_transformers(), config)
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from meshwright.cost import Activations, Memory, Step, memory
+from meshwright.cost import MEMORY_LABELS, Activations, Memory, Step, memory
 from meshwright.errors import StrategyError, readable_bytes
 from meshwright.methods import Phase, cost_of, find_method
 from meshwright.planner.plans import needed_bytes
@@ -203,15 +203,20 @@ class RankBudget:
         return [min(enough, key=lambda state: (state.flops, state.freed)).choice()] if enough else []
 
     def _does_not_fit(self, tried: Sequence[Choice]) -> StrategyError:
-        least = min((self._outcome(choice).memory for choice in tried), key=lambda each: each.total)
-        sizes = {field.name: getattr(least, field.name) or 0 for field in dataclasses.fields(least)}
+        least = min(map(self._outcome, tried), key=lambda each: each.needed)
+        names = [field.name for field in dataclasses.fields(least.memory)]
+        elsewhere = ("disk_",) if self._step.on_cpu else ("disk_", "host_")
+        sizes = {name: getattr(least.memory, name) or 0 for name in names if not name.startswith(elsewhere)}
         largest = sorted(sizes.items(), key=lambda each: -each[1])[:3]
-        takes = ", ".join(f"{name} {readable_bytes(size)}" for name, size in largest if size)
+        takes = ", ".join(f"{MEMORY_LABELS[name]} {readable_bytes(size)}" for name, size in largest if size)
+        budget, needed = readable_bytes(self._budget), readable_bytes(least.needed)
+        if budget == needed:
+            budget, needed = f"{self._budget:,} bytes", f"{least.needed:,} bytes"
         where = "" if self._rank is None else f" on pipeline rank {self._rank}"
         return StrategyError(
             "checkpoint: memory_budget cannot be met, whatever is recomputed",
-            expected=f"at most {readable_bytes(self._budget)} on every rank",
-            got=f"{readable_bytes(least.total)} at the least{where}: {takes}",
+            expected=f"at most {budget} on every rank",
+            got=f"{needed} at the least{where}: {takes}",
             fix="use smaller micro-batches, fsdp or more ranks; or raise memory_budget",
         )
 

@@ -71,6 +71,7 @@ from meshwright.planner.trace.tracer import Conditions, Traced, Tracer
 from meshwright.runtime import host_share_bytes, machine_name, preserved_rng
 
 if TYPE_CHECKING:
+    from meshwright.cost import Activations
     from meshwright.methods import Cut
     from meshwright.methods.fp8_torchao import Fp8Trace
     from meshwright.methods.pipeline.outer_parameters import Dataflow
@@ -105,6 +106,7 @@ class Workload:
         cluster: Cluster that it runs on; with None, step times are not predicted.
         calibration: Efficiencies of kernels and links; None takes the cluster's own.
         one_host: Whether all ranks share one host, if there is no cluster to tell.
+        copies_input: Whether the model input is made anew from each micro-batch, also where no device needs a copy.
     """
 
     model: nn.Module
@@ -121,6 +123,7 @@ class Workload:
     cluster: Cluster | None = None
     calibration: Calibration | None = None
     one_host: bool = True
+    copies_input: bool = False
 
     @property
     def half_dtype(self) -> str:
@@ -137,12 +140,24 @@ class Workload:
         Raises:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
-        where = self.device if self.cluster is None else self.cluster.device
-        resolved = resolve(strategy, self.world, self.zero_level, where)
+        resolved = self._resolved(strategy)
         replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
         with replacement.tried(self.model):
             known = self._with(find_method(resolved.strategy, lambda each: each.replaces_modules))
             return known._plan(resolved, num_micro_batches or self.num_micro_batches)
+
+    def num_replicas(self, strategy: Strategy) -> int:
+        """Return the number of ranks, or groups of ranks, that take samples of their own under a strategy.
+
+        Raises:
+            StrategyError: When its methods do not fit together or do not fit the world.
+        """
+        return _replicas(self._resolved(strategy))
+
+    def _resolved(self, strategy: Strategy) -> Resolved:
+        return resolve(
+            strategy, self.world, self.zero_level, self.device if self.cluster is None else self.cluster.device
+        )
 
     def on(self, num_devices: int) -> Workload:
         """Return the workload on another number of the same devices; the cluster must be known."""
@@ -230,7 +245,7 @@ class Workload:
             num_micro_batches=micro_batches,
             on_cpu=on_cpu,
             on_one_host=on_cpu and (self.one_host if self.cluster is None else self.cluster.is_one_node),
-            activations=traced.activations,
+            activations=_with_inputs(traced.activations, resolved, micro_batches),
             flops=traced.flops,
             fp8_flops=traced.fp8_flops,
             boundaries=traced.boundaries,
@@ -306,7 +321,8 @@ class Workload:
 
     @functools.cached_property
     def _tracer(self) -> Tracer:
-        return Tracer(self.model, self.inputs_of, self.forward, self.device)
+        views_batch = self.device.type == "cpu" and not self.copies_input
+        return Tracer(self.model, self.inputs_of, self.forward, self.device, views_batch=views_batch)
 
 
 def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
@@ -314,6 +330,14 @@ def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
     if known is None or known.cluster.device.is_host or any(step.activations is None for step in steps):
         return None
     return max(taken_bytes(peak.reserved_bytes, known.cluster.device) for peak in known.peaks)
+
+
+def _with_inputs(traced: Activations | None, resolved: Resolved, micro_batches: int) -> Activations | None:
+    """Return the activations of one micro-batch beside the inputs of a step's; a pipeline prepares all of them."""
+    if traced is None:
+        return None
+    copies = micro_batches if dict(resolved.axes).get("pipeline", 1) > 1 else 1
+    return traced.given(traced.inputs._replace(views=micro_batches, copies=copies))
 
 
 def _compute_dtypes(resolved: Resolved) -> ComputeDtypes:

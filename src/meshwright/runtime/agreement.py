@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import pickle
 import platform
+import re
 import sys
 import time
 from collections import Counter
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import LaunchError, MeshwrightError, join_names
 from meshwright.runtime.processes import agreement_group, rank, world_size
@@ -133,6 +136,33 @@ def check_all_equal(*claims: tuple[str, str, str]) -> None:
                     fix=fix,
                 )
             )
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_FEW = 16  # numbers of a tensor that are worth comparing
+
+
+def value_text(value: Any) -> str:
+    """Return a value as text that is equal for equal values in different processes.
+
+    Functions and classes are named, tensors of a few numbers are written out, and of devices only the type is.
+    """
+    if isinstance(value, functools.partial):
+        return f"{value_text(value.func)}({value_text([*value.args, value.keywords])})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{value_text(key)}: {value_text(each)}" for key, each in value.items())) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(value_text, value))) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, torch.Tensor):
+        few = value.numel() <= _FEW and not value.is_meta and not isinstance(value, DTensor)
+        return f"{value.detach().tolist()}" if few else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, torch.device):
+        return value.type
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return _ADDRESS.sub("", repr(value))
 
 
 def _holders(values: Sequence[str], value: str) -> str:

@@ -49,15 +49,30 @@ def separate_tasks_warning(environment: Mapping[str, str]) -> str | None:
 # the attempt, and every rank goes on only when rank 0 has answered to that very process.
 
 _ROOM, _ATTEMPT, _HERE, _ANSWER = "meshwright/meeting", "attempt", "here", "answer"
+_STORE_WAIT = timedelta(seconds=60)  # the launcher makes its store before any rank starts
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # thousands of ranks must not keep the store busy
 
 
 def launchers_store(environment: Mapping[str, str], timeout: timedelta) -> Store | None:
-    """Return the store that the launcher keeps for all attempts; None if rank 0 makes one for each."""
+    """Return the store that the launcher keeps for all attempts; None if rank 0 makes one for each.
+
+    Raises:
+        LaunchError: When it is not where the environment says.
+    """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    try:
+        store = TCPStore(address, port, None, False, min(timeout, _STORE_WAIT), wait_for_workers=False)
+    except RuntimeError as error:
+        raise LaunchError(
+            "The launcher's store does not answer",
+            expected=f"torchrun's store at MASTER_ADDR and MASTER_PORT, {address}:{port}",
+            got=str(error),
+            fix="leave MASTER_PORT as torchrun has set it: a program that changes it looks where nobody listens",
+        ) from None
+    store.set_timeout(timeout)
+    return store
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -6,6 +6,7 @@ loads into any layout of ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections import Counter
@@ -184,6 +185,24 @@ class ModelEntries:
         self.module.load_state_dict(self.raw | stored)
 
 
+_reading = False
+
+
+def is_reading_entries() -> bool:
+    """Return whether a ``state_dict`` is being read for its live tensors, which a model's own must not replace."""
+    return _reading
+
+
+@contextlib.contextmanager
+def _reading_entries() -> Iterator[None]:
+    global _reading
+    before, _reading = _reading, True
+    try:
+        yield
+    finally:
+        _reading = before
+
+
 def model_entries(model: nn.Module) -> ModelEntries:
     """Name all persistent tensors of a model; do not communicate.
 
@@ -194,7 +213,8 @@ def model_entries(model: nn.Module) -> ModelEntries:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # after a forward without backward, the root's weights are still gathered
-    raw: dict[str, Any] = module.state_dict(keep_vars=True)
+    with _reading_entries():
+        raw: dict[str, Any] = module.state_dict(keep_vars=True)
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     seen: set[int] = set()

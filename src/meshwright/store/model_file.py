@@ -58,16 +58,25 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     path = Path(file)
     non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
-        entries, on_stages = entries_with_stages(model)
         if rank() == 0:
             make_folder(path.parent)
-    whole = _whole(entries, on_stages, "save")
-    state_dict = _gathered(entries, whole)
+    state_dict = whole_state_dict(model)
     with same_on_every_rank():
         if rank() == 0 and non_blocking:
             write_later(path, state_dict)
         elif rank() == 0:
             write_file(path, state_dict)
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Copy what :func:`save` writes to the host of rank 0; return an empty dict elsewhere; collective.
+
+    Args:
+        model: As for :func:`save`.
+    """
+    with same_on_every_rank():
+        entries, on_stages = entries_with_stages(model)
+    return _gathered(entries, _whole(entries, on_stages, "save"))
 
 
 def save_folder(

@@ -94,7 +94,12 @@ def capture_optimizer(
         record.groups.append(GroupRecord([names[id(p)] for p in group["params"]], values))
         for parameter in group["params"]:
             name, state = names[id(parameter)], optimizer.state.get(parameter, {})
-            stored = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            # The momentum of sparse gradients is sparse; optimizers go on with a dense one.
+            stored = {
+                key: value.to_dense() if value.is_sparse else value
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor)
+            }
             record.tensor_keys[name] = list(stored)
             record.values[name] = {
                 key: to_plain(value, f"The optimizer's {key} of {name}")

@@ -282,10 +282,22 @@ def _agreed_errors(what: str, fix: str) -> Iterator[None]:
 
 
 def writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors as safetensors takes them: contiguous, and no two of them sharing memory."""
+    """Return the tensors as safetensors takes them: contiguous, and no two of them sharing memory.
+
+    Raises:
+        CheckpointError: For a sparse tensor.
+    """
     seen: set[int] = set()
     writable: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise CheckpointError(
+                f"{name} cannot be saved: files hold dense tensors only",
+                expected="dense tensors in the model and its optimizer",
+                got=f"{tensor.layout} of shape {tuple(tensor.shape)}",
+                fix="register a buffer that can be built anew with persistent=False, or keep it as dense tensors of "
+                "indices and values",
+            )
         tensor = tensor.detach().contiguous()
         address = local_tensor(tensor).untyped_storage().data_ptr()
         # Two parameters over one memory are stored twice, and both names load.

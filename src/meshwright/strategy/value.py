@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import json
 import os
@@ -98,6 +99,10 @@ class MethodConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
 
     method_name: ClassVar[str]
+    foreign_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of other engines, and what to do instead. They are refused, unless their value asks for nothing."""
+    foreign_off: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """The values that ask for nothing, of foreign keys where these are not None, False, 0 and what is empty."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -117,7 +122,7 @@ class MethodConfig(BaseModel):
             return raw
         try:
             keys = {} if raw is None else raw if isinstance(raw, Mapping) else cls.from_short(raw)
-            return cls(**cls.normalised(dict(keys)))
+            return cls(**cls.normalised(cls._without_foreign(keys)))
         except ValidationError as error:
             raise cls._explained(error) from None
         except MeshwrightError:
@@ -140,6 +145,20 @@ class MethodConfig(BaseModel):
             got=f"{type(raw).__name__} {raw!r}",
             fix="write the method as (name, {key: value, …})",
         )
+
+    @classmethod
+    def _without_foreign(cls, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave out foreign keys that ask for nothing, and refuse the others."""
+        for key in cls.foreign_keys.keys() & keys.keys():
+            value = keys[key]
+            if not (value in cls.foreign_off[key] if key in cls.foreign_off else _asks_for_nothing(value)):
+                raise StrategyError(
+                    f"{cls.method_name}: {key!r} configures another engine, which Meshwright does not have",
+                    expected=f"keys from {join_names(cls.model_fields)}" if cls.model_fields else "no keys",
+                    got=f"{key}={value!r}",
+                    fix=cls.foreign_keys[key],
+                )
+        return {key: value for key, value in keys.items() if key not in cls.foreign_keys}
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +204,12 @@ class MethodConfig(BaseModel):
             got=repr(first["input"]),
             fix="correct the value, or leave the key out for its default",
         )
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # FSDP1's CPUOffload(offload_params=False)
+        return not any(vars(value).values())
+    return not value
 
 
 def _fields(config: type[BaseModel], path: Sequence[str]) -> list[str]:
@@ -338,7 +363,7 @@ def _from_bytes(content: bytes, where: str) -> list[MethodConfig]:
 def _from_json(text: str, where: str) -> list[MethodConfig]:
     try:
         document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer of more digits than Python reads
         raise StrategyError(
             "The strategy is not valid JSON",
             got=f"{error} in {where}",

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwright.cost import Cluster
 from meshwright.data import GlobalBatchLoader
-from meshwright.errors import LaunchError, ModelError
+from meshwright.errors import DataError, LaunchError, ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.job import guards_are_on
 from meshwright.nn import check_no_renorm
@@ -36,6 +36,7 @@ from meshwright.runtime import (
     Settings,
     agreed,
     check_all_equal,
+    check_equal,
     code_versions,
     difference_between_ranks,
     gather_objects,
@@ -52,8 +53,8 @@ from meshwright.runtime.lazy import paused_collection
 # Optimizers, DDP and predictions import dynamo in any case. Imported here, it loads with the garbage collector paused.
 from meshwright.runtime.torch_internals.compilers import dynamo as dynamo
 from meshwright.strategy import read_size
-from meshwright.training.accelerated import Accelerated, LossWeight
-from meshwright.training.request import Request, check_lr_scheduler, check_rates
+from meshwright.training.accelerated import Accelerated, KnownParameters, LossWeight
+from meshwright.training.request import Request, check_lr_scheduler, check_rates, optimizer_text
 
 if TYPE_CHECKING:
     from meshwright.planner.measure import Measured
@@ -139,7 +140,8 @@ def accelerate(
         find_unused_parameters: For DDP, if some parameters are not used in every step.
         ddp_options: Further keyword arguments of DistributedDataParallel, for strategies without a sharding method.
         sample_batch: A batch for predictions without a dataset, of any number of samples.
-        batch_size: Samples per step over all ranks, for predictions without a dataset.
+        batch_size: Samples per step over all ranks, for predictions without a dataset. None: each replica takes as many
+            as ``sample_batch`` has.
         sampler_seed: Seed of the order of samples.
         memory_limit: Predicted memory that a chosen strategy may need on a rank: bytes, or text such as ``"40 GiB"``.
             None takes the memory of the device. Allocations are not limited.
@@ -177,7 +179,7 @@ def accelerate(
     _check_request(request, world)
 
     # Agree: ranks that differ would wait for each other for ever, or train different models without an error.
-    check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines())
+    check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines(), request.training_claims())
     difference = difference_between_ranks(dict(model.named_parameters()))
 
     # Plan: rank 0 predicts for all ranks. Candidates that are measured run on all of them.
@@ -192,7 +194,7 @@ def accelerate(
 
     # Hand over.
     accelerated = _hand_over(request, plan, job, dataloader, optim, lr_scheduler)
-    job.notices += [*notices, *describe_remainder(dataloader, job.num_micro_batches)]
+    job.notices += notices
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
@@ -232,13 +234,16 @@ def _check_request(request: Request, world: Settings) -> None:
 _own_versions = functools.cache(code_versions)  # it reads every source file
 
 
-def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> None:
-    """Refuse ranks that differ in their code, strategy, guards or model; collective.
+def check_alike(
+    strategy: str, model: str, parameters: Sequence[str] = (), further: Sequence[tuple[str, str, str]] = ()
+) -> None:
+    """Refuse ranks that differ in their code, strategy, guards, model or how they train it; collective.
 
     Args:
         strategy: The requested strategy, as text.
         model: A short text that differs for different models.
         parameters: A line for each parameter of the model; gathered only if models differ.
+        further: What else must be equal, its value, and what to do if it differs.
 
     Raises:
         LaunchError: On every rank, naming two ranks and the first difference.
@@ -247,6 +252,7 @@ def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> No
         ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
         ("The strategy", strategy, "pass the same strategy on every rank"),
         ("The switch of cross-rank guards", f"{guards_are_on()}", "set MESHWRIGHT_GUARDS alike on every rank"),
+        *further,
     )
     models = gather_objects(model)
     other = next((rank for rank, each in enumerate(models) if each != models[0]), None)
@@ -345,6 +351,7 @@ def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Dat
     with same_on_every_rank():
         job = request.job(plan, device)
         dataloader = request.dataloader(job)
+        check_remainder(job, dataloader)
     # Every method checks the job before the first one changes it.
     check_strategy(job)
     _CHANGED.add(request.model)
@@ -352,14 +359,37 @@ def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Dat
     return job, dataloader
 
 
+def check_remainder(job: Job, dataloader: GlobalBatchLoader | None) -> None:
+    """Refuse a last batch of an epoch that a pipeline cannot divide, since its error would come after hours.
+
+    Raises:
+        DataError: Naming its size.
+    """
+    last = dataloader.last_batch_size if dataloader is not None and job.size("pipeline") > 1 else None
+    if last is not None and last % job.num_micro_batches:
+        raise DataError(
+            "The last batch of an epoch does not divide into a pipeline's micro-batches",
+            expected=f"a multiple of {job.num_micro_batches} samples per replica",
+            got=str(last),
+            fix="leave it out with dataloader_args={'drop_last': True}, or choose a batch_size by which the dataset "
+            "divides",
+        )
+
+
 # --- Build the optimizer
 
 
 def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRScheduler | None]:
     """Build optimizer and scheduler over the model as the methods have left it; collective."""
+    job.check_unchanged = known = KnownParameters(job.model)
+    job.optimizer.before_update.append(known)
     with same_on_every_rank():
         optim = job.build_optimizer()
+    # Ranks that hold different layers, or different experts, may have different groups.
+    text = optimizer_text(optim, groups=job.pipeline is None and job.experts is None)
+    check_equal("The optimizer", text, "build it with equal arguments on every rank")
     if optim is not None:
+        known.follow(optim)
         optim = job.optimizer.finish(optim)
     with same_on_every_rank():
         if request.lr_scheduler_cls is None:
@@ -391,17 +421,6 @@ def _hand_over(
         model_input_format=request.model_input_format,
         loss_weight=request.loss_weight,
     )
-
-
-def describe_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: int) -> list[str]:
-    """Describe a last batch of an epoch that cannot be divided, since its error may come after hours."""
-    last = dataloader.last_batch_size if isinstance(dataloader, GlobalBatchLoader) else None
-    if last is None or last % num_micro_batches == 0:
-        return []
-    return [
-        f"the last batch of an epoch has {last} samples per replica, which do not divide into {num_micro_batches} "
-        "micro-batches: its step will be an error; dataloader_args={'drop_last': True} leaves it out"
-    ]
 
 
 def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import numbers
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,15 +24,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.errors import ConfigError, DataError, LossSpikeError, UnsoundStepError
+from meshwright.errors import ConfigError, DataError, LossSpikeError, ModelError, UnsoundStepError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
-from meshwright.methods.job import SAMPLED, STEP_AXES, guards_are_on, mean_over
+from meshwright.methods.job import MAX_EXACT_SUM, SAMPLED, STEP_AXES, guards_are_on, mean_over, sum_over
 from meshwright.nn import reshard
-from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batches
+from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batches, shares_of
 from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
-from meshwright.optim.guarded_step import is_outer
+from meshwright.optim.guarded_step import is_outer, parameters_in
 from meshwright.planner import Plan, measured_state, record_saved
-from meshwright.runtime import agreed, peak_memory_bytes, preserved_rng, print_rank, synchronize_device
+from meshwright.runtime import agreed, peak_memory_bytes, preserved_rng, print_rank, synchronize_device, world_size
+from meshwright.store.entries import stored_name, unwrapped
 from meshwright.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Accelerated:
 
         Args:
             batch: This rank's part of the global batch, as the dataloader yields it; cut into ``num_micro_batches``.
+                Those of a batch that does not divide differ by one sample, and count by their samples.
 
         Returns:
             Loss and gradient norm, equal on every rank (under ``outer``: of a replica), and whether the update was
@@ -129,7 +131,9 @@ class Accelerated:
 
         Raises:
             ConfigError: When there is no optimizer or no loss.
-            DataError: When the batch does not divide into micro-batches, or ranks are at different places in the data.
+            DataError: When the batch does not divide into a pipeline's micro-batches, or ranks are at different places
+                in the data.
+            ModelError: When parameters were put into the model, or resized, after ``accelerate``.
         """
         optim = self.optim
         if optim is None:
@@ -140,8 +144,10 @@ class Accelerated:
                 expected="an optimizer built by optim_func",
             )
         optim.zero_grad()
+        if self._job.check_unchanged is not None:
+            self._job.check_unchanged()
         with restored_buffers(self.model, self._may_skip) as restore_buffers:
-            loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
+            loss = self._mean_loss(self._forward_backward(self._parts(batch)))
             grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
             # The verdict comes before the update, which the guard then skips.
             spike = judge_loss(loss, self._guard, self._job.optimizer.spikes)
@@ -179,11 +185,15 @@ class Accelerated:
             assert total is not None
             return total
 
+    def _parts(self, batch: Any) -> list[Any]:
+        # Stages of a pipeline exchange tensors of one shape.
+        return micro_batches(batch, self.num_micro_batches, equal=self._job.pipeline is not None)
+
     def _prepare(self, parts: list[Any]) -> Iterable[tuple[Any, float]]:
         """Return each micro-batch's model input, and the divisor of its loss."""
         inputs = (self.prepare_input(part, self.device) for part in parts)
         if self._loss_weight is None:
-            return zip(inputs, itertools.repeat(float(len(parts))))  # lazily: one input at a time is on the device
+            return zip(inputs, shares_of(parts), strict=True)  # lazily: one input at a time is on the device
         every = list(inputs)
         return zip(every, loss_divisors(self._job, self._loss_weight, every, STEP_AXES), strict=True)
 
@@ -208,6 +218,7 @@ class Accelerated:
         before = offloaded.num_bytes if offloaded is not None else 0
         with record_saved(self.model) as saved:
             loss = self._loss_of(inputs)
+        saved.forget_freed()
         self._measures_next, self._saved_bytes = False, saved.bytes
         self._offloaded_bytes = offloaded.num_bytes - before if offloaded is not None else 0
         return loss
@@ -305,7 +316,7 @@ class Accelerated:
         """Run forward and backward once and leave weights, buffers, gradients and random generators as they were."""
         with preserved_rng(), restored_buffers(self.model) as restore_buffers:
             start = time.perf_counter()
-            self._forward_backward(micro_batches(batch, self.num_micro_batches))
+            self._forward_backward(self._parts(batch))
             synchronize_device(self.device)
             elapsed = time.perf_counter() - start
             restore_buffers()
@@ -345,30 +356,41 @@ class MeanLoss:
         """
         epoch, check = getattr(self._dataloader, "epoch", None), self._job.gather_order_check
         order = check.numbers() if check is not None else []
-        further = [*([epoch] if isinstance(epoch, int) else []), *order]
+        num_ranks = math.prod(map(self._job.size, STEP_AXES))
+        epochs = _epoch_numbers(epoch, num_ranks) if isinstance(epoch, int) else []
+        further = [*epochs, *order]
         if not further:
             return mean_over(self._job.mesh_axes, loss, STEP_AXES)
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         numbers = torch.stack([own, *(torch.full_like(own, each) for each in further)])
-        means = mean_over(self._job.mesh_axes, numbers, STEP_AXES)
+        sums = sum_over(self._job.mesh_axes, numbers, STEP_AXES)
         if isinstance(epoch, int):
-            self._check_epoch(epoch, means[1])
+            self._check_epoch(epoch, sums[1 : 1 + len(epochs)], num_ranks)
         if check is not None:
-            check.check(means[-len(order) :])
-        return means[0].to(loss.dtype)
+            check.check(sums[-len(order) :])
+        return (sums[0] / num_ranks).to(loss.dtype)
 
-    def _check_epoch(self, epoch: int, mean: torch.Tensor) -> None:
+    def _check_epoch(self, epoch: int, sums: torch.Tensor, num_ranks: int) -> None:
         # On a GPU the host would wait for the device in every step.
-        is_read = epoch != self._checked_epoch or mean.device.type == "cpu"
-        if is_read and float(mean) != epoch:
+        is_read = epoch != self._checked_epoch or sums.device.type == "cpu"
+        if is_read and sums.tolist() != [number * num_ranks for number in _epoch_numbers(epoch, num_ranks)]:
             raise DataError(
                 "Ranks are in different epochs: they would take some samples twice, and others never",
                 expected="every rank walks the data loader alike",
-                got=f"epoch {epoch} on this rank, {float(mean):g} on average",
+                got=f"epoch {epoch} on this rank, {float(sums[0]) / num_ranks:g} on average",
                 fix="walk it on all ranks or on none (who looks at the data alone takes dataloader.dataset); or call "
                 "its set_epoch with one number on every rank",
             )
         self._checked_epoch = epoch
+
+
+def _epoch_numbers(epoch: int, num_ranks: int) -> list[int]:
+    """Return numbers that tell epochs apart, and whose sum over the ranks is exact in fp32.
+
+    The square as well: a rank in epoch 1 between others in 0 and 2 would find its own epoch for the mean.
+    """
+    limit = MAX_EXACT_SUM // num_ranks
+    return [epoch % limit, epoch * epoch % limit]
 
 
 @torch.no_grad()
@@ -501,4 +523,66 @@ def _spike_error(value: float, limit: float, spikes: SpikeWatch) -> LossSpikeErr
         expected=f"at most {limit:.4g}, by the {spikes.policy.window} losses before",
         got=f"{value:.4g}; the weights are as they were",
         fix='look for the cause in this batch, or skip such steps: ("loss_spike", "skip")',
+    )
+
+
+# --- Parameters that came after the optimizer
+
+
+class KnownParameters:
+    """The parameters of a model as its strategy has left it: the optimizer updates these, and ranks average them.
+
+    A layer that is put into the model later would never train, or train differently on every rank.
+
+    Args:
+        model: The model, after all methods were applied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._known = {id(each): (weakref.ref(each), each.shape) for each in model.parameters()}
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Note the optimizer of the model: on one rank it may be given further parameters."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self) -> None:
+        """Refuse a model with gradients, or shapes, that it did not have before.
+
+        Gathered weights of FSDP2, which are others than its shards, have no gradients of their own.
+
+        Raises:
+            ModelError: Naming the first such parameter.
+        """
+        model = self._model()
+        if model is None:
+            return
+        for parameter in parameters_in(model):
+            known, shape = self._known.get(id(parameter), (None, torch.Size()))
+            if known is not None and known() is parameter:
+                if parameter.shape != shape:
+                    raise _late(model, parameter, shape)
+            elif parameter.grad is not None and not self._is_added(parameter):
+                raise _late(model, parameter, None)
+
+    def _is_added(self, parameter: torch.Tensor) -> bool:
+        optimizer = self._optimizer()
+        if optimizer is None or world_size() > 1:
+            return False
+        return any(parameter is each for group in optimizer.param_groups for each in group["params"])
+
+
+def _late(model: nn.Module, parameter: torch.Tensor, before: torch.Size | None) -> ModelError:
+    named = unwrapped(model).named_parameters()
+    name = next((stored_name(name) for name, each in named if each is parameter), "a parameter")
+    got = f"{name} of shape {tuple(parameter.shape)}"
+    return ModelError(
+        "The model has changed since accelerate, and its optimizer and gradient averages know the parameters of then",
+        expected="the parameters that the model had in accelerate"
+        if before is None
+        else f"{name} of shape {tuple(before)}, as in accelerate",
+        got=f"{got}, put into the model later" if before is None else got,
+        fix="replace or resize layers before accelerate; for a model that trains already, save its weights, build it "
+        "anew with the change, load them, and accelerate that",
     )

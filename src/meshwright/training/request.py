@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from meshwright.cost import Cluster
-from meshwright.errors import ConfigError, ModelError, did_you_mean
+from meshwright.errors import ConfigError, did_you_mean
 from meshwright.methods import Job
 from meshwright.methods.job import MeshAxes, OptimizerRequests
-from meshwright.nn import check_initialized
+from meshwright.nn import check_model
 from meshwright.nn.batches import (
     batch_size_of,
     call_model,
@@ -31,11 +29,14 @@ from meshwright.nn.batches import (
     is_loss_func,
     loss_of_output,
     resized,
+    tensors_of,
     to_device,
 )
 from meshwright.optim import check_steps_alone
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, described_cluster, fitting, only_configs
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
+from meshwright.runtime.agreement import value_text
+from meshwright.runtime.torch_internals.tensors import storage_identity
 from meshwright.strategy import Strategy
 from meshwright.training.accelerated import LossWeight
 
@@ -178,7 +179,10 @@ class Request:
         if self.chooses:
             plan, reason = choose(workload, **self._constraints(workload))
         else:
-            plan, reason = workload.plan(Strategy(self.strategy)), None
+            strategy = Strategy(self.strategy)
+            if workload.batch_size is None and self._samples_of_replica is not None:
+                workload = workload.of_batch(self._samples_of_replica * workload.num_replicas(strategy))
+            plan, reason = workload.plan(strategy), None
         gaps = plan.gaps
         if self._built is not None and workload.optim_func is None:
             kind = type(self._built.optimizer).__name__
@@ -213,24 +217,50 @@ class Request:
             optim_param_func=self._choose_parameters,
             inputs_of=lambda samples: self._sample_inputs(settings.device, samples),
             forward=self._forward,
-            batch_size=self._global_batch_size(),
+            batch_size=self._global_batch_size,
             num_micro_batches=self.num_micro_batches,
             world=world_size(),
             zero_level=settings.zero_level,
             limit_bytes=limit_bytes,
             cluster=cluster,
             one_host=settings.local_world_size >= world_size(),
+            copies_input=settings.device.type == "cpu" and self._copies_input(),
         )
 
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         return first_loss(self.loss(inputs, call_model(model, inputs, self.model_input_format)))
 
+    def _copies_input(self) -> bool:
+        """Return whether ``prepare_input`` makes new tensors of a batch that is on the device already."""
+        if self.prepare_input is None:
+            return False
+        try:
+            with preserved_rng():
+                batch = self.sample_of(1)
+                given = set() if batch is None else _storages(self.prepare(batch, torch.device("cpu")))
+        except Exception:  # a user's data may raise anything; training will show the error
+            return False
+        return bool(given) and given.isdisjoint(_storages(batch))
+
+    @property
     def _global_batch_size(self) -> int | None:
+        """Return the samples per step over all ranks; None where they follow from the number of replicas.
+
+        A search compares strategies by steps of equally many samples: as many as data parallelism would take.
+        """
         if self.batch_size is not None:
             return self.batch_size
+        given = (self.dataloader_args or {}).get("batch_size") if self.dataset is not None else None
+        if given is None and self.chooses and self._samples_of_replica is not None:
+            return self._samples_of_replica * world_size()
+        return given
+
+    @functools.cached_property
+    def _samples_of_replica(self) -> int | None:
+        """The samples per step of one replica, where nobody has said how many all of them take."""
         if self.dataset is not None:
-            return (self.dataloader_args or {}).get("batch_size", world_size())
-        return batch_size_of(self.sample_batch) * world_size() if self.sample_batch is not None else None
+            return 1  # as global_batch_loader does
+        return batch_size_of(self.sample_batch) if self.sample_batch is not None else None
 
     def _sample_inputs(self, device: torch.device, samples: int) -> Any:
         """Return a model input of a number of samples; None if reading a sample would consume data."""
@@ -304,6 +334,38 @@ class Request:
             for name, p in self.model.named_parameters()
         ]
 
+    def training_claims(self) -> list[tuple[str, str, str]]:
+        """Return what ranks must train with alike: the name of it, its value as text, and what to do if it differs."""
+        given, sampler = self.dataloader_args or {}, (self.dataloader_args or {}).get("sampler")
+        order = ("batch_size", "drop_last", "shuffle")
+        data = {key: given.get(key) for key in order} | {"sampler": type(sampler), "seed": self.sampler_seed}
+        if isinstance(self.optim_func, Optimizer):
+            optimizer = optimizer_text(self.optim_func)
+        else:
+            optimizer = f"{value_text(self.optim_func)} with {value_text(self.optim_args)}"
+        names = (
+            "max_grad_norm", "num_micro_batches", "find_unused_parameters", "ddp_options", "batch_size", "dry_run",
+            "model_input_format",
+        )  # fmt: skip
+        rest = {name: getattr(self, name) for name in names}
+        rest |= {name: getattr(self, name) is not None for name in ("loss_weight", "time_limit")}
+        return [
+            ("The optimizer", optimizer, "pass equal optim_func and optim_args on every rank"),
+            (
+                "The learning-rate schedule",
+                f"{value_text(self.lr_scheduler_cls)} with {value_text(self.lr_scheduler_args)}",
+                "pass equal lr_scheduler_cls and lr_scheduler_args on every rank",
+            ),
+            (
+                "The length of the data",
+                f"{_length_text(self.dataset)}, {_length_text(sampler)}",
+                "give every rank the whole dataset: each of them takes its own part of every batch; ranks with fewer "
+                "samples would end their epoch while the others wait for them",
+            ),
+            ("The order of the data", value_text(data), "pass equal dataloader_args and sampler_seed on every rank"),
+            ("An argument of accelerate", value_text(rest), "pass it alike on every rank"),
+        ]
+
     def model_digest(self) -> str:
         """Return a short text that models of equal parameter names, shapes and dtypes share."""
         lines = self.parameter_lines()
@@ -311,48 +373,33 @@ class Request:
         return f"{type(self.model).__name__} with {len(lines)} parameters, digest {digest}"
 
 
-# --- Checks of single arguments
+_NO_HYPERPARAMETERS = ("params", "param_names", "differentiable")  # torch adds the last when an optimizer is copied
 
 
-def check_model(model: nn.Module, device: torch.device) -> None:
-    """Refuse anything but a plain model with values, on the job's device or the CPU.
+def optimizer_text(optimizer: Optimizer | None, groups: bool = True) -> str:
+    """Return the hyperparameters of an optimizer as :func:`value_text` writes them.
 
-    Raises:
-        ModelError: Saying what was given instead.
+    Args:
+        optimizer: Any torch optimizer, or None.
+        groups: Whether to write those of each of its groups; else its defaults.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            "The model is not a module",
-            expected="a torch.nn.Module",
-            got=type(model).__name__,
-            fix="pass the model itself, built",
-        )
-    check_initialized(model)
-    wrapped = next(
-        (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
-    )
-    sharded = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
-    if wrapped is not None or sharded is not None:
-        raise ModelError(
-            "The model is already distributed",
-            expected="a plain nn.Module",
-            got=f"{type(wrapped).__name__ if wrapped is not None else sharded} inside {type(model).__name__}",
-            fix="pass the model as it was before wrapping; the strategy wraps it",
-        )
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
-        meta = (
-            "parameters on meta have no values. Build the model outside torch.device('meta'), or fill it: "
-            "model.to_empty(device='cpu'), then load_state_dict. One that no machine can hold whole is built "
-            "in shards: see DistributedModule"
-        )
-        raise ModelError(
-            "The model is on a wrong device",
-            expected=f"all parameters and buffers on {device}"
-            + ("" if device.type == "cpu" else ", or all on the CPU"),
-            got=", ".join(sorted(map(str, devices))),
-            fix=meta if torch.device("meta") in devices else f"call model.to({str(device)!r}) before",
-        )
+    if optimizer is None:
+        return "none"
+    every: Sequence[Mapping[str, Any]] = optimizer.param_groups if groups else (optimizer.defaults,)
+    own = [{key: value for key, value in group.items() if key not in _NO_HYPERPARAMETERS} for group in every]
+    return f"{type(optimizer).__name__} with {value_text(own)}"
+
+
+def _length_text(samples: Any) -> str:
+    if samples is None:
+        return "none"
+    try:
+        return f"{type(samples).__name__} of {len(samples)} samples"
+    except TypeError:  # a stream, or an order without an end
+        return f"{type(samples).__name__} without a length"
+
+
+# --- Checks of single arguments
 
 
 def check_keywords(option: str, function: Callable[..., Any], given: Mapping[str, Any] | None) -> None:
@@ -519,3 +566,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     ),
     "batch_size": (_is_integer, "a whole number of samples over all ranks", "correct it"),
 }
+
+
+def _storages(tree: Any) -> set[int]:
+    """Return the storages of all tensors in nested containers."""
+    return {storage_identity(leaf.untyped_storage()) for leaf in tensors_of(tree)}

@@ -248,6 +248,8 @@ def own_steps():
         (lambda: Linear(optimizer(), S, 1, 2).step(-1), "num_iter"),
         (lambda: Linear(optimizer(), -S, 1, 2), "start_lr.*highest learning rate"),
         (lambda: Linear(optimizer(), S, 1, math.nan), "end_iter"),
+        (lambda: Linear(optimizer(), S, 1, -1), "end_iter"),
+        (lambda: Noam(optimizer(), S, 1, -2), "end_iter"),
         (lambda: Cosine(optimizer(), S, 3, 2), "end_iter at or above warmup_iter"),
         (lambda: Exponential(optimizer(), S, 1, 2, gamma=0.0), "gamma"),
         (lambda: WSD(optimizer(), S, 1, 0, 2), "decay_iter between 1 and 2"),
@@ -259,3 +261,15 @@ def own_steps():
 def test_impossible_schedules_are_refused(make, word):
     with pytest.raises(ConfigError, match=word):
         make()
+
+
+@pytest.mark.parametrize("kind", [NoDecay, Noam, Exponential])
+def test_schedules_that_do_not_decay_to_an_end_need_none(kind):
+    endless, ending = (kind(optimizer(), S, 3, end_iter) for end_iter in (-1, 1000))
+    for _ in range(8):
+        assert endless.current_lr == ending.current_lr
+        endless.step()
+        ending.step()
+    again = kind(optimizer(), S, 3, 1000)
+    again.load_state_dict(endless.state_dict())
+    assert (again.end_iter, again.current_lr) == (-1, endless.current_lr)

@@ -307,15 +307,26 @@ def test_what_may_be_done_about_bad_gradients(capsys):
     assert weight.tolist() == [-INF, -INF]
 
 
-def test_a_scale_without_a_scaled_loss_is_an_error():
-    weight = nn.Parameter(torch.ones(2))
-    manager = OptimManager(8.0)
-    manager.add_optimizer(torch.optim.SGD([weight], lr=1.0))
-    manager.step()  # no gradient, nothing to scale
-    weight.sum().backward()
-    with pytest.raises(ConfigError, match=r"not scaled.*manager.backward"):
-        manager.step()
-    assert weight.tolist() == [1.0, 1.0]
+def test_gradients_that_were_scaled_by_hand_count_as_scaled(capfd):
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    managers = [OptimManager(8.0) for _ in weights]
+    for weight, manager in zip(weights, managers, strict=True):
+        manager.add_optimizer(torch.optim.SGD([weight], lr=0.5))
+        manager.step()  # no gradient, nothing to scale
+    assert "loss scale" not in capfd.readouterr().err
+    for step in range(3):
+        for manager in managers:
+            manager.zero_grad()
+        managers[0].backward(weights[0].square().sum())
+        (managers[1].loss_scale * weights[1].square().sum()).backward()
+        weights[2].grad = 8.0 * 2.0 * weights[2].detach()
+        for manager, weight in zip(managers, weights, strict=True):
+            assert manager.clip_grad_norm([weight], 0.1).item() == pytest.approx(0.95**step * 8**0.5, rel=0.2)
+            manager.step()
+    assert weights[0].tolist() == weights[1].tolist() == weights[2].tolist()
+    assert weights[0][0].item() == pytest.approx(1 - 3 * 0.05 / 2**0.5, rel=1e-4)
+    told = capfd.readouterr().err
+    assert told.count("gradients are divided by the loss scale 8.0") == 2  # once for each of the two managers
 
 
 def test_the_loss_is_scaled_in_fp32_and_divided_by_grad_scale():

@@ -1,6 +1,7 @@
 """Stages of a pipeline through the booster: trained, saved and loaded as in one process."""
 
 import contextlib
+import io
 import itertools
 
 import pytest
@@ -60,6 +61,29 @@ def boosted(name, **options):
     assert rest[1:] == [loader, None]
     booster.own_criterion = rest[0]
     return booster, model, boosted_optim, loader
+
+
+def other_weights_on_each_rank():
+    """Scripts seed once: what is built after training has other weights on each rank."""
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, precision="fp32", num_microbatches=4, max_norm=1e6))
+    plain = build("gpt2")
+    if mw.rank() > 0:
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(1.0 + mw.rank())
+    loader = booster.plugin.prepare_dataloader(Labelled(), BATCH)
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        model, optim, *_ = booster.boost(plain, sgd(plain), criterion, loader)
+    batches = iter(loader)
+    return [step(booster, model, optim, batches)[0] for _ in range(STEPS)], told.getvalue()
+
+
+def test_stages_take_the_weights_of_rank_0(ranks):
+    expected, *_ = reference("gpt2", 1e6)
+    answers = ranks(2).run(other_weights_on_each_rank)
+    for losses, _ in answers:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert "weights differ between ranks" in answers[0][1]
 
 
 def step(booster, model, optim, batches):

@@ -1,13 +1,17 @@
 """Plugins are strategies: which one each is, what it says of arguments without meaning, and what it refuses."""
 
+import contextlib
 import inspect
+import io
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.utils.data import TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import meshwright as mw
 from meshwright.compat.colossalai import (
@@ -51,15 +55,12 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         ),
         (GeminiPlugin(precision="bf16"), [("parallel_mode", {"zero": 4}), "fsdp", ("half", "bf16")]),
         (GeminiPlugin(precision="fp32", strict_ddp_mode=True), [("parallel_mode", {"data": 4})]),
-        (TorchFSDPPlugin(), [("parallel_mode", {"data": 4}), ("fsdp", {"sync_module_states": False})]),
+        (TorchFSDPPlugin(), [("parallel_mode", {"data": 4}), "fsdp"]),
         (
             TorchFSDPPlugin(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, mixed_precision=BF16),
             [
                 ("parallel_mode", {"data": 4}),
-                (
-                    "zero2",
-                    {"sync_module_states": False, "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
-                ),
+                ("zero2", {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}),
             ],
         ),
         (TorchFSDPPlugin(sharding_strategy="NO_SHARD"), [("parallel_mode", {"data": 4})]),
@@ -79,7 +80,7 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             TorchFSDPPlugin(cpu_offload=CPUOffload(offload_params=True)),
             [
                 ("parallel_mode", {"data": 4}),
-                ("fsdp", {"sync_module_states": False}),
+                "fsdp",
                 ("offload", {"parameters": 1.0}),
             ],
         ),
@@ -118,6 +119,10 @@ def test_stages_and_tokens_are_axes_and_methods():
     assert found == expected([("sequence", 4), ("data", 2)], "sequence_parallel", "zero1")
     found = strategy(**TOKENS, sp_size=2, sequence_parallelism_mode="ring_attn")
     assert found == expected([("tensor", 2), ("context", 2), ("data", 2)], "tensor_parallel", "context_parallel")
+    whole = HybridParallelPlugin(1, 1, 1, "fp32", **TOKENS, sequence_parallelism_mode="ring_attn")
+    assert whole.strategy(2) == mw.Strategy([("parallel_mode", {"data": 2})])
+    (notice,) = whole.notices()
+    assert "sp_size is 1" in notice
     plugin = HybridParallelPlugin(2, 2, num_microbatches=2, num_model_chunks=2, overlap_p2p=False)
     overlap, chunks = plugin.notices()
     assert "overlap_p2p=False changes nothing" in overlap
@@ -247,12 +252,11 @@ TOKENS = {"enable_sequence_parallelism": True}
         (lambda: MoeHybridParallelPlugin(**HYBRID, ep_size=3).strategy(4), "expert 3 = 3"),
         (lambda: MoeHybridParallelPlugin(**HYBRID, moe_tp_size=2), "tensor parallelism of its own"),
         (lambda: GeminiPlugin(offload_optim_frac=1.5), "offload: config key 'optimizer'"),
-        (lambda: GeminiPlugin(placement_policy="auto"), "placement_policy.*offload_optim_frac"),
+        (lambda: GeminiPlugin(placement_policy="atuo"), "did you mean 'auto'"),
         (lambda: GeminiPlugin(shard_param_frac=0.5), "shard_param_frac"),
         (lambda: TorchFSDPPlugin(sharding_strategy="FULL"), "did you mean 'FULL_SHARD'"),
         (lambda: TorchFSDPPlugin(sharding_strategy="NO_SHARD", cpu_offload=CPUOffload(True)), "cpu_offload"),
         (lambda: TorchFSDPPlugin(sharding_strategy="NO_SHARD", mixed_precision=BF16), "TorchDDPPlugin"),
-        (lambda: TorchFSDPPlugin(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)), "buffer_dtype"),
         (lambda: Booster(plugin="ddp"), "not a plugin"),
         (lambda: Booster(mixed_precision="fp8"), "mixed_precision"),
         (lambda: Booster(mixed_precision="bf16", plugin=LowLevelZeroPlugin()), "controls the precision"),
@@ -305,6 +309,126 @@ def misuse():
 
 def test_misuse_is_refused_on_every_rank(ranks):
     assert all(ranks(2).run(misuse))
+
+
+def test_placement_by_itself_is_static():
+    plugin = GeminiPlugin(placement_policy="auto", precision="fp32", offload_optim_frac=0.5)
+    assert plugin.strategy(4) == GeminiPlugin(precision="fp32", offload_optim_frac=0.5).strategy(4)
+    (notice,) = plugin.notices()
+    assert "placement_policy='auto' is 'static'" in notice
+
+
+def other_weights_on_each_rank(sync):
+    """Two models in one process, of which only the first is built with one seed, as scripts do that seed once."""
+    helpers.train(*helpers.boosted(TorchFSDPPlugin(sync_module_states=sync)), steps=2)
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        second = helpers.boosted(TorchFSDPPlugin(sync_module_states=sync), seed=3 + mw.rank())
+    return helpers.train(*second), told.getvalue()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_second_model_takes_the_weights_of_rank_0(ranks, sync):
+    expected, _ = helpers.plain_run()
+    answers = ranks(2).run(other_weights_on_each_rank, sync)
+    for losses, _ in answers:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert "weights differ between ranks" in answers[0][1]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(7, 3)
+        self.register_buffer("scale", torch.full((3,), 1 / 3))
+        self.register_buffer("shift", torch.full((3,), 1 / 3), persistent=False)
+        self.register_buffer("count", torch.ones(3, dtype=torch.int64))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + self.shift * self.count
+
+
+def with_buffers(dtype):
+    torch.manual_seed(1)
+    model = Scaled()
+    plugin = TorchFSDPPlugin(mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, dtype))
+    boosted, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+    kinds = {name: buffer.dtype for name, buffer in boosted.named_buffers()}
+    return kinds, list(boosted.state_dict()), boosted(torch.ones(2, 7)).dtype
+
+
+def test_buffers_take_the_type_that_mixed_precision_names(ranks):
+    for dtype, kind in ((torch.bfloat16, torch.bfloat16), (None, torch.float32)):
+        for kinds, saved, output in ranks(2).run(with_buffers, dtype):
+            assert kinds == {"scale": kind, "shift": kind, "count": torch.int64}
+            assert saved == ["scale", "count", "linear.weight", "linear.bias"]
+            assert output == kind, "products with a buffer in fp32 are in fp32"
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def on_plain_layers(plugin):
+    torch.manual_seed(1)
+    model = TwoLayers()
+    model, optim, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for inputs in helpers.dataset().tensors[0].split(8):
+        optim.backward(model(inputs).square().mean())
+        optim.step()
+        optim.zero_grad()
+    return helpers.whole(model)
+
+
+def advised():
+    with pytest.raises(mw.ModelError) as found:
+        on_plain_layers(HybridParallelPlugin(tp_size=2, precision="fp32"))
+    plan = {"up": "colwise", "down": "rowwise"}
+    by_plan = HybridParallelPlugin(tp_size=2, precision="fp32", methods=[("tensor_parallel", {"plan": plan})])
+    as_fsdp = HybridParallelPlugin(tp_size=1, zero_stage=3, precision="fp32")
+    return str(found.value), [on_plain_layers(plugin) for plugin in (by_plan, as_fsdp)]
+
+
+def test_the_advice_on_layers_without_a_list_is_one_that_the_plugin_takes(ranks):
+    expected = ranks(1).run(on_plain_layers, TorchDDPPlugin())[0]
+    for text, results in ranks(2).run(advised):
+        assert "methods=[('tensor_parallel', {'plan': {…}})]" in text
+        assert "fsdp with tp_size=1 and zero_stage=3" in text
+        for found in results:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def with_half_as_default():
+    """Scripts of ColossalAI lower torch's default type around boost, where it makes weights of a lazy model."""
+    plugin = HybridParallelPlugin(tp_size=2, precision="fp32")
+    with pytest.raises(mw.ConfigError, match="no process group of the axes tensor"):
+        _ = plugin.tp_group
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(1)
+        tokens = {"vocab_size": 96, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=2, **tokens))
+        torch.set_default_dtype(dtype)
+        try:
+            model, *_ = Booster(plugin=plugin).boost(model)
+            kept = torch.get_default_dtype()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append(model(input_ids=torch.arange(16)[None]).logits)
+    groups = [dist.get_process_group_ranks(group) for group in (plugin.tp_group, plugin.dp_group, plugin.pp_group)]
+    return torch.equal(*results), kept, groups
+
+
+def test_boost_under_another_default_type_and_the_groups_after_it(ranks):
+    alone = [[0], [1], [2], [3]]
+    for rank, (equal, kept, groups) in enumerate(ranks(4).run(with_half_as_default)):
+        assert equal
+        assert kept == torch.bfloat16
+        assert groups == [[0, 1] if rank < 2 else [2, 3], [0, 2] if rank % 2 == 0 else [1, 3], alone[rank]]
 
 
 def batches(options):

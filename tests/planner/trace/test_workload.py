@@ -77,8 +77,8 @@ def test_a_module_is_simulated_as_its_family_is():
         batch_size=4,
         cluster=cluster,
     ).plan(Strategy([("half", "bf16")]))
-    # The example's loss keeps the log-softmax in half precision beside the logits' memory of it alone.
-    run = FamilyRun(micro_batch=4, seq=seq, impl=Implementation(logit_bytes=(2, 2)))
+    # The loss runs in fp32, and of the example's only the log-softmax is kept.
+    run = FamilyRun(micro_batch=4, seq=seq, impl=Implementation(logit_bytes=(4, 4)))
     (family,) = family_step(Shape("gpt", layers, hidden, heads, vocab, seq), run)
     own = plan.step
     counts = [sum(count * p.numel for count, p in step.every_parameter()) for step in (own, family)]
@@ -107,9 +107,9 @@ def test_sizes_and_blocks_that_are_continued_are_what_a_pass_finds(monkeypatch):
     passes = []
     monkeypatch.setattr(Pass, "_record", lambda self, real=Pass._record: passes.append(1) or real(self))
     for samples in (2, 4, 8):
-        tracer.of(Conditions("bf16", None, samples, None))
+        tracer.of(Conditions("bf16", None, None, samples, None))
     assert len(passes) == 4  # one of them to compare blocks with
-    found = tracer.of(Conditions("bf16", None, 6, None))
+    found = tracer.of(Conditions("bf16", None, None, 6, None))
     assert len(passes) == 4
     whole = Pass(model, inputs_of(6), forward, param_dtype=torch.bfloat16).predict()
     assert (found.activations, found.flops, found.ops) == (whole.activations, whole.flops, whole.ops)

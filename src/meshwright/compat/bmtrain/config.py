@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError, did_you_mean
@@ -23,17 +25,31 @@ from meshwright.runtime import (
     zero_mesh,
 )
 
-_PLACES: dict[str, tuple[Callable[[], int], Callable[[], int]]] = {
-    "pipe": (lambda: rank() % (world_size() // pipe_size()), stage_index),
-    "zero": (lambda: 0, rank),
-    "tp": (replica_index, tensor_rank),
-    "tp_zero": (tensor_rank, replica_index),
-}
-"""By kind of group: the number of this rank's group, and its place in the group."""
+_KINDS = ("pipe", "zero", "tp", "tp_zero")
 
 
+@dataclass(frozen=True)
 class Topology:
-    """This rank's groups and its places in them. Seed: BMTrain."""
+    """This rank's groups and its places in them. Seed: BMTrain.
+
+    Of each kind of group, ``…_idx`` is the number of this rank's group and ``…_id`` its place there, but for the
+    pipeline: there ``pipe_idx`` is the number of the group, and ``stage_id`` the place.
+    """
+
+    rank: int
+    stages: int
+    pipe_idx: int
+    stage_id: int
+    tp_idx: int
+    tp_id: int
+    zero_idx: int
+    zero_id: int
+    tp_zero_idx: int
+    tp_zero_id: int
+    pp_zero_idx: int
+    pp_zero_id: int
+    pp_tp_zero_idx: int
+    pp_tp_zero_id: int
 
     def get_group_id(self, group_name: str) -> int:
         """Return the number of this rank's group of a kind: ``"pipe"``, ``"zero"``, ``"tp"`` or ``"tp_zero"``.
@@ -41,7 +57,8 @@ class Topology:
         Raises:
             ConfigError: For another kind.
         """
-        return _place(group_name)[0]()
+        _check_kind(group_name)
+        return int(getattr(self, f"{group_name}_idx"))
 
     def get_group_rank(self, group_name: str) -> int:
         """Return this rank's place in its group of a kind; in ``"pipe"``, its stage.
@@ -49,21 +66,45 @@ class Topology:
         Raises:
             ConfigError: For another kind.
         """
-        return _place(group_name)[1]()
+        _check_kind(group_name)
+        return self.stage_id if group_name == "pipe" else int(getattr(self, f"{group_name}_id"))
 
 
-def _place(kind: str) -> tuple[Callable[[], int], Callable[[], int]]:
-    if kind not in _PLACES:
+def _check_kind(kind: str) -> None:
+    if kind not in _KINDS:
         raise ConfigError(
-            f"There is no such kind of group{did_you_mean(kind, _PLACES)}",
-            expected=f"one of {', '.join(_PLACES)}",
+            f"There is no such kind of group{did_you_mean(kind, _KINDS)}",
+            expected=f"one of {', '.join(_KINDS)}",
             got=repr(kind),
             fix="see process_grid() for the whole mesh",
         )
-    return _PLACES[kind]
 
 
-_TOPOLOGY = Topology()
+def _topology() -> Topology:
+    in_stage = rank() % (world_size() // pipe_size())
+    return Topology(
+        rank=rank(),
+        stages=pipe_size(),
+        pipe_idx=in_stage,
+        stage_id=stage_index(),
+        tp_idx=replica_index(),
+        tp_id=tensor_rank(),
+        zero_idx=0,
+        zero_id=rank(),
+        tp_zero_idx=tensor_rank(),
+        tp_zero_id=replica_index(),
+        pp_zero_idx=stage_index(),
+        pp_zero_id=in_stage,
+        pp_tp_zero_idx=stage_index() * tensor_size() + tensor_rank(),
+        pp_tp_zero_id=in_stage // tensor_size(),
+    )
+
+
+def _current_stream() -> Any:
+    # Of any device: the CPU's has the same methods, and nothing to wait for.
+    return torch.get_device_module(settings().device).current_stream()
+
+
 _VALUES: dict[str, Callable[[], Any]] = {
     "initialized": dist.is_initialized,
     "rank": rank,
@@ -72,7 +113,7 @@ _VALUES: dict[str, Callable[[], Any]] = {
     "local_size": lambda: settings().local_world_size,
     "zero_level": lambda: settings().zero_level,
     "comm": world_mesh,
-    "topology": lambda: _TOPOLOGY,
+    "topology": _topology,
     "zero_size": world_size,
     "zero_rank": rank,
     "zero_comm": world_mesh,
@@ -86,6 +127,10 @@ _VALUES: dict[str, Callable[[], Any]] = {
     "tp_zero_size": lambda: world_size() // tensor_size(),
     "tp_zero_rank": replica_index,
     "tp_zero_comm": zero_mesh,
+    "pipe_enabled": lambda: pipe_size() > 1,
+    **dict.fromkeys(
+        ("calc_stream", "load_stream", "barrier_stream", "tp_comm_stream", "pp_comm_stream"), _current_stream
+    ),
 }
 
 
@@ -104,7 +149,7 @@ class _Config(Mapping[str, Any]):
                 "config has no such key",
                 expected=f"one of {', '.join(_VALUES)}",
                 got=repr(key),
-                fix="leave it out: streams, events and switches of BMTrain's engine have no counterpart",
+                fix="leave it out: events and switches of BMTrain's engine have no counterpart",
             )
         return _VALUES[key]()
 
@@ -116,4 +161,8 @@ class _Config(Mapping[str, Any]):
 
 
 config = _Config()
-"""Read-only mapping, as in ``config["tp_size"]``. BMTrain's streams and NCCL communicators have no counterpart."""
+"""Read-only mapping, as in ``config["tp_size"]``.
+
+Every ``…_stream`` is the device's current one: FSDP2 orders its own streams with it, so code that waits for BMTrain's
+streams waits for the right one.
+"""

@@ -6,7 +6,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.errors import CheckpointError, ConfigError, did_you_mean, join_names
 from meshwright.lr_scheduler.linear_warmup import check_optimizer
 
+_NO_END = -1  # as end_iter
 # BMTrain's schedulers save these; every state has at least them.
 _SEED_STATE = frozenset({"start_lr", "warmup_iter", "end_iter", "num_iter"})
 
@@ -37,7 +38,8 @@ class WarmupLRScheduler(LRScheduler, ABC):
         optimizer: A torch optimizer, or any object with ``param_groups``.
         start_lr: The rate at the end of the warm-up (for Noam: times the square root of ``warmup_iter``).
         warmup_iter: Iterations of warm-up; 0 for none.
-        end_iter: Last iteration of the decay, counted from the start of the run; not below ``warmup_iter``.
+        end_iter: Last iteration of the decay, counted from the start of the run; not below ``warmup_iter``. -1 for
+            none, in schedules that do not decay towards an end.
         num_iter: Iterations already done. The rate of this iteration is applied at once: a new run with a warm-up does
             its first step with a rate of 0.
 
@@ -47,6 +49,8 @@ class WarmupLRScheduler(LRScheduler, ABC):
 
     optimizer: Any
     base_lrs: list[float | Tensor]
+    needs_end: ClassVar[bool] = False
+    """Whether the decay depends on ``end_iter``."""
 
     def __init__(
         self,
@@ -192,8 +196,11 @@ class WarmupLRScheduler(LRScheduler, ABC):
 
     def _check(self) -> None:
         """Refuse numbers that make no schedule; subclasses add theirs."""
-        for name in ("start_lr", "warmup_iter", "end_iter"):
+        for name in ("start_lr", "warmup_iter"):
             _check_number(name, getattr(self, name))
+        if self.end_iter == _NO_END and not self.needs_end:
+            return
+        _check_number("end_iter", self.end_iter)
         if self.end_iter < self.warmup_iter:
             raise ConfigError(
                 "The schedule ends before its warm-up does",
@@ -264,6 +271,8 @@ class Linear(WarmupLRScheduler):
     When the decay has no iterations (e = w), iteration e has the rate s and those after it 0.
     """
 
+    needs_end = True
+
     def get_lr_decay(self, num_iter: int) -> float:
         """Return a rate that falls linearly to 0."""
         span = max(1, self.end_iter - self.warmup_iter)
@@ -275,6 +284,8 @@ class Cosine(WarmupLRScheduler):
 
     Beyond ``end_iter`` it stays at 0; BMTrain's went up again. When e = w, iteration e has the rate s.
     """
+
+    needs_end = True
 
     def get_lr_decay(self, num_iter: int) -> float:
         """Return a rate that falls along half a cosine wave to 0."""
@@ -339,6 +350,8 @@ class WSD(WarmupLRScheduler):
         min_lr_ratio: m, lowest rate as a fraction of ``start_lr``; above 0 when the decay is exponential.
         decay: Form of the decay.
     """
+
+    needs_end = True
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -47,7 +48,9 @@ class OptimManager:
 
     All optimizers, schedulers and ranks step together or not at all, which costs one all-reduce of five numbers over
     the world and one wait of the host per ``step``. Gradients are divided by the scale exactly once, in ``step``; they
-    are scaled until then, and ``clip_grad_norm`` accounts for it. ``clip_grad_norm``, ``step``,
+    are scaled until then, and ``clip_grad_norm`` accounts for it. So gradients that come from
+    ``(manager.loss_scale * loss).backward()``, or were set by hand, count as scaled; a manager says once that it has
+    met gradients of which no loss was scaled by itself. ``clip_grad_norm``, ``step``,
     ``state_dict(gather_opt=True)`` and ``load_state_dict`` must be called on every rank.
 
     Gradients must be averaged over ranks already, as FSDP2 and DDP do; nothing is divided by the world size. With outer
@@ -94,6 +97,7 @@ class OptimManager:
         """Whether the last ``step`` left all weights as they were."""
         self._skips = 0  # skipped steps in a row that did not lower the scale
         self._scaled = False  # whether a loss was scaled since the last step
+        self._warned = False  # that none was
         self._watch = GradientWatch()
 
     @property
@@ -196,7 +200,6 @@ class OptimManager:
 
         Raises:
             NonFiniteError: On every rank, see ``on_nonfinite`` and ``max_skips``.
-            ConfigError: On every rank, when there is a loss scale and no rank's loss was scaled.
             ModelError: When a gradient is sparse, or ranks have run different Blocks; nothing is updated then.
         """
         prepare_gradients(self.optimizers)
@@ -224,12 +227,14 @@ class OptimManager:
         has_gradients = any(parameter.grad is not None for group in parameters for parameter in group)
         # Of pipeline stages only the last one sees a loss, and a stage need not have trainable parameters.
         nonfinite, scaled, present = on_any_rank(found, (self._scaled, has_gradients), peers_of(self.optimizers))
-        if self._scale.enabled and present and not scaled:
-            raise ConfigError(
-                "The gradients were not scaled, but would be divided by the loss scale",
-                expected="manager.backward(loss), or manager.scale_loss(loss).backward()",
-                got="a step without either",
-                fix="call manager.backward(loss) instead of loss.backward()",
+        if self._scale.enabled and present and not scaled and not self._warned:
+            self._warned = True
+            print_rank(
+                f"meshwright: gradients are divided by the loss scale {self.loss_scale}, but OptimManager scaled no "
+                "loss since the last step: right for (manager.loss_scale * loss).backward(), and for scaled "
+                "gradients that were set by hand; otherwise call manager.backward(loss)",
+                file=sys.stderr,
+                flush=True,
             )
         return nonfinite
 

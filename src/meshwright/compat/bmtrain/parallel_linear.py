@@ -45,6 +45,15 @@ class ReduceType(Enum):
     """Every rank gets its own part of the rows."""
 
 
+class OpLinear:
+    """BMTrain's ``OpLinear``: ``torch.nn.functional.linear`` under the name of a function with gradients."""
+
+    @staticmethod
+    def apply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``x @ weight.T + bias``."""
+        return F.linear(x, weight, bias)
+
+
 class OpParallelLinear:
     """BMTrain's ``OpParallelLinear``: ``input @ weight.T + bias`` over a tensor group."""
 

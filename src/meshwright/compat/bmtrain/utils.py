@@ -1,7 +1,8 @@
-"""BMTrain's small tools: framed prints, memory reports, running averages, results gathered from all ranks."""
+"""BMTrain's small tools: framed prints, memory reports, running averages, gathered results, sizes and versions."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -10,8 +11,18 @@ import torch
 
 from meshwright.comm.message_header import Header, check_alike, exchange
 from meshwright.comm.transport import Group, gathered, members_of
+
+# ``meshwright.utils`` is ColossalAI's ``utils``, too.
+from meshwright.compat.colossalai.environment import get_current_device as get_current_device, set_seed as set_seed
 from meshwright.errors import ConfigError
-from meshwright.runtime import peak_memory_bytes, print_rank
+from meshwright.runtime import (
+    peak_memory_bytes,
+    print_rank,
+    require_distributed,
+    settings,
+    tensor_rank,
+    tensor_size,
+)
 
 _COLUMNS = 60
 
@@ -184,3 +195,55 @@ def gather_result(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     sent = padded if members.backend(x.device) else padded.to(members.host_device)
     every = gathered(sent, members).to(x.device)
     return torch.cat([part[:length] for part, length in zip(every, lengths, strict=True)])
+
+
+# --- Sizes, versions, and the pace of the host.
+
+
+def round_up(x: int, d: int) -> int:
+    """Return the lowest multiple of ``d`` that is not below ``x``."""
+    return -(-x // d) * d
+
+
+def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
+    """Copy this tensor rank's piece of a tensor that all ranks have whole.
+
+    Args:
+        tensor: Of a size along ``split_dim`` that ``tp_size`` divides.
+        split_dim: The dim to split.
+
+    Raises:
+        ConfigError: When ``tp_size`` does not divide that size.
+    """
+    if tensor.shape[split_dim] % tensor_size():
+        raise ConfigError(
+            "The tensor cannot be split over the tensor group",
+            expected=f"a multiple of {tensor_size()} along dim {split_dim}",
+            got=f"shape {tuple(tensor.shape)}",
+            fix="pad it, or choose another tp_size",
+        )
+    return tensor.chunk(tensor_size(), dim=split_dim)[tensor_rank()].clone(memory_format=torch.contiguous_format)
+
+
+def check_torch_version(version_str: str) -> int:
+    """Return how much newer than ``"x.y.z"`` torch is, with x·10000 + y·100 + z for a version; below 0 it is older."""
+    numbers = [[int(part) for part in re.findall(r"\d+", text)[:3]] for text in (torch.__version__, version_str)]
+    here, wanted = (
+        sum(number * weight for number, weight in zip(each, (10000, 100, 1), strict=True)) for each in numbers
+    )
+    return here - wanted
+
+
+_reached: torch.cuda.Event | None = None
+
+
+def wait_loader() -> None:
+    """Wait until the device has done what was queued before the last call; it keeps the host one call ahead at most."""
+    global _reached
+    require_distributed("wait_loader")
+    if settings().device.type != "cuda":
+        return  # the host computes by itself, and is never ahead
+    if _reached is None:
+        _reached = torch.cuda.Event()
+    _reached.synchronize()
+    _reached.record()

@@ -119,6 +119,10 @@ class BoostedOptimizer(GuardedOptimizer):
         return inner_optimizer(self)
 
 
+OptimizerWrapper = BoostedOptimizer
+"""ColossalAI's name."""
+
+
 # --- The micro-batches of one step, one after the other or by the schedule of a pipeline.
 
 Criterion = Callable[[Any, Any], torch.Tensor]

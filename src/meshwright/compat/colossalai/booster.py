@@ -1,4 +1,4 @@
-"""`Booster`: distribute a plain model, its optimizer and its criterion by a plugin's strategy; and `launch`."""
+"""`Booster`: distribute a plain model, its optimizer and its criterion by a plugin's strategy; mixed precision."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import sys
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -26,11 +28,21 @@ from meshwright.compat.colossalai.boosted_optimizer import (
     sample_of,
 )
 from meshwright.compat.colossalai.checkpoint_io import CheckpointVerbs, with_lora
+from meshwright.compat.colossalai.optimizers import FusedLAMB
 from meshwright.compat.colossalai.plugin import Plugin
+from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
 from meshwright.methods import StageOutput
+from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.nn.batches import batch_size_of, micro_batches, to_device, usual_input_format
 from meshwright.nn.fsdp_units import reshard
-from meshwright.runtime import init_distributed, print_rank, same_on_every_rank, settings, world_size
+from meshwright.runtime import (
+    difference_between_ranks,
+    gather_objects,
+    print_rank,
+    same_on_every_rank,
+    settings,
+    world_size,
+)
 from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
 from meshwright.store.entries import unwrapped
 from meshwright.strategy import Strategy
@@ -52,7 +64,8 @@ class Booster(CheckpointVerbs):
 
     Args:
         device: The kind of device to train on, which must be the one launched on; None takes that one.
-        mixed_precision: ``"fp16"`` or ``"bf16"``: autocast, unless the plugin controls the precision.
+        mixed_precision: ``"fp16"``, ``"bf16"`` or a :class:`MixedPrecision`: autocast, unless the plugin controls the
+            precision.
         plugin: Decides the strategy; None trains on one rank.
 
     Raises:
@@ -62,22 +75,24 @@ class Booster(CheckpointVerbs):
     def __init__(
         self,
         device: str | torch.device | None = None,
-        mixed_precision: str | None = None,
+        mixed_precision: str | MixedPrecision | None = None,
         plugin: Plugin | None = None,
     ) -> None:
+        precision = mixed_precision.keys if isinstance(mixed_precision, MixedPrecision) else {"dtype": mixed_precision}
         checks.check_plugin(plugin)
-        checks.check_precision(mixed_precision, plugin)
+        checks.check_precision(precision["dtype"], plugin)
         super().__init__()
         self.plugin = plugin
         self.device = torch.device(device) if device is not None else None
-        self.mixed_precision = mixed_precision if plugin is None or not plugin.controls_precision else None
+        self.mixed_precision = precision["dtype"] if plugin is None or not plugin.controls_precision else None
+        self._precision = precision
         self._boosted: weakref.WeakKeyDictionary[nn.Module, Accelerated] = weakref.WeakKeyDictionary()
         self._notices_printed = False
 
     def strategy(self) -> Strategy:
         """Return the strategy that ``boost`` applies in this world."""
         strategy = Strategy([]) if self.plugin is None else self.plugin.strategy(world_size())
-        return strategy if self.mixed_precision is None else strategy.with_method(("amp_native", self.mixed_precision))
+        return strategy if self.mixed_precision is None else strategy.with_method(("amp_native", self._precision))
 
     def boost(
         self,
@@ -114,22 +129,29 @@ class Booster(CheckpointVerbs):
             checks.check_scheduler(lr_scheduler, optimizer, strategy)
         ddp_options = self.plugin.ddp_options if self.plugin is not None else {}
         notices = self._prepare(model, device)
+        if "pipeline_parallel" in strategy:
+            notices += _weights_of_rank_0(model, device)
         sample = None
         if needs_sample(strategy, model):
             sample = sample_of(dataloader, model, strategy, has_criterion=criterion is not None)
-        accelerated = accelerate(
-            model,
-            optimizer,
-            loss_func=loss_of(criterion),
-            strategy=strategy,
-            ddp_options=ddp_options,
-            max_grad_norm=self._clipping[0] or None,
-            sample_batch=sample,
-            model_input_format=usual_input_format(sample),
-        )
+        with _default_dtype(torch.float32), self._advice():
+            accelerated = accelerate(
+                model,
+                optimizer,
+                loss_func=loss_of(criterion),
+                strategy=strategy,
+                ddp_options=ddp_options,
+                max_grad_norm=self._max_norm(optimizer),
+                sample_batch=sample,
+                model_input_format=usual_input_format(sample),
+            )
+        if isinstance(optimizer, FusedLAMB):
+            optimizer.clips_elsewhere()
         self._print(notices)
         self._finish_model(accelerated, strategy)
         self._boosted[accelerated.model] = accelerated
+        if self.plugin is not None:
+            self.plugin.note_mesh(accelerated.mesh)
         boosted = self._finish_optimizer(accelerated)
         return accelerated.model, boosted, wrapped_criterion(criterion, accelerated, strategy), dataloader, lr_scheduler
 
@@ -138,6 +160,16 @@ class Booster(CheckpointVerbs):
             return []
         notices = [] if self._notices_printed else self.plugin.notices()
         return notices + (self.plugin.prepare_model(model, device) if isinstance(model, nn.Module) else [])
+
+    @contextlib.contextmanager
+    def _advice(self) -> Iterator[None]:
+        """Add the plugin's own words to the errors of methods."""
+        try:
+            yield
+        except MeshwrightError as error:
+            if self.plugin is not None:
+                self.plugin.advise(error)
+            raise
 
     def _print(self, notices: list[str]) -> None:
         for notice in notices:
@@ -155,6 +187,8 @@ class Booster(CheckpointVerbs):
             model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
         if self.plugin is not None and self.plugin.outputs_in_fp32:
             model.register_forward_hook(_outputs_in_fp32)
+        if self.plugin is not None and self.plugin.buffer_dtype is not None:
+            _cast_buffers(model, self.plugin.buffer_dtype)
         model.unwrap = types.MethodType(unwrapped, model)  # type: ignore[assignment]
 
     def _finish_optimizer(self, accelerated: Accelerated) -> BoostedOptimizer | None:
@@ -172,6 +206,11 @@ class Booster(CheckpointVerbs):
     @property
     def _clipping(self) -> tuple[float, float]:
         return self.plugin.clipping if self.plugin is not None else (0.0, 2.0)
+
+    def _max_norm(self, optimizer: Any) -> float | None:
+        """Return the largest gradient norm that the plugin or the optimizer asks for; None if neither does."""
+        asked = [self._clipping[0], optimizer.max_grad_norm if isinstance(optimizer, FusedLAMB) else 0.0]
+        return min((each for each in asked if each), default=None)
 
     def backward(self, loss: torch.Tensor, optimizer: BoostedOptimizer) -> None:
         """Run backward of the loss, scaled where the precision needs it."""
@@ -265,6 +304,41 @@ def _outputs_in_fp32(_: nn.Module, __: Any, output: Any) -> Any:
     return tree_map(cast, output)
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set torch's default type, which scripts lower around ``boost``, where ColossalAI makes its weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _weights_of_rank_0(model: Any, device: torch.device) -> list[str]:
+    """Take over rank 0's weights where ranks differ: stages would keep their own ranks' parts. Return a notice.
+
+    What is no plain model, or another one on another rank, is left for ``accelerate`` to refuse.
+    """
+    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    kinds = zlib.crc32(repr([(name, each.shape, each.dtype) for name, each in named.items()]).encode())
+    is_plain = not any(isinstance(each, DTensor) or each.is_meta for each in named.values())
+    if len(set(gather_objects(kinds if is_plain else None))) > 1 or not is_plain:
+        return []
+    difference = difference_between_ranks(named)
+    if difference is None:
+        return []
+    broadcast_states(model, device)
+    return [f"the weights differ between ranks: {difference}; those of rank 0 are taken over"]
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
+
+
 # --- Criteria.
 #
 # Methods wrap losses of the form ``loss_func(model_input, model_output)``, but users call a criterion with any
@@ -311,55 +385,101 @@ def wrapped_criterion(criterion: Criterion | None, accelerated: Accelerated, str
     return call
 
 
-def launch_from_torch(
-    backend: str | None = None, seed: int = 1024, verbose: bool = True, timeout_s: float = 1800.0
-) -> None:
-    """Join the world that torchrun started, or make a world of one. Seed: ColossalAI.
+# --- Precisions and devices as objects.
+
+
+class MixedPrecision:
+    """A precision for ``Booster(mixed_precision=…)``.
 
     Args:
-        backend: torch.distributed backend; None means NCCL with CUDA and gloo without.
-        seed: Seed of the run, for all generators.
-        verbose: Print on rank 0 what was launched.
-        timeout_s: Seconds a collective may take before its rank gives up.
+        dtype: ``"fp16"`` or ``"bf16"``.
+        loss_scale: Keys of the method amp_native's ``loss_scale``.
+    """
+
+    def __init__(self, dtype: str, **loss_scale: Any) -> None:
+        self.keys: dict[str, Any] = {"dtype": dtype, **({"loss_scale": loss_scale} if loss_scale else {})}
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+    ) -> tuple[nn.Module, BoostedOptimizer | None, Callable[..., Any] | None]:
+        """Return what a Booster without a plugin makes of them, in a world of one rank.
+
+        Raises:
+            LaunchError: In a world of several ranks, where a plugin must say how gradients are averaged.
+        """
+        boosted = Booster(mixed_precision=self).boost(model, optimizer, criterion)
+        return boosted[0], boosted[1], boosted[2]
+
+
+class FP16TorchMixedPrecision(MixedPrecision):
+    """Autocast in fp16 with a dynamic loss scale, whose defaults are those of torch's ``GradScaler``."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        super().__init__(
+            "fp16",
+            initial_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=1,
+        )
+
+
+class BF16MixedPrecision(MixedPrecision):
+    """Autocast in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16")
+
+
+_PRECISIONS: dict[str, Callable[[], MixedPrecision]] = {"fp16": FP16TorchMixedPrecision, "bf16": BF16MixedPrecision}
+
+
+def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
+    """Return the precision of a name.
 
     Raises:
-        LaunchError: When environment and devices do not fit together.
+        ConfigError: When it is neither ``"fp16"`` nor ``"bf16"``.
     """
-    init_distributed(seed=seed, backend=backend, timeout_s=timeout_s)
-    if verbose:
-        device = settings().device.type
-        print_rank(f"meshwright: launched {world_size()} ranks on {device}, seed {seed}", file=sys.stderr, flush=True)
+    if mixed_precision_type not in _PRECISIONS:
+        raise ConfigError(
+            f"There is no such mixed precision{did_you_mean(str(mixed_precision_type), _PRECISIONS)}",
+            expected="'fp16' or 'bf16'",
+            got=repr(mixed_precision_type),
+            fix="use 'fp16' for fp16_apex and fp16_naive, and a plugin with use_fp8=True for fp8",
+        )
+    return _PRECISIONS[mixed_precision_type]()
 
 
-def launch(
-    rank: int,
-    world_size: int,
-    host: str,
-    port: int,
-    backend: str | None = None,
-    local_rank: int | None = None,
-    seed: int = 1024,
-    verbose: bool = True,
-) -> None:
-    """Join a world whose processes were not started by torchrun. Seed: ColossalAI.
-
-    It sets torchrun's environment variables for this process and its children.
+class Accelerator:
+    """A kind of device, to which models are moved.
 
     Args:
-        rank: This process's rank.
-        world_size: Number of ranks.
-        host: Address of rank 0.
-        port: A free port there.
-        backend: See :func:`launch_from_torch`.
-        local_rank: Index of the device on this machine; None takes LOCAL_RANK, or ``rank``.
-        seed: See :func:`launch_from_torch`.
-        verbose: See :func:`launch_from_torch`.
+        device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        LaunchError: When these do not fit together.
+        ConfigError: For another one.
     """
-    local = local_rank if local_rank is not None else os.environ.get("LOCAL_RANK", rank)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port), LOCAL_RANK=str(local)
-    )
-    launch_from_torch(backend, seed, verbose)
+
+    def __init__(self, device: str) -> None:
+        if device not in ("cpu", "cuda"):
+            raise ConfigError(
+                "There is no such device", expected="'cpu' or 'cuda'", got=repr(device), fix="name one of them"
+            )
+        self.device = device
+
+    def bind(self) -> None:
+        """Make this rank's device the current one, which launching has done."""
+
+    def configure_model(self, model: nn.Module) -> nn.Module:
+        """Return the model, moved to the device."""
+        return model.to(self.device)

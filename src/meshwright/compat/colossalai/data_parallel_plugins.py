@@ -18,6 +18,7 @@ from meshwright.compat.colossalai.plugin import (
     in_fp8,
     inert,
     mesh_of,
+    near,
     offloaded,
     only,
     sequence_overlap,
@@ -30,8 +31,12 @@ from meshwright.strategy import Strategy
 _OWN_BUCKETS = "FSDP2 gathers and reduces one block of the model at a time"
 
 
+class DPPluginBase(Plugin):
+    """Base of the plugins of this module, by ColossalAI's name."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class LowLevelZeroPlugin(LossScaleArguments):
+class LowLevelZeroPlugin(LossScaleArguments, DPPluginBase):
     """Optimizer states (stage 1) and gradients (stage 2) sharded, with fp32 master weights. Seed: ColossalAI.
 
     Stage 1 is the method zero1, stage 2 is zero2; ``extra_dp_size`` is the number of replicas, each sharded.
@@ -88,12 +93,12 @@ def zero_keys(communication_dtype: torch.dtype | None) -> dict[str, Any]:
 # --- ZeRO stage 3.
 
 _NO_CHUNKS = "there are no chunks: FSDP2 gathers one block of the model at a time"
-_OFFLOAD = "use 'static', and say with offload_optim_frac and offload_param_frac what lives on the host"
+_AS_STATIC = " is 'static'; offload_optim_frac and offload_param_frac say what lives on the host, by default nothing"
 _METHOD_OF_FRACTION = {1.0: "fsdp", 0.0: "zero2"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class GeminiPlugin(LossScaleArguments):
+class GeminiPlugin(LossScaleArguments, DPPluginBase):
     """Weights, gradients and optimizer states sharded over the ranks: the method fsdp. Seed: ColossalAI.
 
     ``shard_param_frac=0`` keeps gathered weights through a step (zero2); ``strict_ddp_mode`` shards nothing.
@@ -104,7 +109,7 @@ class GeminiPlugin(LossScaleArguments):
 
     chunk_config_dict: dict[Any, Any] | None = inert(None, _NO_CHUNKS)
     chunk_init_device: Any = inert(None, _NO_CHUNKS)
-    placement_policy: str = only("static", "tensors that move between device and host", _OFFLOAD)
+    placement_policy: str = near("static", _AS_STATIC)
     enable_gradient_accumulation: bool = inert(False, "gradients accumulate always, with no_sync")
     max_prefetch: int = inert(0, "the next block is always gathered ahead")
     shard_param_frac: float = 1.0
@@ -146,6 +151,7 @@ class GeminiPlugin(LossScaleArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice(self, "placement_policy", self.placement_policy, ("static", "auto"))
         check_choice(self, "shard_param_frac", self.shard_param_frac, tuple(_METHOD_OF_FRACTION))
         self.check_precision(self.precision)
         Strategy(self._offloaded())  # checks the fractions
@@ -203,7 +209,7 @@ def ddp_options(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TorchDDPPlugin(Plugin):
+class TorchDDPPlugin(DPPluginBase):
     """Data parallelism over all ranks; arguments are those of DistributedDataParallel. Seed: ColossalAI.
 
     BatchNorm becomes SyncBatchNorm on CUDA, as in ColossalAI. ``Booster(mixed_precision=)`` chooses the precision.
@@ -252,14 +258,16 @@ _METHODS = {None: "fsdp", "FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "zero2", "NO_SH
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TorchFSDPPlugin(Plugin):
+class TorchFSDPPlugin(DPPluginBase):
     """Fully sharded data parallelism. Arguments are those of FSDP1, as in ColossalAI; the engine is FSDP2.
 
     Args:
         sharding_strategy: A ``ShardingStrategy`` or its name: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD.
-        mixed_precision: With ``param_dtype`` and ``reduce_dtype``; there is no loss scaling, so use bf16.
+        mixed_precision: With ``param_dtype``, ``reduce_dtype`` and ``buffer_dtype``, to which buffers are cast once;
+            there is no loss scaling, so use bf16.
         cpu_offload: With ``offload_params=True``: parameters, gradients and states live in host memory (offload).
-        sync_module_states: Broadcast parameters from rank 0 before sharding.
+        sync_module_states: No effect: parameters are always taken over from rank 0 before sharding, and a notice says
+            so where they differed.
 
     FSDP2 does not have the other arguments; the error of each says what to do instead.
     """
@@ -278,13 +286,6 @@ class TorchFSDPPlugin(Plugin):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "sharding_strategy", self._sharding(), tuple(_METHODS))
-        if getattr(self.mixed_precision, "buffer_dtype", None) is not None:
-            raise ConfigError(
-                f"{type(self).__name__}: mixed_precision has a buffer_dtype, which FSDP2 does not have",
-                expected="param_dtype and reduce_dtype",
-                got=f"buffer_dtype={self.mixed_precision.buffer_dtype}",
-                fix="leave it out, and cast the model's buffers yourself",
-            )
         keys = [*self._keys(), *(["cpu_offload"] if self._offloaded() else [])]
         if _METHODS[self._sharding()] is None and keys:
             raise ConfigError(
@@ -309,9 +310,14 @@ class TorchFSDPPlugin(Plugin):
     def strategy(self, world: int) -> Strategy:
         """Return fsdp, zero2 or data parallelism over all ranks."""
         method = _METHODS[self._sharding()]
-        methods = [] if method is None else [(method, {"sync_module_states": self.sync_module_states, **self._keys()})]
+        methods = [] if method is None else [(method, self._keys())]
         fp8 = in_fp8(False, self.fp8_communication, gathers=method is not None)
         return self.with_methods([("parallel_mode", {"data": world}), *methods, *fp8, *self._offloaded()])
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """``mixed_precision.buffer_dtype``."""
+        return getattr(self.mixed_precision, "buffer_dtype", None)
 
     def _offloaded(self) -> list[Any]:
         offloads = getattr(self.cpu_offload, "offload_params", bool(self.cpu_offload))

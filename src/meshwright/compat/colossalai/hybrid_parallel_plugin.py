@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -49,7 +49,9 @@ class AxisArguments(Plugin):
 
 def sequence_mode(plugin: AxisArguments) -> str | None:
     """Return the mode that divides tokens, by default ColossalAI's ``all_to_all``; None divides none."""
-    return (plugin.sequence_parallelism_mode or "all_to_all") if plugin.enable_sequence_parallelism else None
+    mode = plugin.sequence_parallelism_mode or "all_to_all"
+    is_off = not plugin.enable_sequence_parallelism or (mode in _OWN_AXES and plugin.sp_size == 1)
+    return None if is_off else mode
 
 
 def check_axes(plugin: AxisArguments) -> None:
@@ -163,6 +165,8 @@ def axis_notices(plugin: AxisArguments) -> list[str]:
         found.append(f"{name}: num_model_chunks changes nothing; pp_style='1f1b' has one stage on every rank")
     if plugin.pp_size == 1 and plugin.pp_style != "1f1b":
         found.append(f"{name}: pp_style changes nothing; there is one pipeline stage")
+    if plugin.enable_sequence_parallelism and sequence_mode(plugin) is None:
+        found.append(f"{name}: enable_sequence_parallelism changes nothing; sp_size is 1")
     if sequence_mode(plugin) == "ring":
         found.append(f"{name}: sequence_parallelism_mode='ring' is 'split_gather'; the order of sending is torch's")
     return found
@@ -188,6 +192,8 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
     offload), with any stage. Unlike in ColossalAI, ZeRO works with fp32 as well, there is a stage 3, and ``no_sync``
     works with all stages.
     """
+
+    as_fsdp: ClassVar[str] = "tp_size=1 and zero_stage=3"
 
     tp_size: int = 1
     pp_size: int = 1

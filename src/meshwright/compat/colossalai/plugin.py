@@ -6,17 +6,20 @@ from which notices and errors follow.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.data import global_batch_loader
-from meshwright.errors import ConfigError, did_you_mean
+from meshwright.errors import ConfigError, MeshwrightError, did_you_mean, join_names
 from meshwright.methods import SAMPLED, resolve
 from meshwright.runtime import coordinate_of, rank, world_size
 from meshwright.strategy import Strategy
@@ -37,6 +40,36 @@ def only(default: Any, what: str, fix: str) -> Any:
     return field(default=default, metadata={"only": what, "fix": fix})
 
 
+_MESHES: weakref.WeakKeyDictionary[Plugin, DeviceMesh] = weakref.WeakKeyDictionary()  # plugins are frozen
+
+
+@dataclass(frozen=True)
+class StageManager:
+    """The place of a rank in its pipeline.
+
+    Args:
+        num_stages: Number of the pipeline's ranks.
+        stage: Index of this rank among them.
+        last: Index of the rank with the model's last blocks.
+    """
+
+    num_stages: int
+    stage: int
+    last: int
+
+    def is_first_stage(self, ignore_chunk: bool = False) -> bool:
+        """Return whether this rank has the model's first blocks."""
+        return self.stage == 0
+
+    def is_last_stage(self, ignore_chunk: bool = False) -> bool:
+        """Return whether this rank has the last blocks, and with them the outputs; or is the last in line.
+
+        Args:
+            ignore_chunk: Ask for the last rank in line, which under ``zbv`` is another than that with the outputs.
+        """
+        return self.stage == (self.num_stages - 1 if ignore_chunk else self.last)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plugin(ABC):
     """Base of all plugins. A plugin is immutable, so several boosters can use it.
@@ -48,6 +81,9 @@ class Plugin(ABC):
         ConfigError: For a value that is not supported.
         TypeError: For an argument that does not exist.
     """
+
+    as_fsdp: ClassVar[str] = "tp_size=1"
+    """The arguments under which it is the method fsdp, for its advice."""
 
     methods: Sequence[Any] = ()
 
@@ -103,6 +139,71 @@ class Plugin(ABC):
     def outputs_in_fp32(self) -> bool:
         """Return whether the model's outputs are cast to fp32."""
         return False
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """Return the type that the model's floating-point buffers are cast to; None leaves them."""
+        return None
+
+    def advise(self, error: MeshwrightError) -> None:
+        """Add to the error of a method where the plugin takes what it advises."""
+        if error.what.startswith("tensor_parallel"):
+            plan = "methods=[('tensor_parallel', {'plan': {…}})]"
+            error.add_fix(f"{type(self).__name__} takes a plan as {plan}, and is fsdp with {self.as_fsdp}")
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks, or groups of them, that take samples of their own."""
+        return self._replica()[1]
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that divide layers with this one; known once a model is boosted."""
+        return self._group("tensor")
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The ranks of this rank's pipeline; known once a model is boosted."""
+        return self._group("pipeline")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that stand where this one does in other replicas; known once a model is boosted."""
+        return self._group(*SAMPLED)
+
+    def _group(self, *axes: str) -> dist.ProcessGroup:
+        """Return this rank's process group along the one of these axes that the plugin has.
+
+        Raises:
+            ConfigError: Before ``boost``, which makes the groups; or when there are two such axes.
+        """
+        mesh = _MESHES.get(self)
+        names = [axis for axis in (mesh.mesh_dim_names or () if mesh else ()) if axis in axes]
+        if mesh is None or len(names) > 1:
+            raise ConfigError(
+                f"{type(self).__name__} has no process group of the axes {join_names(axes)}",
+                expected="a model that was boosted with the plugin, and one such axis",
+                got="no model" if mesh is None else join_names(names),
+                fix="ask after boost" if mesh is None else "use dp_size, and sum_loss to average over all of them",
+            )
+        if names:
+            return mesh.get_group(names[0])
+        return dist.new_group([rank()], use_local_synchronization=True)
+
+    def note_mesh(self, mesh: DeviceMesh | None) -> None:
+        """Remember the mesh of a boosted model."""
+        if mesh is not None:
+            _MESHES[self] = mesh
+
+    @property
+    def stage_manager(self) -> StageManager | None:
+        """This rank's place in its pipeline; None without one."""
+        method = self.strategy(world_size()).get("pipeline_parallel")
+        if method is None:
+            return None
+        axes = resolve(self.strategy(world_size()), world_size()).axes
+        size, stage = dict(axes)["pipeline"], coordinate_of(rank(), axes)["pipeline"]
+        return StageManager(size, stage, last=0 if getattr(method, "schedule", "") == "zbv" else size - 1)
 
     def notices(self) -> list[str]:
         """Return a sentence for each given argument that has no effect, or another one than in ColossalAI."""

@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -205,6 +205,51 @@ class StackedDispatch:
         experts = torch.arange(per_rank, device=index.device).repeat(size)
         experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
         return order[: sum(sent)], sent, received, experts
+
+
+class TracedDispatch(StackedDispatch):
+    """Runs one rank's part of stacked experts without data: it receives as many rows as it sends.
+
+    Args:
+        layer: The experts.
+        per_rank: Experts of a rank, among which the rows are divided equally.
+    """
+
+    def __init__(self, layer: StackedExperts, per_rank: int) -> None:
+        super().__init__(layer, cast("ExpertAxis", _Echo()))
+        self._per_rank = per_rank
+
+    def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
+        _, order = index.reshape(-1).sort(stable=True)
+        rows = [order.shape[0]]
+        return order, rows, rows, torch.arange(rows[0], device=index.device) % self._per_rank
+
+
+class _Echo:
+    """Stand in for an :class:`ExpertAxis`: what is sent comes back."""
+
+    def send(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
+        """Return a copy of the rows."""
+        return echo(rows, grad=grad)
+
+    send_back = send
+
+
+def echo(rows: torch.Tensor, *, grad: bool) -> torch.Tensor:
+    """Return a copy of rows, made in forward and in backward as an exchange between ranks makes it."""
+    anchor = torch.zeros((), device=rows.device, requires_grad=True) if grad else None
+    copied: torch.Tensor = _Copy.apply(rows, anchor)
+    return copied
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
+        return torch.empty_like(rows).copy_(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return torch.empty_like(gradient).copy_(gradient), None
 
 
 def _run(forward: Callable[..., torch.Tensor], arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from unittest import mock
@@ -17,7 +18,7 @@ from torch import nn
 
 from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
-from meshwright.methods.expert.dispatch import Call, answer_dtype
+from meshwright.methods.expert.dispatch import Call, TracedDispatch, answer_dtype, echo
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
 from meshwright.methods.replace.model_changes import without_grouped_kernels
@@ -50,7 +51,7 @@ class ExpertTrace:
 
     def __init__(self, model: nn.Module, layers: Sequence[ExpertLayer], ranks: int) -> None:
         parameters = dict(model.named_parameters())
-        self._model, self._layers = model, layers
+        self._model, self._layers, self._ranks = model, layers, ranks
         self._proved = {layer: prove(layer, ranks) for layer in layers if isinstance(layer, ListedExperts)}
         self.experts = {
             parameters[name]: (number, layer.num_experts) for layer in layers for name, number in layer.names()
@@ -62,8 +63,10 @@ class ExpertTrace:
         self._traffic = TrafficLog(AXIS)
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Return the shape that a trace computes with: the whole, since one rank's tokens go to all experts here."""
-        return tuple(parameter.shape)
+        """Return the shape that a trace computes with: a part of a stack, which gets as many rows as a rank sends."""
+        number, _ = self.experts.get(parameter, (0, 0))
+        shape = tuple(parameter.shape)
+        return shape if number is not None else (shape[0] // self._ranks, *shape[1:])
 
     @contextlib.contextmanager
     def running(self, log: SaveLog) -> Iterator[None]:
@@ -85,9 +88,21 @@ class ExpertTrace:
                     )
                 elif self._proved[layer] is not None:
                     stack.enter_context(mock.patch.object(layer.block, "forward", self._mean_forward(layer)))
-                if self.stands_in and isinstance(layer, StackedExperts):
-                    stack.enter_context(mock.patch.object(layer.module, "forward", stand_in(layer.module)))
+                if isinstance(layer, StackedExperts):
+                    stack.enter_context(self._divided(layer))
             stack.enter_context(without_grouped_kernels())
+            yield
+
+    @contextlib.contextmanager
+    def _divided(self, layer: StackedExperts) -> Iterator[None]:
+        """Let a stack run as one rank's part of it, on rows that come from other ranks."""
+        module, per_rank = layer.module, layer.num_experts // self._ranks
+        with contextlib.ExitStack() as stack:
+            for name in layer.counters:
+                stack.enter_context(mock.patch.object(module, name, per_rank))
+            forward = stand_in(module) if self.stands_in else module.forward
+            run = functools.partial(TracedDispatch(layer, per_rank), forward)
+            stack.enter_context(mock.patch.object(module, "forward", run))
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -106,8 +121,12 @@ class ExpertTrace:
         return count
 
     def _mean_forward(self, layer: ListedExperts) -> Callable[..., torch.Tensor]:
-        """Return a forward that gives every expert equally many of the block's tokens and sums the answers."""
+        """Return a forward that gives every expert equally many of the block's tokens and weighs the answers.
+
+        Blocks decide by values what they ask: this one asks, computes and weighs what they do as a rule.
+        """
         features, rate = self._proved[layer] or (0, 0.0)
+        own = list(layer.experts)[: layer.num_experts // self._ranks]
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -116,9 +135,12 @@ class ExpertTrace:
             grad = hidden.requires_grad or any(weight.requires_grad for weight in layer.experts.parameters())
             numel = len(places) * features
             self._count(layer, numel * hidden.element_size(), numel * answer_dtype(hidden).itemsize, grad=grad)
-            parts = tokens[places].tensor_split(layer.num_experts)
-            answers = torch.cat([expert(part) for expert, part in zip(layer.experts, parts, strict=True)])
-            return torch.zeros_like(tokens).index_add(0, places, answers.to(tokens.dtype)).view(hidden.shape)
+            parts = echo(tokens[places], grad=grad).tensor_split(len(own))
+            answers = [expert(torch.cat([part])) for expert, part in zip(own, parts, strict=True)]
+            back = echo(torch.cat(answers).to(tokens.dtype), grad=grad)
+            again = places.clone()  # the block runs twice
+            weighed = back * _factors(layer, tokens, again)
+            return torch.zeros_like(tokens).index_add(0, again, weighed).view(hidden.shape)
 
         return forward
 
@@ -133,6 +155,18 @@ class ExpertTrace:
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """Return the collectives of the last run in one micro-batch."""
         return self._traffic.boundaries()
+
+
+def _factors(layer: ListedExperts, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return a weight for every answer, by the block's router if it has a plain one."""
+    inside, width = {*layer.experts.modules()}, (layer.num_experts, tokens.shape[1])
+    others = (module for module in layer.block.modules() if module not in inside)
+    router = next((each for each in others if getattr(getattr(each, "weight", None), "shape", None) == width), None)
+    if router is None:
+        return tokens.new_ones((len(places), 1))
+    slots = torch.arange(len(places), device=tokens.device) // max(len(tokens), 1)
+    chosen, _ = router(tokens).softmax(-1).topk(max(-(-len(places) // max(len(tokens), 1)), 1))
+    return chosen[places, slots, None]
 
 
 # --- The method

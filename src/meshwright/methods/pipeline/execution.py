@@ -32,10 +32,11 @@ from meshwright.methods.pipeline.chain import (
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
 from meshwright.methods.pipeline.splice import HiddenState, Splice, draw_seeds, drawing
 from meshwright.nn import abandon_units, reshard
-from meshwright.nn.batches import leaves_of
+from meshwright.nn.batches import leaves_of, tensors_of
 from meshwright.optim import local_tensor
 from meshwright.runtime import preserved_rng, same_on_every_rank
 from meshwright.runtime.torch_internals.autograd import queue_callback
+from meshwright.runtime.torch_internals.tensors import storage_identity
 
 if TYPE_CHECKING:
     from meshwright.methods.pipeline.stage_module import StageModule
@@ -170,7 +171,7 @@ Call = Callable[[Any], Any]
 Loss = Callable[[Any, Any], torch.Tensor]
 """Computes a micro-batch's loss from its input and output, scaled so that the losses add up."""
 Measure = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Makes a context whose result has ``bytes``: what a forward inside saves for backward."""
+"""Makes a context whose result has ``bytes`` and ``bytes_of``: what a forward inside saves for backward."""
 
 
 class PipelineEngine:
@@ -324,7 +325,7 @@ class PipelineEngine:
         schedule.step(number=numbers, **({"target": numbers, "losses": losses} if holds_last else {}))
         self._raise_together(modules)
         if measure is not None:
-            self.saved_bytes = self._in_flight(modules, len(inputs))
+            self.saved_bytes = self._in_flight(modules, len(inputs)) + _saved_inputs(modules, inputs)
         if self._reduces:
             self._gradients.reduce(self._model)
             self._gradients.exchange()
@@ -400,6 +401,14 @@ class PipelineEngine:
             with same_on_every_rank():
                 for error in errors:
                     raise error
+
+
+def _saved_inputs(modules: list[StageModule], inputs: list[Any]) -> int:
+    """Return the bytes of the inputs of all micro-batches of which stages save anything; views share a storage."""
+    saved = set().union(*(module.saved_inputs for module in modules))
+    listed = (tensor for each in inputs for place, tensor in enumerate(tensors_of(each)) if place in saved)
+    storages = {storage_identity(each): each.nbytes() for each in map(torch.Tensor.untyped_storage, listed)}
+    return sum(storages.values())
 
 
 def _shapes(inputs: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, PositiveInt
 from torch import nn
 
-from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
+from meshwright.cost import Activations, BackwardAt, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
 from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
@@ -98,6 +98,12 @@ def _on_rank(block: Block, rank: int) -> Block | None:
     return dataclasses.replace(block, count=count, parameters=parameters)
 
 
+def _at_the_end(now: BackwardAt, later: int) -> tuple[int, ...]:
+    """Return the finished micro-batches of every stage, with so many more where some are finished."""
+    pairs = zip(now.done, now.accumulated, strict=False)  # none where they are not counted
+    return tuple(done + later if begun else done for done, begun in pairs)
+
+
 def _in_flight(schedule: str, step: Step, stages: Stages) -> Activations:
     """Return the activations of all micro-batches in flight on this rank."""
     known = step.activations
@@ -108,7 +114,11 @@ def _in_flight(schedule: str, step: Step, stages: Stages) -> Activations:
         micro_batches = min(micro_batches, 2 * ranks)
     peaks = in_flight_peaks(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
     in_flight = tuple(tuple(dict(moment)[stage] for stage in stages.own) for moment in peaks)
-    backward_at = backward_moments(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
+    later = step.num_micro_batches - micro_batches  # are done before the moments that follow the first gradients
+    backward_at = tuple(
+        now._replace(done=_at_the_end(now, later))
+        for now in backward_moments(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
+    )
     is_last = stages.here == stages.ranks[-1]
     return dataclasses.replace(
         known.cut(tuple(functools.partial(stages.has, stage) for stage in stages.own), in_flight, backward_at),
@@ -188,7 +198,7 @@ AXIS = "pipeline"
 _RENAMED = {"pipe_schedule": "schedule", "chunks": "num_micro_batches"}
 
 # Keys of ATorch's two engines, and what to do here instead.
-_REFUSED = {
+_FOREIGN = {
     "shard_planner": "leave it out; blocks are balanced by their time, or cut by hand with split=[…]",
     "pipe_ranks": "leave it out; the ranks follow from parallel_mode",
     "insert_before_modules": "cut by hand with split=[…], the number of blocks of every stage",
@@ -220,6 +230,7 @@ class PipelineParallel(Method):
     )
     seed_name: ClassVar[str | None] = "ATorch: pipeline_parallel"
     axis: ClassVar[str | None] = AXIS
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="checkpoint",
@@ -259,17 +270,7 @@ class PipelineParallel(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Translate ATorch's names, and refuse its keys that have no meaning here."""
-        given = dict(keys)
-        for key in sorted(keys.keys() & _REFUSED.keys()):
-            if keys.pop(key) is None:
-                continue
-            raise StrategyError(
-                f"pipeline_parallel: {key!r} configures one of ATorch's engines, which Meshwright does not have",
-                expected="schedule, num_micro_batches, num_stages_per_rank, split and blocks",
-                got=f"{key}={given[key]!r}",
-                fix=_REFUSED[key],
-            )
+        """Translate ATorch's names."""
         keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
         if isinstance(keys.get("split"), list):
             keys["split"] = tuple(keys["split"])

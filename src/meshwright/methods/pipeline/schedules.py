@@ -177,12 +177,14 @@ def backward_moments(
     found = []
     for row in actions(name, ranks, stages_per_rank, micro_batches):
         own = sorted({stage for _, stage, _ in row})
-        in_flight, begun = dict.fromkeys(own, 0), dict.fromkeys(own, False)
+        in_flight, begun, done = dict.fromkeys(own, 0), dict.fromkeys(own, False), dict.fromkeys(own, 0)
         moments = set()
         for kind, stage, _ in row:
             if kind != "F":
-                moments.add(BackwardAt(own.index(stage), tuple(in_flight.values()), tuple(begun.values())))
+                held = tuple(in_flight.values()), tuple(begun.values()), tuple(done.values())
+                moments.add(BackwardAt(own.index(stage), *held))
                 begun[stage] |= kind != "I"
+                done[stage] += kind != "W"
             in_flight[stage] += _CHANGE[kind]
         found.append(tuple(m for m in sorted(moments) if not any(_is_covered(m, other) for other in moments)))
     return tuple(found)
@@ -198,7 +200,8 @@ def _of_one_stage(name: str, stages_left: int, micro_batches: int) -> tuple[Back
 def _is_covered(one: BackwardAt, other: BackwardAt) -> bool:
     if one.stage != other.stage or not all(map(operator.le, one.held, other.held)):
         return False
-    return one != other and all(map(operator.le, one.accumulated, other.accumulated))
+    are_less = map(operator.le, (*one.accumulated, *one.done), (*other.accumulated, *other.done))
+    return one != other and all(are_less)
 
 
 def _less(moment: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:

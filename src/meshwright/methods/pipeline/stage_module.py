@@ -18,6 +18,8 @@ from torch.torch_version import TorchVersion
 
 from meshwright.methods.pipeline.chain import Boundary, PipelineRank
 from meshwright.methods.pipeline.splice import HiddenState, Splice
+from meshwright.nn.batches import tensors_of
+from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.pipelining import AnyStage
 
 
@@ -69,7 +71,8 @@ class StageModule(nn.Module):
         self._seeds: Sequence[int] = ()
         self._run: Callable[[Any], Any] | None = None
         self._measure: Callable[[], Any] | None = None
-        self.saved_bytes = 0  # by the first micro-batch, if measured
+        self.saved_bytes = 0  # by the first micro-batch beside its input, if measured
+        self.saved_inputs: set[int] = set()  # which tensors of its input it saved
         self.error: Exception | None = None
 
     def begin(
@@ -108,11 +111,15 @@ class StageModule(nn.Module):
         inbox = HiddenState(tensors, self.before.form) if self.before is not None else None
         with self._measure() if self._measure is not None and number == 0 else contextlib.nullcontext() as saved:
             result = self._splice.run(self.stage, inbox, lambda: run(inputs), self._seeds[number])
-        self.saved_bytes = saved.bytes if saved is not None else self.saved_bytes
+        if saved is not None:
+            given = {place: saved.bytes_of(tensor) for place, tensor in enumerate(tensors_of(inputs))}
+            self.saved_inputs = {place for place, size in given.items() if size}
+            handed_on = [] if self.after is None else result.tensors  # torch keeps them for backward, too
+            self.saved_bytes = saved.bytes - sum(given.values()) + saved.bytes_beside(handed_on, tensors)
         if self.after is None:
             return result.reshape(1)
         self.after.check(result)
-        return tuple(tensor.contiguous() for tensor in result.tensors)  # ready to be sent
+        return tuple(_own(tensor.contiguous()) for tensor in result.tensors)  # ready to be sent
 
     def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Return zeros that depend on all inputs, so that backward still sends their gradients."""
@@ -124,6 +131,28 @@ class StageModule(nn.Module):
             torch.zeros_like(t) + (zero.to(t.dtype) if t.is_floating_point() else 0)
             for t in self.after.empty(self._device)
         )
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory for the schedule alone.
+
+    Schedules that split backward detach in place what a stage returns. A view refuses that, and a tensor that a block
+    passes on unchanged (T5's position bias) would be without a gradient when the block runs again.
+    """
+    own: torch.Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()
+    return own
+
+
+class _Alias(Function):
+    """Identity, whose result is another tensor and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
 
 
 class Stage(AnyStage):  # type: ignore[misc,valid-type]
@@ -158,14 +187,19 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
         """Run torch's backward; continue with zero gradients if it fails."""
         module = self.submod
         assert isinstance(module, StageModule)
+        values = bwd_kwargs.get("input_values", ())
+        inputs = [t if isinstance(t, torch.Tensor) and t.requires_grad else None for t in values]
         try:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         except Exception as error:
             module.error = module.error or error
-            inputs = bwd_kwargs.get("input_values", ())
-            tensors = [t if isinstance(t, torch.Tensor) and t.requires_grad else None for t in inputs]
             zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)  # ready to be sent
-            return tuple(zeros(t) if t is not None else None for t in tensors), []
+            return tuple(zeros(t) if t is not None else None for t in inputs), []
+        finally:
+            # They are returned. torch would keep those of every micro-batch until the step's end.
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.grad = None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: the engine reduces once for all stages of a rank."""

@@ -19,7 +19,6 @@ from pydantic import BeforeValidator
 from torch import nn
 
 from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, Step, send_boundaries
-from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
@@ -33,8 +32,8 @@ from meshwright.methods.tensor.model_split import (
     split_of,
 )
 from meshwright.methods.tensor.split_checks import check_grouped
-from meshwright.methods.tensor.split_layers import split_layers
-from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_linear
+from meshwright.methods.tensor.split_layers import split_layers, swapped_parameters
+from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_linear, is_transposed
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog as SaveLog, TrafficLog, stand_in, tensor_bytes
 from meshwright.runtime import check_equal
@@ -90,7 +89,7 @@ class SplitTrace:
             hooks.append(layer.module.register_forward_hook(self._leaving(layer)))
         hooks += self._token_hooks()
         try:
-            with adjusted(self._model, self._adjustments), self._standing_in():
+            with adjusted(self._model, self._adjustments), self._other_forwards():
                 yield
         finally:
             for hook in hooks:
@@ -98,9 +97,11 @@ class SplitTrace:
             self._inputs = {}
 
     @contextlib.contextmanager
-    def _standing_in(self) -> Iterator[None]:
+    def _other_forwards(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for layer in self._layers:
+                if _adds_bias_last(layer):
+                    stack.enter_context(mock.patch.object(layer.module, "forward", self._adding_up(layer)))
                 if self.stands_in and layer.style.name in EXPERTS:
                     stack.enter_context(mock.patch.object(layer.module, "forward", stand_in(layer.module)))
             yield
@@ -195,6 +196,9 @@ class SplitTrace:
         return whole
 
     def _leaving(self, layer: PlannedLayer) -> Callable[..., Any]:
+        return (lambda module, args, output: output) if _adds_bias_last(layer) else self._left(layer)
+
+    def _left(self, layer: PlannedLayer) -> Callable[..., Any]:
         style = layer.style
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -209,6 +213,20 @@ class SplitTrace:
             return whole
 
         return leave
+
+    def _adding_up(self, layer: PlannedLayer) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the forward of a layer split by rows, whose bias is added to the sum over the ranks."""
+        module, forward, leave = layer.module, layer.module.forward, self._left(layer)
+
+        def summed(features: torch.Tensor) -> torch.Tensor:
+            bias = parameters_of(module)["bias"]
+            assert bias is not None
+            with swapped_parameters(module, {"bias": torch.zeros_like(bias) if is_transposed(module) else None}):
+                output = forward(features)
+            whole: torch.Tensor = leave(module, features, output)
+            return whole + bias.to(whole.dtype)
+
+        return summed
 
     def _vocabulary(self, part: torch.Tensor) -> Vocabulary:
         """Return a vocabulary that notes what cross entropy, or other use of the whole logits, would send."""
@@ -229,14 +247,22 @@ class SplitTrace:
         return Vocabulary(0, part.shape[-1] * self._ranks, reduced, reduced, gathered)
 
 
+def _adds_bias_last(layer: PlannedLayer) -> bool:
+    """Return whether the layer's bias is added to the sum over the ranks, and not in the layer itself."""
+    return layer.style.output == "all_reduce" and parameters_of(layer.module).get("bias") is not None
+
+
 # --- The method
 
 AXIS: Final = "tensor"
 _HALF_BYTES = 2
 
 # Keys of ATorch's tracer and solver, for which a plan is enough here.
-_REFUSED = ("shard_planner", "tp_ranks", "replacement_map", "leaf_modules", "prop_mode", "use_fake_mode",
-            "tracer_backend")  # fmt: skip
+# ATorch's tracer and planner.
+_FOREIGN = dict.fromkeys(
+    ("shard_planner", "tp_ranks", "replacement_map", "leaf_modules", "prop_mode", "use_fake_mode", "tracer_backend"),
+    "leave it out; the number of ranks is the size of the axis 'tensor' in parallel_mode",
+)
 
 
 def _pairs(value: Any) -> Any:
@@ -264,6 +290,7 @@ class TensorParallel(Method):
     )
     seed_name: ClassVar[str | None] = "ATorch: tensor_parallel"
     axis: ClassVar[str | None] = AXIS
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="pipeline_parallel",
@@ -286,20 +313,6 @@ class TensorParallel(Method):
 
     sequence: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
-
-    @classmethod
-    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse the keys of ATorch's planner."""
-        for key in _REFUSED:
-            if keys.get(key) is not None:
-                raise StrategyError(
-                    f"tensor_parallel: {key!r} configures ATorch's tracer, which Meshwright does not have",
-                    expected="plan, or nothing",
-                    got=f"{key}={keys[key]!r}",
-                    fix="leave it out; the number of ranks is the size of the axis 'tensor' in parallel_mode",
-                )
-            keys.pop(key, None)
-        return keys
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:

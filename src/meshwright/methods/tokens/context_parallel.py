@@ -28,7 +28,8 @@ from meshwright.methods.tokens.ring_attention import (
     with_four_dims,
 )
 from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, traced_gather
-from meshwright.methods.tokens.token_split import check_parts, whole_input_gradients, without_cache, work_on_parts
+from meshwright.methods.tokens.token_proof import check_parts
+from meshwright.methods.tokens.token_split import whole_input_gradients, without_cache, work_on_parts
 
 METHOD = "context_parallel"
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment, Step, send_boundaries
-from meshwright.errors import ModelError, StrategyError
+from meshwright.errors import ModelError
 from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import within_node
 from meshwright.methods.replace.model_changes import one_sequence_per_sample
@@ -34,9 +34,9 @@ from meshwright.methods.tokens.attention_calls import (
     check_mask,
     grouped_keys,
 )
+from meshwright.methods.tokens.token_proof import check_parts
 from meshwright.methods.tokens.token_split import (
     block_lists,
-    check_parts,
     cut_tokens,
     whole_input_gradients,
     without_cache,
@@ -310,7 +310,10 @@ class TokensTrace:
 AXIS: Final = "sequence"
 
 # Keys of ATorch: the size of the axis, and the modules' method that it calls with it.
-_REFUSED = frozenset({"sp_size", "module", "set_sp_func_name", "batch_sp_processing_fn"})
+_FOREIGN = dict.fromkeys(
+    ("sp_size", "module", "set_sp_func_name", "batch_sp_processing_fn"),
+    "leave it out, and give the size of the axis sequence: ('parallel_mode', [('sequence', 2)])",
+)
 
 
 class SequenceParallel(Method):
@@ -338,19 +341,8 @@ class SequenceParallel(Method):
     )
     seed_name: ClassVar[str | None] = "ColossalAI: all_to_all"
     axis: ClassVar[str | None] = AXIS
-
-    @classmethod
-    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuse ATorch's keys: the mesh has the size, and no method of the model is needed."""
-        given = sorted(_REFUSED.intersection(keys))
-        if given:
-            raise StrategyError(
-                f"{cls.method_name}: keys of ATorch mean nothing here",
-                expected="no keys",
-                got=", ".join(given),
-                fix="leave them out, and give the size of the axis sequence: ('parallel_mode', [('sequence', 2)])",
-            )
-        return keys
+    foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
+    foreign_off: ClassVar[Mapping[str, tuple[Any, ...]]] = {"sp_size": (None, 0, 1)}
 
     @classmethod
     def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:

@@ -250,15 +250,16 @@ class InnerState:
             self._inner.state[parameter] = {**step, **fresh, MASTER: state[MASTER]}
 
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average floating-point states, step counts excluded, of parameters with states in every replica."""
+        """Average floating-point and complex states, without step counts, of parameters with states everywhere."""
         tensors = []
         for parameter, keys in self._common(parameters):
             for key in keys:
                 value = local_tensor(self._inner.state[parameter][key])
-                if value.dim() > 0 and not value.is_floating_point():
+                is_number = value.is_floating_point() or value.is_complex()
+                if value.dim() > 0 and not is_number:
                     self.check_average()
                     raise _not_averageable(type(self._inner).__name__, key, value)
-                if value.is_floating_point() and value.dim() > 0 and key != MASTER:
+                if is_number and value.dim() > 0 and key != MASTER:
                     tensors.append(value)
         average_in_place(tensors, self._replicas, self._bucket_bytes)
 

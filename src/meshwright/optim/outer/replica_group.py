@@ -208,7 +208,9 @@ def _store() -> Any:
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of sums over replicas: fp64 for fp64, fp32 for all other types."""
+    """Return the type of sums over replicas: fp64 for fp64, fp32 for all other real types; complex ones stay."""
+    if dtype.is_complex:
+        return dtype
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -221,7 +223,7 @@ class Bucket:
     flat: torch.Tensor
     """Shape ``(elements + extras,)``."""
     sizes: list[int]
-    """Number of elements of each member."""
+    """Number of elements of each member; of a complex one twice as many, its real and imaginary parts."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -247,13 +249,15 @@ class Message:
         self.views: list[torch.Tensor] = [tensor.new_empty(0) for tensor in like]
         self.buckets: list[Bucket] = []
         for members in _cut(like, bucket_bytes):
-            sizes = [like[index].numel() for index in members]
+            is_complex = like[members[0]].is_complex()
+            sizes = [like[index].numel() * (2 if is_complex else 1) for index in members]
             slots = 1 + (len(members) if extras == "each" else 0)
             first = like[members[0]]
-            flat = torch.zeros(sum(sizes) + slots, dtype=wide_type(first.dtype), device=first.device)
+            flat = torch.zeros(sum(sizes) + slots, dtype=wide_type(first.dtype).to_real(), device=first.device)
             self.buckets.append(Bucket(members, flat, sizes))
             for index, part in zip(members, flat[: sum(sizes)].split(sizes), strict=True):
-                self.views[index] = part.view(like[index].shape)
+                shape = like[index].shape
+                self.views[index] = torch.view_as_complex(part.view(*shape, 2)) if is_complex else part.view(shape)
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Message:

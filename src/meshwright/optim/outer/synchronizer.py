@@ -291,7 +291,7 @@ class Synchronizer:
 
     def _float_buffers(self) -> list[torch.Tensor]:
         buffers = self._model.buffers() if self._model is not None else ()
-        return [local_tensor(buffer) for buffer in buffers if buffer.is_floating_point()]
+        return [local_tensor(buffer) for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
 
 
 # --- Anomalies: pseudo-gradients that are left out of the average

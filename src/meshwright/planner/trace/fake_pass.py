@@ -13,20 +13,21 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from meshwright.cost import Inputs
 from meshwright.methods import in_phase_order
 from meshwright.methods.base import INNER_AXES
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import FakeTensors, find_blocks, run_with
-from meshwright.nn.batches import map_tree
+from meshwright.nn.batches import cast_floating, map_tree
 from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, tensors_in
-from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved
+from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved, storage_of
 from meshwright.planner.trace.op_recording import (
     ModelOps,
     OpRecorder,
@@ -46,9 +47,11 @@ from meshwright.planner.trace.repeated_blocks import (
 )
 from meshwright.runtime.lazy import paused_collection
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
+from meshwright.runtime.torch_internals.tensors import storage_identity
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary, Placed, Transient
+    from meshwright.cost.activations import Given
     from meshwright.methods import Resolved, SampleRun, TokensTrace
     from meshwright.methods.fp8_torchao import Fp8Trace
     from meshwright.methods.tensor.tensor_parallel import SaveLog
@@ -152,11 +155,13 @@ class Pass:
         forward: ``forward(model, inputs)`` computes the loss.
         param_dtype: Precision of the parameters as they compute; None keeps their own.
         autocast_dtype: Precision of autocast; None runs without.
+        output_dtype: Precision to which the model's output is cast for the loss; None leaves it.
         split: Lets the model run as one rank of the axes that divide layers, tokens or experts; None runs it whole.
         blocks: Blocks of a list in the order in which they run, which are the places of activations and FLOPs. None:
             those that the model repeats.
         fp8: Layers that multiply in 8 bits.
         device: Device that it will train on; None: that of its parameters.
+        views_batch: Whether the model input is views of a batch in the same memory.
     """
 
     model: nn.Module
@@ -164,10 +169,12 @@ class Pass:
     forward: Callable[[nn.Module, Any], Any]
     param_dtype: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
     split: Trace | None = None
     blocks: Sequence[nn.Module] = ()
     fp8: Fp8Trace | None = None
     device: torch.device | None = None
+    views_batch: bool = False
 
     def predict(self) -> Predicted:
         """Run the whole model.
@@ -211,12 +218,13 @@ class Pass:
                 places.placed(few.placed),
                 places.transients(few.transients),
                 few.idle,
+                few.inputs,
             )
         )
 
     def _predicted(self, recorded: _Recorded) -> Predicted:
         activations = summarise(self.model, recorded.saved, recorded.transients)
-        activations = dataclasses.replace(activations, flops_at=recorded.placed)
+        activations = dataclasses.replace(activations, flops_at=recorded.placed, inputs=recorded.inputs)
         named = model_ops(self.model, recorded.ops)
         return Predicted(activations, named.flops, recorded.boundaries, named, recorded.idle)
 
@@ -225,21 +233,23 @@ class Pass:
     def _record(self) -> _Recorded:
         device = device_of_pass(self.model, self.device)
         fakes = FakeTensors(device)
-        state, inputs = self._state(fakes), self._fake_inputs(fakes)
+        state, inputs = self._state(fakes), _FakeInputs(self, fakes)
         counter = FlopCount()
         blocks = self._blocks_here()
         work = PlacedWork(self.model, blocks, counter)
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
         found = record_saved(self.model, counter=counter, blocks=blocks)
-        held = LiveBytes(state.values(), tensors_in(inputs))
+        held = LiveBytes(state.values(), tensors_in(inputs.tree))
         with fakes.running(), counter, autocast, found as saved:
+            saved.given = inputs.given
             recorder = self._recorder(saved, held)
 
             def pass_of(model: nn.Module, inputs: Any) -> tuple[tuple[Boundary, ...], Placed, bool]:
-                with self._as_one_rank(saved.log), work.counting():
+                with self._as_one_rank(saved.log), work.counting(), self._casting_output(model):
                     loss = self.forward(model, inputs)
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
                 saved.complete = True
+                saved.forget_freed()
                 backward = _Backward(loss, device.type)
                 del loss
                 return boundaries, work.everything(backward), backward.has_run  # type: ignore[arg-type]
@@ -247,12 +257,13 @@ class Pass:
             # transformers' code takes the branches that it takes with data and that fake tensors can go.
             with recorder, one_sequence_per_sample(), without_grouped_kernels(), kernels_of_device(self.device, device):
                 # The tensors are swapped in backward, too: a model that recomputes by itself runs again.
-                boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs)
+                boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs.tree)
             held.add_kept(saved)
             transients = held.transients(saved) if has_run else ()
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
-        return _Recorded(saved, boundaries, ops, blocks, placed, transients, _idle(state) if has_run else ())
+        idle = _idle(state) if has_run else ()
+        return _Recorded(saved, boundaries, ops, blocks, placed, transients, idle, inputs.sizes)
 
     def _blocks_here(self) -> list[nn.Module]:
         """Return the blocks that the model has now; a list may be cut short."""
@@ -271,19 +282,27 @@ class Pass:
     def _as_one_rank(self, log: SaveLog) -> contextlib.AbstractContextManager[None]:
         return self.split.running(log) if self.split is not None else _nothing()
 
+    @contextlib.contextmanager
+    def _casting_output(self, model: nn.Module) -> Iterator[None]:
+        """Cast what the model returns behind all other hooks, where the loss begins."""
+        if self.output_dtype is None:
+            yield
+            return
+        dtype = self.output_dtype
+        hook = model.register_forward_hook(lambda module, args, output: cast_floating(output, dtype))
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def _state(self, fakes: FakeTensors) -> dict[str, torch.Tensor]:
         return {
-            name: self._one_ranks(self._cast(fakes.like(tensor)), tensor).requires_grad_(tensor.requires_grad)
+            name: self._one_ranks(self.cast(fakes.like(tensor)), tensor).requires_grad_(tensor.requires_grad)
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
         }
 
-    def _fake_inputs(self, fakes: FakeTensors) -> Any:
-        def to_fake(leaf: Any) -> Any:
-            return self._cast(fakes.like(leaf)) if isinstance(leaf, torch.Tensor) else leaf
-
-        return map_tree(to_fake, self.inputs)
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Cast a floating tensor to the precision that parameters compute in."""
         return tensor.to(self.param_dtype) if self.param_dtype is not None and tensor.is_floating_point() else tensor
 
     def _one_ranks(self, fake: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -301,6 +320,50 @@ class _Recorded(NamedTuple):
     placed: Placed  # FLOPs
     transients: tuple[Transient, ...]
     idle: tuple[str, ...]
+    inputs: Inputs
+
+
+class _FakeInputs:
+    """The model input of a pass, and how it lies in memory beside the batch.
+
+    Args:
+        run: The pass.
+        fakes: Makes its fake tensors.
+    """
+
+    def __init__(self, run: Pass, fakes: FakeTensors) -> None:
+        self._run, self._fakes = run, fakes
+        self._known: dict[Hashable, torch.Tensor] = {}  # a tensor that is given twice is held once
+        self._bases: set[int] = set()  # storages of which several views may be given
+        self.given: dict[int, Given] = {}
+        """How each storage is given."""
+        self.sizes = Inputs()
+        self.tree = map_tree(self._fake, run.inputs)
+
+    def _fake(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        key = id(leaf)
+        if key not in self._known:
+            self._known[key] = self._new(leaf)
+        return self._known[key]
+
+    def _new(self, leaf: torch.Tensor) -> torch.Tensor:
+        like = self._fakes.like(leaf)
+        fake = self._run.cast(like)
+        key, size = storage_of(fake)
+        now, is_view = self.sizes, self._run.views_batch and fake is like
+        self.given[key] = "view" if is_view else "copy"
+        base = storage_identity(leaf.untyped_storage())
+        if is_view and base in self._bases:
+            return fake
+        self._bases.add(base)
+        if is_view:
+            self.sizes = now._replace(viewed_bytes=now.viewed_bytes + size)
+        else:
+            beside = storage_of(like)[1] if self._run.views_batch else 0
+            self.sizes = now._replace(copied_bytes=now.copied_bytes + size, batch_bytes=now.batch_bytes + beside)
+        return fake
 
 
 def _idle(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

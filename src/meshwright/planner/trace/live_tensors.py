@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, i
 from meshwright.runtime.torch_internals.tensors import has_expired, storage_identity
 
 if TYPE_CHECKING:
+    from meshwright.cost.activations import Given
     from meshwright.methods.tensor.tensor_parallel import SaveLog
     from meshwright.planner.trace.aten_kernels import FlopCount
 
@@ -58,6 +59,8 @@ class SavedTensors:
     savers: dict[int, list[tuple[nn.Module, ...]]] = field(default_factory=dict)  # storage -> module stacks
     inputs: dict[nn.Module, dict[int, int]] = field(default_factory=dict)  # module -> storage of an argument -> bytes
     weights: set[int] = field(default_factory=set)  # storages of parameters and buffers: saved, but not by forward
+    given: dict[int, Given] = field(default_factory=dict)  # storages of the model's input
+    references: dict[int, StorageWeakRef] = field(default_factory=dict)  # to saved storages with data
     met: list[StorageWeakRef] = field(default_factory=list)  # keeps addresses of storages from being reused
     log: SaveLog = field(default_factory=list)  # the module stack of every save, in order
     places: dict[int, set[int]] = field(default_factory=dict)  # storage -> where in the list of blocks it was saved
@@ -85,11 +88,27 @@ class SavedTensors:
         """Return the bytes saved; every storage counts once, and weights do not."""
         return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
 
+    def forget_freed(self) -> None:
+        """Forget storages that are free again: of a block's trial run, or of a graph inside a function's forward."""
+        for storage in [each.cdata for each in (*self.met, *self.references.values()) if each.expired()]:
+            for known in (self.sizes, self.savers, self.places):
+                known.pop(storage, None)
+
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        """Return the bytes saved of a tensor's storage."""
+        storage, _ = storage_of(tensor)
+        return 0 if storage in self.weights else self.sizes.get(storage, 0)
+
+    def bytes_beside(self, tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of tensors that are neither saved nor share memory with others."""
+        known = {*self.sizes, *self.weights, *(storage for storage, _ in map(storage_of, others))}
+        return sum(size for storage, size in {*map(storage_of, tensors)} if storage not in known)
+
     def kept_by_place(self) -> dict[int, int]:
         """Return the bytes saved, by the first place where each storage was saved."""
         found: dict[int, int] = {}
         for storage, places in self.places.items():
-            if storage not in self.weights:
+            if storage not in self.weights and storage not in self.given:
                 found[min(places)] = found.get(min(places), 0) + self.sizes[storage]
         return found
 
@@ -149,6 +168,8 @@ class _Recorder:
         saved.log.append(running)
         if self._counter is not None:
             saved.met.append(_reference(tensor))
+        else:
+            saved.references[key] = _reference(tensor)
         return tensor
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -246,6 +267,13 @@ class _Made(NamedTuple):
     operator: int  # its number
 
 
+class _Moment(NamedTuple):
+    place: int
+    during: Pass
+    held: int  # bytes
+    behind: Mapping[int, int] = {}  # of these, what backward of places behind this one has made, by those places
+
+
 class _Gradient(NamedTuple):
     num_bytes: int
     made: int  # the operator that did
@@ -258,7 +286,7 @@ class LiveBytes:
 
     Args:
         state: Parameters and buffers, which are not counted.
-        inputs: Tensors of the micro-batch, which live throughout.
+        inputs: Tensors of the micro-batch, which live throughout and are not counted.
     """
 
     def __init__(self, state: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
@@ -267,14 +295,12 @@ class LiveBytes:
         self._at_the_end: dict[int, _Made] = {}  # of forward
         self._before_backward: dict[int, _Made] = {}
         self._held = 0
-        self._moments: list[tuple[int, Pass, int]] = []  # of each operator: place, where in a pass, bytes
+        self._moments: list[_Moment] = []  # of each operator
         self._gradients: list[_Gradient] = []
         for tensor in state:
             self._is_other(tensor)
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(self._complete)
-        given = {storage_of(tensor) for tensor in inputs}
-        self._held += sum(size for _, size in given)
         for tensor in inputs:
             self._is_other(tensor)
 
@@ -287,9 +313,9 @@ class LiveBytes:
             place: Place in the model where it ran, or whose backward it is.
             during: The part of the pass that runs.
         """
-        if self._moments and during != self._moments[-1][1]:
+        if self._moments and during != self._moments[-1].during:
             self._at_the_end = self._at_the_end or dict(self._live)
-        begins = during == "backward" and self._moments and self._moments[-1][1] != during
+        begins = during == "backward" and self._moments and self._moments[-1].during != during
         arguments: set[int] | None = None
         for tensor in tensors_in(result):
             key, size = storage_of(tensor)
@@ -307,7 +333,16 @@ class LiveBytes:
         if begins:
             before = len(self._moments)
             self._before_backward = {key: made for key, made in self._live.items() if made.operator < before}
-        self._moments.append((place, during, self._held))
+        self._moments.append(_Moment(place, during, self._held, self._made_behind(place, during)))
+
+    def _made_behind(self, place: int, during: Pass) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for made in self._live.values() if during == "backward" else ():
+            if made.operator < len(self._moments):
+                there = self._moments[made.operator]
+                if there.during == "backward" and there.place > place:
+                    found[there.place] = found.get(there.place, 0) + made.num_bytes
+        return found
 
     def _is_other(self, tensor: torch.Tensor) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -320,7 +355,7 @@ class LiveBytes:
         if found is not None:
             self._held -= size
             self._is_other(parameter.grad)
-            place = self._moments[-1][0]
+            place = self._moments[-1].place
             self._gradients.append(_Gradient(size, found.operator, len(self._moments), place))
 
     def add_kept(self, saved: SavedTensors) -> None:
@@ -330,7 +365,7 @@ class LiveBytes:
         """
         for key, made in self._before_backward.items():
             if key not in saved.sizes and key not in self._live:
-                saved.add(key, made.num_bytes, self._moments[made.operator][0], made.reference)
+                saved.add(key, made.num_bytes, self._moments[made.operator].place, made.reference)
 
     def transients(self, saved: SavedTensors) -> tuple[Transient, ...]:
         """Return the temporary tensors of every place; none if backward has not run.
@@ -338,20 +373,26 @@ class LiveBytes:
         Args:
             saved: Record of the same pass.
         """
-        if not any(during == "backward" for _, during, _ in self._moments):
+        if not any(moment.during == "backward" for moment in self._moments):
             return ()
         weights, complete = self._gradients_by_operator()
-        last = max(place for place, _, _ in self._moments)
-        returned, left, remains = self._returned(saved, last), *self._left_over(saved, last)
+        last = max(moment.place for moment in self._moments)
+        returned, (left, remains, hung) = self._returned(saved, last), self._left_over(saved, last)
         first = self._up_to(saved)
         found: defaultdict[int, set[Instant]] = defaultdict(set)
+        cut: defaultdict[int, set[Instant]] = defaultdict(set)
+        far: defaultdict[int, int] = defaultdict(int)
         forward: set[Instant] = set()
-        for (place, during, held), coming, done in zip(self._moments, weights, complete, strict=True):
+        for (place, during, held, behind), coming, done in zip(self._moments, weights, complete, strict=True):
             if during == "forward" and place == last:
                 forward.add(Instant(held - coming - first(place) - sum(returned.values()), coming, done))
             elif during == "backward" or place == last:
-                others = sum(left.values()) + sum(size for behind, size in remains.items() if behind > place)
-                found[place].add(Instant(held - coming - first(place) - others, coming, done))
+                own = held - coming - first(place) - sum(left.values())
+                others = sum(size for later, size in remains.items() if later > place)
+                found[place].add(Instant(own - others, coming, done))
+                elsewhere = sum(size for later, size in hung.items() if later > place)
+                cut[place].add(Instant(own - elsewhere - sum(behind.values()), coming, done))
+                far[place] = max(far[place], behind.get(last, 0) if place < last - 1 else 0)
         totals: defaultdict[int, int] = defaultdict(int)
         for each in self._gradients:
             totals[each.place] += each.num_bytes
@@ -364,6 +405,8 @@ class LiveBytes:
                 returned.get(place, 0),
                 left.get(place, 0),
                 remains.get(place, 0),
+                outermost_instants(cut[place]) if place < last else (),
+                far[place],
             )
             for place in sorted(found)
         )
@@ -379,24 +422,26 @@ class LiveBytes:
         """Return by blocks the bytes that forward made there and nobody saved, at the end of forward."""
         found: dict[int, int] = {}
         for key, made in self._at_the_end.items():
-            place, _, _ = self._moments[made.operator]
+            place = self._moments[made.operator].place
             if key not in saved.sizes and -1 < place < last:
                 found[place] = found.get(place, 0) + made.num_bytes
         return found
 
-    def _left_over(self, saved: SavedTensors, last: int) -> tuple[dict[int, int], dict[int, int]]:
-        """Return by blocks the bytes made there and still held: made in forward, and in backward.
+    def _left_over(self, saved: SavedTensors, last: int) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+        """Return by blocks the bytes made there and still held: not saved, other ones, and those of forward among them.
 
         References that form a circle wait for the garbage collector.
         """
         left: dict[int, int] = {}
         remains: dict[int, int] = {}
+        hung: dict[int, int] = {}
         for key, made in self._live.items():
-            place, during, _ = self._moments[made.operator]
+            place, during, *_ = self._moments[made.operator]
             if -1 < place < last and not made.reference.expired():
-                found = left if during == "forward" and key not in saved.sizes else remains
-                found[place] = found.get(place, 0) + made.num_bytes
-        return left, remains
+                is_left = during == "forward" and key not in saved.sizes
+                for found in (left,) if is_left else (remains, hung) if during == "forward" else (remains,):
+                    found[place] = found.get(place, 0) + made.num_bytes
+        return left, remains, hung
 
     def _gradients_by_operator(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return after every operator the bytes of incomplete gradients, and of complete ones of its place."""
@@ -408,7 +453,7 @@ class LiveBytes:
             completed[each.complete].append((each.place, each.num_bytes))
         by_place: defaultdict[int, int] = defaultdict(int)
         done = []
-        for index, (place, _, _) in enumerate(self._moments):
+        for index, (place, *_) in enumerate(self._moments):
             for own, size in completed[index]:
                 by_place[own] += size
             done.append(by_place[place])

@@ -112,11 +112,13 @@ class OptimizerProbe:
         self._updating: dict[Hashable, Updating | None] = {}
 
     def __call__(self, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
-        """Return the state tensors of a parameter."""
+        """Return the state tensors of a parameter; of a frozen one, those that exist before the first step."""
         group = self._group_of(parameter)
         if self._optim_func is None or group is None:
             return ()
-        kind = (parameter.dim(), parameter.dtype, _key(group.values))
+        kind = (parameter.dim(), parameter.dtype, parameter.requires_grad, _key(group.values))
+        if kind not in self._states and not parameter.requires_grad:
+            self._states[kind] = _before_steps(self._optim_func, parameter, group, device_here(self._device))
         if kind not in self._states:
             optimizer = _built(self._optim_func, group.of([parameter]))
             if hasattr(optimizer, "state_forms"):
@@ -194,7 +196,7 @@ def _built(optim_func: Callable[[Any], Optimizer], params: list[Any]) -> Optimiz
 
 def _declared(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
     known = any(parameter is one for group in optimizer.param_groups for one in group["params"])
-    if not known or not parameter.numel():  # an empty one is passed over
+    if not known or not parameter.requires_grad or not parameter.numel():  # an empty one is passed over
         return ()
     states = []
     for name, form in optimizer.state_forms(parameter).items():
@@ -218,7 +220,21 @@ def _tried(
         tiny = _tiny(parameter, device)
         optimizer = _built(optim_func, group.of([tiny]))
         optimizer.step()
-    tensors = [value for value in optimizer.state[tiny].values() if isinstance(value, torch.Tensor)]
+    return _states_of(optimizer, tiny)
+
+
+def _before_steps(
+    optim_func: Callable[[Any], Optimizer], parameter: nn.Parameter, group: _Group, device: torch.device
+) -> tuple[StateTensor, ...]:
+    """Return the states that exist of a frozen parameter; none where the optimizer leaves those out."""
+    sizes = _PROBE_SIZES[: parameter.dim()]
+    tiny = nn.Parameter(torch.ones(sizes, dtype=parameter.dtype, device=device), requires_grad=False)
+    other = nn.Parameter(torch.ones(1, device=device))  # torch has no optimizer of nothing
+    return _states_of(_built(optim_func, group.of([tiny, other])), tiny)
+
+
+def _states_of(optimizer: Optimizer, tiny: nn.Parameter) -> tuple[StateTensor, ...]:
+    tensors = [value for value in optimizer.state.get(tiny, {}).values() if isinstance(value, torch.Tensor)]
     return tuple(_like(tiny, tensor.shape, tensor.dtype) for tensor in tensors)
 
 
@@ -424,7 +440,7 @@ def _describe(
                 trainable=parameter.requires_grad,
                 floating=parameter.is_floating_point(),
                 owners=owners.get((prefix + name).rpartition(".")[0], ()),
-                states=states_of(parameter) if parameter.requires_grad else (),
+                states=states_of(parameter),
                 updating=marks.updating(parameter) if parameter.requires_grad else None,
                 tensor_dim=marks.tensor_dims.get(parameter),
                 expert=marks.experts.get(parameter),

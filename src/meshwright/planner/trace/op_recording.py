@@ -350,7 +350,8 @@ def model_ops(model: nn.Module, ops: Ops) -> ModelOps:
 
 # --- Saved tensors and work as plain data.
 
-_Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ...], tuple[int, ...], int]  # of equals
+_Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ...], tuple[int, ...], int, str]
+"""What equal saved tensors share."""
 
 
 def summarise(model: nn.Module, saved: SavedTensors, transients: tuple[Transient, ...]) -> Activations:
@@ -395,8 +396,10 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
             tuple(sorted({(operator, _running(stack, numbers)) for operator, stack in made_by})),
             tuple(sorted(places[storage])),
             min(saved.places.get(storage) or places[storage]),
+            saved.given.get(storage),
         )
-        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from)
+        how = tensor.given or ""
+        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from, how)
         more = found[key].num_bytes if key in found else 0
         found[key] = dataclasses.replace(tensor, num_bytes=size + more)
     return tuple(found[key] for key in sorted(found))  # two runs that save the same are equal

@@ -191,6 +191,7 @@ class Conditions:
 
     param_dtype: str | None  # precision of the parameters as they compute; None keeps their own
     autocast_dtype: str | None
+    output_dtype: str | None  # to which the loss casts what the model returns; None leaves it
     samples: int  # per micro-batch
     split: Trace | None  # how axes divide layers, tokens or experts
     blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts; empty: those that the model repeats
@@ -236,6 +237,7 @@ class Tracer:
         inputs_of: ``inputs_of(samples)`` returns the model input, or None when there is no sample.
         forward: ``forward(model, inputs)`` computes the loss.
         device: Device that it will train on; None: that of its parameters.
+        views_batch: Whether the model input is views of a batch in the same memory.
     """
 
     def __init__(
@@ -244,8 +246,11 @@ class Tracer:
         inputs_of: Callable[[int], Any],
         forward: Callable[[nn.Module, Any], Any],
         device: torch.device | None = None,
+        *,
+        views_batch: bool = False,
     ) -> None:
         self._model, self._inputs_of, self._forward, self._device = model, inputs_of, forward, device
+        self._views_batch = views_batch
         self._known: dict[Conditions, Traced] = {}
         self._samples = Samples()
         self._repeats: dict[tuple[object, ...], bool] = {}  # whether blocks do, by what divides them
@@ -295,10 +300,12 @@ class Tracer:
             self._forward,
             param_dtype=torch_dtype(now.param_dtype) if now.param_dtype else None,
             autocast_dtype=torch_dtype(now.autocast_dtype) if now.autocast_dtype else None,
+            output_dtype=torch_dtype(now.output_dtype) if now.output_dtype else None,
             split=now.split,
             blocks=now.blocks,
             fp8=now.fp8,
             device=self._device,
+            views_batch=self._views_batch,
         )
         assumed = stands_in(self._model, self._device)
         with now.fp8.running() if now.fp8 is not None else self._widened(now):

@@ -51,6 +51,12 @@ whole_size_of = attrgetter("_orig_size")
 UNSHARDED = "_unsharded_param"
 unsharded_of = attrgetter(UNSHARDED)
 
+# HSDP: the shards of gradients that earlier micro-batches have left for the all-reduce of the last one, in one flat
+# tensor that lives on a stream of its own. None: nothing is left.
+DEFERRED = "_partial_reduce_output"
+deferred_of = attrgetter(DEFERRED)
+reduce_scatter_stream_of = attrgetter("comm_ctx.reduce_scatter_stream")
+
 # torchao's scale of a weight that is gathered in 8 bits, computed ahead after every step. Loading other weights has to
 # forget it, which torchao does not notice.
 PRECOMPUTED_SCALE = "_precomputed_scale"
@@ -92,7 +98,7 @@ def abandon_step(root: Any, groups_of: Callable[[Any], Iterable[Any]]) -> None:
                 if gathering.all_gather_work is not None:
                     gathering.all_gather_work.wait()
             _wait_for_backward(group)
-            group._partial_reduce_output = None
+            setattr(group, DEFERRED, None)
             _post_forward_order_of(group).clear()
             group._training_state = idle
             group.reshard()

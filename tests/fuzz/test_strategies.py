@@ -1,0 +1,26 @@
+"""Cases of the random strategies that once went wrong, and what the drawing promises."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.strategies import running
+from tests.fuzz.strategies.drawing import Case, draw
+
+KEPT = sorted((Path(__file__).parent / "regressions" / "strategies").glob("*.json"))
+
+
+def test_a_seed_is_one_case():
+    cases = [draw(f"{number}.0") for number in range(40)]
+    assert cases == [Case.read(json.loads(json.dumps(case.record()))) for case in cases]
+    assert len({case.model for case in cases}) > 8
+    assert {2, 4} < {case.world for case in cases}
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_what_went_wrong_once(ranks, path):
+    case = Case.read(json.loads(path.read_text()))
+    trained = ranks(case.world).run(running.train, case)
+    assert {each.refused for each in trained} == {""}
+    assert running.findings(case, trained) == []
