@@ -18,11 +18,12 @@ from torch import nn
 from meshwright.cost import Device, Step
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import SHARD_AXES, SHARDING, Conflict, Job, Method, Phase
+from meshwright.methods.birth import give_parameters
 from meshwright.methods.gradient_averaging import GradientHooks
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.planner_hooks import Role
 from meshwright.methods.replace.model_changes import Replacement
-from meshwright.nn import part_of_whole, rank_orders, wrap_method
+from meshwright.nn import move_to, part_of_whole, rank_orders, wrap_method
 from meshwright.optim import ParameterPlacement, set_placement
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.store.entries import stored_name, unwrapped
@@ -387,10 +388,11 @@ def apply_strategy(job: Job) -> None:
     """Apply every method of ``job.strategy``, which :func:`check_strategy` has accepted, phase by phase."""
     methods, hooks = in_phase_order(job.strategy), GradientHooks(job.model)
     if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == job.size("expert") == 1:
-        job.model.to(job.device)  # methods that split a model move it part by part: the whole may not fit
+        move_to(job.model, job.device)  # methods that split a model move it part by part: the whole may not fit
     for method in methods:
         if method.phase < Phase.REPLICATE:
             method.apply(job)
+    give_parameters(job.model, job.birth, job.device)
     if job.pipeline is None:
         replicate(job)
     else:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError, join_names
+from meshwright.nn import is_on_meta
 from meshwright.optim import local_tensor
 from meshwright.runtime.torch_internals.autograd import (
     BACKWARD_HOOKS,
@@ -42,6 +43,8 @@ def broadcast_states(model: nn.Module, device: torch.device) -> None:
         model: On ``device`` or the CPU, where it stays.
         device: Device whose links carry the values: those between hosts are slow, or have no process group.
     """
+    if is_on_meta(model):
+        return  # each rank computes, or reads, the same values later
     for tensor in (*model.parameters(), *model.buffers()):
         here = tensor.detach()
         there = here.to(device)

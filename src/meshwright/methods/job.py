@@ -19,6 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from meshwright.cost import AVERAGING
 from meshwright.errors import ConfigError, ModelError, StrategyError
+from meshwright.methods.birth import Birth
 from meshwright.nn import abandon_units, rank_orders
 from meshwright.optim import (
     GuardedOptimizer,
@@ -250,6 +251,8 @@ class Job:
     sample: SampleRun | None = None  # runs the model once, for methods that must see its data flow
     num_micro_batches: int = 1
     cut: Cut | None = None  # the plan's, where the mesh has a pipeline axis
+
+    birth: Birth | None = None  # how the parameters get their values; None: they have them
 
     # Found by ``check`` on the whole model, for ``apply``.
     replacement: Replacement | None = None  # of module_replace

@@ -27,6 +27,7 @@ from meshwright.comm.compression import route
 from meshwright.cost import Step
 from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Conflict, torch_dtype
+from meshwright.methods.birth import give_parameters
 from meshwright.methods.comm import quantise_units
 from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.methods.job import MAX_EXACT_SUM, STEP_AXES, Job, MeshAxes, MicroBatchContext, guards_are_on, sum_over
@@ -165,6 +166,11 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
             parameter.data = parameter.data.contiguous()
     ignored = units.ignored | _shard_experts(config, job, reshard_after_forward)
     _shard_units(config, job, units, ignored, blocks, reshard_after_forward)
+    offloaded = job.sharding.offloaded_units
+    new_of = give_parameters(model, job.birth, job.device, lambda name: unit_of(name, blocks) in offloaded)
+    if new_of:
+        ignored = {new_of.get(parameter, parameter) for parameter in ignored}
+        units = dataclasses.replace(units, ignored={new_of.get(each, each) for each in units.ignored})
     share_hooks(model)
     _choose_collectives(job)
     if config.forward_prefetch and reshard_after_forward is not False:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.errors import MeshwrightError, ModelError, join_names
+from meshwright.errors import MeshwrightError, ModelError
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 from meshwright.runtime.torch_internals.operators import packet_of, schema_of
 from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
@@ -96,20 +96,27 @@ class InitialValues:
         written = set(self.constants).union(*filling)
         return [name for name, place in self.places.items() if place.storage not in written and 0 not in place.shape]
 
-    def compute(self, names: Collection[str], deliver: Callable[[str, torch.Tensor], None]) -> None:
-        """Compute the values of tensors, one after the other; leave torch's generator as the build would.
+    def compute(
+        self, names: Collection[str], deliver: Callable[[str, torch.Tensor], None], *, draws: bool = True
+    ) -> None:
+        """Compute the values of tensors, one after the other.
 
         Args:
             names: The tensors wanted.
             deliver: Called with a name and the whole tensor on the CPU, which is freed afterwards; once for each name.
+            draws: Whether to draw the numbers of all others, too, so that the values, and torch's generator
+                afterwards, are those of the ordinary build. False is faster, and leaves the generator as it is.
         """
+        before = torch.get_rng_state()
         if self.generator is not None:
             torch.set_rng_state(self.generator)
         wanted: dict[int, list[str]] = defaultdict(list)
         for name in names:
             wanted[self.places[name].storage].append(name)
         with torch.no_grad(), torch.device("cpu"):
-            _Replay(self, wanted, deliver).run()
+            _Replay(self, wanted, deliver, draws=draws).run()
+        if not draws:
+            torch.set_rng_state(before)
 
 
 # Operators that make memory without content, and those that write all of their first argument without reading it.
@@ -125,9 +132,14 @@ class _Replay:
     """One run of the operators; see [Note: initial values]."""
 
     def __init__(
-        self, values: InitialValues, wanted: Mapping[int, list[str]], deliver: Callable[[str, torch.Tensor], None]
+        self,
+        values: InitialValues,
+        wanted: Mapping[int, list[str]],
+        deliver: Callable[[str, torch.Tensor], None],
+        *,
+        draws: bool,
     ) -> None:
-        self._values, self._wanted, self._deliver = values, wanted, deliver
+        self._values, self._wanted, self._deliver, self._draws = values, wanted, deliver, draws
         self._needed = _needed(values.operators, set(wanted))
         self._memory: dict[int, torch.UntypedStorage] = {}
         self._uses = self._count_uses()
@@ -148,7 +160,8 @@ class _Replay:
         for place in _order(self._values.operators, self._needed):
             operator = self._values.operators[place]
             if not self._needed[place]:
-                _draw(operator, self._values.sizes)
+                if self._draws:
+                    _draw(operator, self._values.sizes)
                 continue
             self._run(operator)
             for storage in operator.reads | operator.writes:
@@ -277,6 +290,7 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
     try:
         with torch.device("meta"), recorder, _BuildMode(recorder):
             model = build()
+            recorder.note_seed()
     except (MeshwrightError, KeyboardInterrupt):
         raise
     except Exception as error:
@@ -371,6 +385,7 @@ class _Recorder(TorchDispatchMode):
         self._values = values
         self._alive: list[torch.UntypedStorage] = []  # so that no two storages have one identity
         self._numbers: dict[int, int] = {}  # of storages, by identity
+        self._seed = torch.get_rng_state()  # the state of the generator that the build has set last
 
     def name_tensors(self, model: nn.Module) -> None:
         """Note where the parameters and buffers of a model lie."""
@@ -384,7 +399,12 @@ class _Recorder(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(each.is_meta for each in inputs) and not all(each.is_meta for each in inputs):
             args, kwargs = tree_map(_on_meta, (args, kwargs))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random:
+            self.note_seed()
         output = func(*args, **kwargs)
+        if is_random:
+            torch.set_rng_state(self._seed)  # which a draw on the CPU has moved
         self._note(func, noted, tree_map(self._made, output))
         return output
 
@@ -400,11 +420,23 @@ class _Recorder(TorchDispatchMode):
         replaces = made | {place.storage for place in changed if self._is_replaced(func, place, args)}
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         fills = packet_of(func) not in _EMPTY
-        operator = _Operator(func, args, kwargs, output, reads, frozenset(writes), frozenset(replaces), is_random, fills)
+        operator = _Operator(
+            func, args, kwargs, output, reads, frozenset(writes), frozenset(replaces), is_random, fills
+        )
         self._values.operators.append(operator)
+
+    def note_seed(self) -> None:
+        """Note that the code has seeded the generator, if it has: on meta nothing else moves it."""
+        state = torch.get_rng_state()
+        if not torch.equal(state, self._seed):
+            self._seed, none = state, frozenset[int]()
+            self._values.operators.append(
+                _Operator(torch.set_rng_state, (state,), {}, None, none, none, none, is_random=True, fills=True)
+            )
 
     def note_function(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Note a function that fills a tensor, and decides by what it has drawn how to go on."""
+        self.note_seed()
         noted = {name: self._noted(value) for name, value in arguments.items()}
         places = [place for place in noted.values() if isinstance(place, _Place)]
         written = frozenset(place.storage for place in places)

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from meshwright.cost.step import names_class
 from meshwright.errors import ModelError, did_you_mean, join_names
+from meshwright.runtime.torch_internals.modules import buffers_of
 
 M = TypeVar("M", bound=nn.Module)
 _subclasses: dict[tuple[type, type], Any] = {}
@@ -329,11 +330,30 @@ def is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
+# --- Models whose parameters are on meta.
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Return whether parameters of a model have no memory yet."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def move_to(module: nn.Module, device: torch.device) -> None:
+    """Move a module to a device, in place; parameters on meta stay there."""
+    if not is_on_meta(module):
+        module.to(device)
+        return
+    for each in module.modules():
+        for name, buffer in buffers_of(each).items():
+            if buffer is not None and not buffer.is_meta:
+                buffers_of(each)[name] = buffer.to(device)
+
+
 # --- Checks of parameters without a shape, and of embeddings that rescale their rows.
 
 
 def check_model(model: nn.Module, device: torch.device) -> None:
-    """Refuse anything but a plain model with values, on the job's device or the CPU.
+    """Refuse anything but a plain model, on the job's device, the CPU or meta.
 
     Raises:
         ModelError: Saying what was given instead.
@@ -365,19 +385,29 @@ def check_model(model: nn.Module, device: torch.device) -> None:
             got=f"{synchronised} (SyncBatchNorm) on {device}",
             fix="use GroupNorm, or BatchNorm with each rank's own statistics; convert to SyncBatchNorm on GPUs only",
         )
+    _check_devices(model, device)
+
+
+def _check_devices(model: nn.Module, device: torch.device) -> None:
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta:
+        real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+        if real:
+            raise ModelError(
+                "The model is half on meta",
+                expected="all parameters with values, or all on meta",
+                got=f"values in {join_names(real)}, and none in {join_names(on_meta)}",
+                fix="build all of it under torch.device('meta'), or pass a function that builds it",
+            )
+        return
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
-        meta = (
-            "parameters on meta have no values. Build the model outside torch.device('meta'), or fill it: "
-            "model.to_empty(device='cpu'), then load_state_dict. One that no machine can hold whole is built "
-            "in shards: see DistributedModule"
-        )
         raise ModelError(
             "The model is on a wrong device",
             expected=f"all parameters and buffers on {device}"
             + ("" if device.type == "cpu" else ", or all on the CPU"),
             got=", ".join(sorted(map(str, devices))),
-            fix=meta if torch.device("meta") in devices else f"call model.to({str(device)!r}) before",
+            fix=f"call model.to({str(device)!r}) before",
         )
 
 

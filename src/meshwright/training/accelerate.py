@@ -26,8 +26,10 @@ from meshwright.cost import Cluster
 from meshwright.data import GlobalBatchLoader
 from meshwright.errors import DataError, LaunchError, ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
+from meshwright.methods.birth import Birth, birth_of
 from meshwright.methods.job import guards_are_on
-from meshwright.nn import check_no_renorm
+from meshwright.nn import check_model, check_no_renorm, is_on_meta
+from meshwright.nn.initial_values import record
 from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.guarded_step import follow_loads
 from meshwright.planner import Plan
@@ -67,7 +69,7 @@ _CHANGED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that methods 
 
 
 def accelerate(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     optim_func: Callable[..., Optimizer] | Optimizer | None = None,
     dataset: Dataset | None = None,
     loss_func: Callable[[Any, Any], Any] | None = None,
@@ -81,6 +83,7 @@ def accelerate(
     distributed_sampler_cls: type | None = None,
     lr_scheduler_cls: Callable[..., Any] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
+    weights: str | os.PathLike[str] | None = None,
     excluded: Sequence[str] = (),
     included: Sequence[Any] = (),
     max_grad_norm: float | None = None,
@@ -105,7 +108,12 @@ def accelerate(
     samples differ.
 
     Args:
-        model: A plain ``nn.Module`` with its parameters initialised, equal on every rank.
+        model: A plain ``nn.Module`` with its parameters initialised, equal on every rank. Or one that no device can
+            hold: built under ``torch.device("meta")``, or a function without arguments that builds it, which is called
+            under meta. Each rank then gets memory for its own part alone, with the values of the ordinary build after
+            the same ``torch.manual_seed``. A function gives exactly these; of a model that is on meta already,
+            transformers' are built again from their config, and others initialised by their ``init_weights`` or their
+            modules' ``reset_parameters``.
         optim_func: Optimizer class, or a function called as ``optim_func(parameters, **optim_args)``, with the
             parameters of the sharded model. Or an optimizer that was built over the plain model and has not stepped:
             the same object, with its groups, goes on with the parameters of the sharded model.
@@ -127,6 +135,8 @@ def accelerate(
         lr_scheduler_cls: ``lr_scheduler_cls(optimizer, **lr_scheduler_args)``, stepped once per optimizer step. Build
             one that needs a metric, such as ReduceLROnPlateau, over the result's optimizer, and step it by hand.
         lr_scheduler_args: Its keyword arguments.
+        weights: Trained weights to start from: a folder that ``save_pretrained`` wrote, a safetensors file, a checkpoint
+            of Meshwright, or a folder of ``torch.distributed.checkpoint``. Each rank reads its own part.
         excluded: Methods that an automatic choice must not use.
         included: Methods that an automatic choice must use: names, or ``(name, config)`` with keys that stay as they
             are. Half precision without a dtype takes the one in which the device is fastest.
@@ -162,11 +172,14 @@ def accelerate(
     """
     world = settings()
 
+    # Born sharded: a function, or a model on meta, has no values yet. [Note: models born sharded]
+    model, birth, born = _conceive(model, weights)
+
     # Ask: the arguments become one value. What cannot work is refused before anything changes.
     if num_micro_batches is None:
         num_micro_batches = world.num_micro_batches
     request = Request(
-        model=model, optim_func=optim_func, dataset=dataset, loss_func=loss_func, strategy=strategy,
+        model=model, birth=birth, optim_func=optim_func, dataset=dataset, loss_func=loss_func, strategy=strategy,
         prepare_input=prepare_input, model_input_format=model_input_format, optim_args=optim_args,
         optim_param_func=optim_param_func, dataloader_args=dataloader_args,
         distributed_sampler_cls=distributed_sampler_cls, lr_scheduler_cls=lr_scheduler_cls,
@@ -180,7 +193,7 @@ def accelerate(
 
     # Agree: ranks that differ would wait for each other for ever, or train different models without an error.
     check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines(), request.training_claims())
-    difference = difference_between_ranks(dict(model.named_parameters()))
+    difference = None if is_on_meta(model) else difference_between_ranks(dict(model.named_parameters()))
 
     # Plan: rank 0 predicts for all ranks. Candidates that are measured run on all of them.
     plan, reason = _decide(request, world, memory_bytes)
@@ -194,7 +207,7 @@ def accelerate(
 
     # Hand over.
     accelerated = _hand_over(request, plan, job, dataloader, optim, lr_scheduler)
-    job.notices += notices
+    job.notices += [*born, *notices]
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
@@ -204,6 +217,31 @@ def accelerate(
         _OPTIMIZERS[job.model] = (weakref.ref(optim), job.stages)
         follow_loads(job.model, optim)
     return accelerated
+
+
+# --- Born sharded
+
+
+def _conceive(
+    model: nn.Module | Callable[[], nn.Module], weights: str | os.PathLike[str] | None
+) -> tuple[nn.Module, Birth | None, list[str]]:
+    """Return the model, where its values come from if it lacks them, and notices; collective."""
+    with same_on_every_rank():
+        values = None
+        if not isinstance(model, nn.Module) and callable(model):
+            model, values = record(model)
+        if not isinstance(model, nn.Module):
+            return model, None, []  # refused later, with all other arguments
+        check_model(model, settings().device)
+        stored = None
+        birth = birth_of(model, values, stored)
+    if birth is None:
+        return model, None, []
+    notice = birth.share_seed()
+    if is_on_meta(model):
+        with same_on_every_rank():
+            birth.give_buffers(model)
+    return model, birth, [notice] if notice is not None else []
 
 
 # --- Ask

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.methods import Job
+from meshwright.methods.birth import Birth
 from meshwright.methods.job import MeshAxes, OptimizerRequests
 from meshwright.nn import check_model
 from meshwright.nn.batches import (
@@ -50,6 +51,7 @@ class Request:
     """The arguments of :func:`meshwright.accelerate`, which documents them."""
 
     model: nn.Module
+    birth: Birth | None
     optim_func: Callable[..., Optimizer] | Optimizer | None
     dataset: Dataset | None
     loss_func: Callable[[Any, Any], Any] | None
@@ -285,6 +287,7 @@ class Request:
         mode = plan.strategy.get("parallel_mode")
         return Job(
             model=self.model,
+            birth=self.birth,
             strategy=plan.strategy,
             device=device,
             loss_func=self.loss,

@@ -30,7 +30,7 @@ from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, 
 from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.methods.tensor.block_trials import evaluating, reason_of
 from meshwright.methods.tensor.split_layers import swapped_parameters
-from meshwright.nn import wrap_method
+from meshwright.nn import move_to, wrap_method
 from meshwright.optim import Stages
 from meshwright.runtime import preserved_rng
 from meshwright.runtime.torch_internals.modules import children_of
@@ -102,7 +102,8 @@ def _divide_stack(layer: StackedExperts, experts: Experts, device: torch.device)
     axis, module = experts.axis, layer.module
     per_rank = layer.num_experts // axis.size
     for name, parameter in list(module.named_parameters(recurse=False)):
-        part = parameter.detach().narrow(0, axis.index * per_rank, per_rank).clone().to(device)
+        part = parameter.detach().narrow(0, axis.index * per_rank, per_rank).clone()
+        part = part if part.is_meta else part.to(device)
         shard: DTensor = DTensor.from_local(
             part, axis.mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
@@ -118,7 +119,8 @@ def _divide_stack(layer: StackedExperts, experts: Experts, device: torch.device)
 def _divide_list(layer: ListedExperts, experts: Experts, features: int | None, device: torch.device) -> None:
     axis, per_rank = experts.axis, layer.num_experts // experts.axis.size
     divided = DividedExperts(layer.experts, range(axis.index * per_rank, (axis.index + 1) * per_rank))
-    setattr(layer.block, layer.name, divided.to(device))
+    move_to(divided, device)
+    setattr(layer.block, layer.name, divided)
     wrap_method(layer.block, "forward", ListedDispatch(layer.block, divided, axis, features))
     experts.modules.append(divided)
 

@@ -24,6 +24,7 @@ from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, 
 from meshwright.methods.replace.model_changes import without_grouped_kernels
 from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, stand_in
+from meshwright.nn import move_to
 from meshwright.runtime import check_equal
 from meshwright.runtime.torch_internals.pytree import tree_leaves
 
@@ -249,7 +250,7 @@ class ExpertParallel(Method):
         job.expert_layers = []  # they would keep the experts of other ranks alive
         job.is_split = True
         if job.shard_axis is None:
-            job.model.to(job.device)
+            move_to(job.model, job.device)
 
     def cost(self, step: Step) -> Step:
         """Divide the experts, and add exchanges in which every expert is sent equally many tokens.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.nn import FakeTensors, run_with
+from meshwright.nn import FakeTensors, is_on_meta, run_with
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -162,7 +162,8 @@ def trace_blocks(
         Exception: Whatever the model raises when it runs over fake tensors.
     """
     _refuse_repeated(blocks)
-    fakes = FakeTensors()
+    # Tensors on meta and the input's would be on two devices.
+    fakes = FakeTensors(torch.device("cpu") if is_on_meta(model) else None)
     state = {name: fakes.like(tensor) for name, tensor in model.named_buffers()}
     inside = {parameter for block in blocks for parameter in block.parameters()}
     names = {}

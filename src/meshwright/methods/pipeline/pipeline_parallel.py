@@ -46,7 +46,7 @@ from meshwright.methods.pipeline.stage_cut import (
     place_stages,
 )
 from meshwright.methods.planner_hooks import SearchScope
-from meshwright.nn import keep_part_of_whole, without_fast_path, wrap_method, wrap_methods
+from meshwright.nn import keep_part_of_whole, move_to, without_fast_path, wrap_method, wrap_methods
 from meshwright.optim import Stages as NormStages
 from meshwright.strategy import Bytes
 
@@ -398,7 +398,7 @@ class PipelineParallel(Method):
         part = part_of(job.model, job.cut, rank.index)
         keep_part_of_whole(job.model, part)
         keep_name_order(job.model, part.names)
-        release_other_parts(job.model, blocks, job.cut, rank.index, splice)
+        release_other_parts(job.model, blocks, job.cut, rank.index, splice, job.device)
         job.pipeline = PipelineEngine(rank, splice, self.schedule)
         wrap_method(job.model, "forward", job.pipeline.around_model)
         without_fast_path(job.model)
@@ -408,7 +408,7 @@ class PipelineParallel(Method):
             wrap_methods(inner, "forward", job.pipeline.around_inner)
         job.loss_func = job.pipeline.loss(job.loss_func)
         if job.shard_axis is None and job.size("tensor") == 1:
-            job.model.to(job.device)
+            move_to(job.model, job.device)
         if any(getattr(method, "shards", False) for method in job.strategy.methods):
             job.notices.append(
                 "pipeline_parallel: weights of a stage stay gathered, and its gradients are reduced once per step"

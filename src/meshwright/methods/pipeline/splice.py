@@ -280,13 +280,18 @@ def _ranks_of_buffer(cut: Cut, path: str) -> tuple[int, ...]:
     return beside if beside is not None else tuple(range(cut.num_ranks))
 
 
-def release_other_parts(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, splice: Splice) -> None:
-    """Release what other ranks hold, in place, and wrap this rank's blocks by ``splice``."""
+def release_other_parts(
+    model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, splice: Splice, device: torch.device
+) -> None:
+    """Release what other ranks hold, in place, and wrap this rank's blocks by ``splice``.
+
+    ``device`` is where the parameters of a model on meta will be.
+    """
     elsewhere = [model.get_parameter(item.name) for item in cut.outside if rank not in item.trained_on]
     # Decided for all before the first is released, which changes modules.
     released = [(parameter, *each) for parameter in elsewhere for each in replacements_of(model, parameter, cut.late)]
     for parameter, module, name, replacement in released:
-        _release(module, name, parameter, replacement, splice)
+        _release(module, name, parameter, replacement, splice, device if parameter.is_meta else parameter.device)
     for index, block in enumerate(blocks):
         if cut.rank_of_block(index) == rank:
             wrap_method(block, "__call__", splice.around_block(index))
@@ -294,7 +299,14 @@ def release_other_parts(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank:
             blocks[index] = Elsewhere(block, splice.around_block(index))
 
 
-def _release(module: nn.Module, name: str, parameter: nn.Parameter, replacement: Replacement, splice: Splice) -> None:
+def _release(
+    module: nn.Module,
+    name: str,
+    parameter: nn.Parameter,
+    replacement: Replacement,
+    splice: Splice,
+    device: torch.device,
+) -> None:
     if replacement == "buffer":
         del parameters_of(module)[name]
         module.register_buffer(name, parameter.detach(), persistent=False)
@@ -305,7 +317,7 @@ def _release(module: nn.Module, name: str, parameter: nn.Parameter, replacement:
         dtype = parameter.dtype
         # Models ask for its device and dtype: expanded zeros answer, and take no memory.
         del parameters_of(module)[name]
-        setattr(module, name, torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape))
+        setattr(module, name, torch.zeros((), dtype=dtype, device=device).expand(parameter.shape))
         wrap_method(module, "forward", lambda forward, *args, **kwargs: _stand_in(module, splice.dtype or dtype, *args))
 
 

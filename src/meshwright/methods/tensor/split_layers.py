@@ -25,7 +25,7 @@ from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.model_split import Split, let_exchange_tokens
 from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_transposed
 from meshwright.methods.tensor.split_proof import part_of
-from meshwright.nn import RankOrder, keep_rank_order, without_fast_path, wrap_method
+from meshwright.nn import RankOrder, keep_rank_order, move_to, without_fast_path, wrap_method
 from meshwright.runtime.torch_internals.modules import PARAMETERS
 from meshwright.runtime.torch_internals.pytree import tree_map
 
@@ -45,7 +45,7 @@ def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch
     tied = _tied_names(model)
     scattered = _scattered_rows(split)
     for layer in split.layers:
-        layer.module.to(device)
+        move_to(layer.module, device)
         for name, parameter, dim in layer.parameters():
             if dim is not None:
                 _cut(layer, name, parameter, dim, axis)

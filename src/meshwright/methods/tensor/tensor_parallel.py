@@ -36,6 +36,7 @@ from meshwright.methods.tensor.split_layers import split_layers, swapped_paramet
 from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_linear, is_transposed
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog as SaveLog, TrafficLog, stand_in, tensor_bytes
+from meshwright.nn import move_to
 from meshwright.runtime import check_equal
 from meshwright.runtime.torch_internals.modules import parameters_of
 from meshwright.runtime.torch_internals.pytree import tree_leaves
@@ -382,7 +383,7 @@ class TensorParallel(Method):
         job.split = None  # it would keep the blocks of other pipeline ranks alive
         job.is_split = True
         if job.shard_axis is None:
-            job.model.to(job.device)
+            move_to(job.model, job.device)
 
     def cost(self, step: Step) -> Step:
         """Divide the parameters and everything that depends on them, and add the collectives around split layers."""
