@@ -3,14 +3,15 @@
 [Note: models born sharded] A model that no device can hold is given on ``meta``, or as a function that builds it. The
 plan and the methods see shapes only. Buffers, which are small and which models read while they are changed, get their
 values first (:meth:`Birth.give_buffers`). The parameters follow when the methods have decided on their layout:
-``shard`` in methods/zero.py calls :func:`give_parameters` for shards, and ``apply_strategy`` for everything else, before anything holds references to the
-parameters: hooks, replicas, masters, the optimizer. Every rank computes, or reads, the elements that it holds, and
-nothing is sent.
+``shard`` in methods/zero.py calls :func:`give_parameters` for shards, and ``apply_strategy`` for everything else,
+before anything holds references to the parameters: hooks, replicas, masters, the optimizer. Every rank computes, or
+reads, the elements that it holds, and nothing is sent.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from meshwright.errors import ModelError, join_names
 from meshwright.nn import RankOrder, is_on_meta, parameter_groups, rank_orders
-from meshwright.nn.initial_values import InitialValues, record, record_reset
+from meshwright.nn.initial_values import InitialValues, record, record_reset, remembered
 from meshwright.optim import local_tensor
 from meshwright.runtime import gather_objects, rank
 from meshwright.runtime.torch_internals.dtensor import StridedShard
@@ -58,7 +59,7 @@ class Birth:
     def share_seed(self) -> str | None:
         """Let all ranks draw rank 0's numbers; return a notice if they would have drawn others. Collective."""
         state = self.values.generator
-        digests = gather_objects(None if state is None else hash(state.numpy().tobytes()))
+        digests = gather_objects(None if state is None else hashlib.sha256(state.numpy().tobytes()).hexdigest())
         if len(set(digests)) == 1:
             return None
         self.values.generator = gather_objects(state if rank() == 0 else None)[0]
@@ -125,11 +126,12 @@ class Birth:
         drawn = [name for name in targets if name in self.values.places and not self._is_stored(name)]
         if drawn:
             # Beside stored weights there is no ordinary build that the numbers would have to be equal to.
-            self.values.compute(
-                drawn,
-                lambda name, whole: targets[name][0].copy_(_cut(whole, targets[name][1])),
-                draws=self.weights is None,
-            )
+
+            def deliver(name: str, whole: torch.Tensor) -> None:
+                local, index = targets[name]
+                local.copy_(_cut(whole, index))
+
+            self.values.compute(drawn, deliver, draws=self.weights is None)
         self.given |= targets.keys()
 
 
@@ -146,7 +148,7 @@ def birth_of(model: nn.Module, values: InitialValues | None, weights: Weights | 
     """
     if values is None and not is_on_meta(model):
         return None if weights is None else Birth(InitialValues(), weights)
-    birth = Birth(values if values is not None else _reset_of(model), weights)
+    birth = Birth(values or remembered(model) or _reset_of(model), weights)
     birth.check_values(model)
     return birth
 
@@ -237,9 +239,7 @@ def _with_memory(
 # --- The elements that this rank holds
 
 
-def part_of_tensor(
-    tensor: torch.Tensor, order: RankOrder | None, along: Callable[..., slice | torch.Tensor]
-) -> Index:
+def part_of_tensor(tensor: torch.Tensor, order: RankOrder | None, along: Callable[..., slice | torch.Tensor]) -> Index:
     """Return which elements of the whole tensor a rank holds, per dim.
 
     Args:

@@ -8,6 +8,8 @@ needs. See [Note: initial values].
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import heapq
 import inspect
 import math
@@ -15,14 +17,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import MeshwrightError, ModelError
-from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
+from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, disable_current_modes
 from meshwright.runtime.torch_internals.operators import packet_of, schema_of
 from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
 from meshwright.runtime.torch_internals.tensors import storage_identity
@@ -113,7 +115,7 @@ class InitialValues:
         wanted: dict[int, list[str]] = defaultdict(list)
         for name in names:
             wanted[self.places[name].storage].append(name)
-        with torch.no_grad(), torch.device("cpu"):
+        with torch.no_grad(), disable_current_modes(), torch.device("cpu"):
             _Replay(self, wanted, deliver, draws=draws).run()
         if not draws:
             torch.set_rng_state(before)
@@ -274,6 +276,56 @@ def _order(operators: list[_Operator], needed: list[bool]) -> Iterator[int]:
 # --- Recording
 
 
+class Recording:
+    """A context in which tensors are made on ``meta``, and the operators that give them values are noted.
+
+    Numbers that the code brings from Python or NumPy (``torch.tensor``) stay on the CPU. torch's generator does not
+    move.
+    """
+
+    def __init__(self) -> None:
+        self._contexts = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._before = torch.get_rng_state()
+        self._recorder = _Recorder(InitialValues(generator=self._before))
+        for context in (torch.device("meta"), self._recorder, _BuildMode(self._recorder)):
+            self._contexts.enter_context(context)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.note_seed()
+        self._contexts.close()
+        torch.set_rng_state(self._before)
+
+    def has_built(self, model: nn.Module) -> bool:
+        """Return whether the first parameter of a model was made here."""
+        parameter = next(model.parameters(), None)
+        return parameter is not None and self._recorder.has_noted(parameter)
+
+    def values_of(self, model: nn.Module) -> InitialValues:
+        """Return the values of a model that was built here."""
+        self._recorder.name_tensors(model)
+        return self._recorder.values
+
+
+_RECORDINGS: collections.deque[Recording] = collections.deque(maxlen=4)  # of models that are about to be accelerated
+
+
+def remember(recording: Recording) -> None:
+    """Keep a recording until a model of it is accelerated; the latest few are."""
+    _RECORDINGS.append(recording)
+
+
+def remembered(model: nn.Module) -> InitialValues | None:
+    """Return the initial values of a model that was built in a recording that is kept; None if in none."""
+    found = next((each for each in _RECORDINGS if each.has_built(model)), None)
+    if found is None:
+        return None
+    with disable_current_modes():  # the recording may still be under way
+        return found.values_of(model)
+
+
 def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
     """Build a model on ``meta``, and note how it gets its values.
 
@@ -285,12 +337,10 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
     Raises:
         ModelError: When the build needs the values of tensors, or returns something else.
     """
-    values = InitialValues(generator=torch.get_rng_state())
-    recorder = _Recorder(values)
+    recording = Recording()
     try:
-        with torch.device("meta"), recorder, _BuildMode(recorder):
+        with recording:
             model = build()
-            recorder.note_seed()
     except (MeshwrightError, KeyboardInterrupt):
         raise
     except Exception as error:
@@ -300,8 +350,6 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
             got="a build on meta that fails",
             fix="compute such numbers with device='cpu', or pass the built model",
         ) from error
-    finally:
-        torch.set_rng_state(values.generator)
     if not isinstance(model, nn.Module):
         raise ModelError(
             "The function given as the model returns no module",
@@ -309,8 +357,7 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
             got=type(model).__name__,
             fix="return the model from it",
         )
-    recorder.name_tensors(model)
-    return model, values
+    return model, recording.values_of(model)
 
 
 def record_reset(model: nn.Module) -> InitialValues:
@@ -370,7 +417,8 @@ class _BuildMode(TorchFunctionMode):
         if caller is not None and caller.f_globals is vars(nn.init):
             names = inspect.getargvalues(caller).args
             arguments = {name: caller.f_locals[name] for name in names}
-            self._recorder.note_function(getattr(nn.init, caller.f_code.co_name), arguments)
+            if any(isinstance(each, torch.Tensor) and each.is_meta for each in arguments.values()):
+                self._recorder.note_function(getattr(nn.init, caller.f_code.co_name), arguments)
 
 
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -382,7 +430,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, values: InitialValues) -> None:
         super().__init__()
-        self._values = values
+        self.values = values
         self._alive: list[torch.UntypedStorage] = []  # so that no two storages have one identity
         self._numbers: dict[int, int] = {}  # of storages, by identity
         self._seed = torch.get_rng_state()  # the state of the generator that the build has set last
@@ -390,7 +438,7 @@ class _Recorder(TorchDispatchMode):
     def name_tensors(self, model: nn.Module) -> None:
         """Note where the parameters and buffers of a model lie."""
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        self._values.places = {name: self._noted(tensor) for name, tensor in named}
+        self.values.places = {name: self._noted(tensor) for name, tensor in named}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -423,14 +471,18 @@ class _Recorder(TorchDispatchMode):
         operator = _Operator(
             func, args, kwargs, output, reads, frozenset(writes), frozenset(replaces), is_random, fills
         )
-        self._values.operators.append(operator)
+        self.values.operators.append(operator)
+
+    def has_noted(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's storage was met."""
+        return storage_identity(tensor.untyped_storage()) in self._numbers
 
     def note_seed(self) -> None:
         """Note that the code has seeded the generator, if it has: on meta nothing else moves it."""
         state = torch.get_rng_state()
         if not torch.equal(state, self._seed):
             self._seed, none = state, frozenset[int]()
-            self._values.operators.append(
+            self.values.operators.append(
                 _Operator(torch.set_rng_state, (state,), {}, None, none, none, none, is_random=True, fills=True)
             )
 
@@ -440,15 +492,15 @@ class _Recorder(TorchDispatchMode):
         noted = {name: self._noted(value) for name, value in arguments.items()}
         places = [place for place in noted.values() if isinstance(place, _Place)]
         written = frozenset(place.storage for place in places)
-        replaced = {place.storage for place in places if _num_bytes(place) == self._values.sizes[place.storage]}
-        self._values.operators.append(
+        replaced = {place.storage for place in places if _num_bytes(place) == self.values.sizes[place.storage]}
+        self.values.operators.append(
             _Operator(function, (), noted, None, written, written, frozenset(replaced), is_random=True, fills=True)
         )
 
     def _is_replaced(self, func: Any, place: _Place, args: Any) -> bool:
         """Return whether an operator in place overwrites the whole storage without reading it."""
         sources = [each for each in tree_leaves(args[1:]) if isinstance(each, _Place)]
-        whole = _num_bytes(place) == self._values.sizes[place.storage]
+        whole = _num_bytes(place) == self.values.sizes[place.storage]
         return whole and packet_of(func) in _OVERWRITE and all(each.storage != place.storage for each in sources)
 
     def _noted(self, leaf: Any) -> Any:
@@ -458,7 +510,7 @@ class _Recorder(TorchDispatchMode):
         place = self._place(leaf)
         if is_new and not leaf.is_meta:
             # No operator made it: a number of Python or NumPy.
-            self._values.constants[place.storage] = _bytes_of(leaf)
+            self.values.constants[place.storage] = _bytes_of(leaf)
         return place
 
     def _made(self, leaf: Any) -> Any:
@@ -470,9 +522,9 @@ class _Recorder(TorchDispatchMode):
         if identity not in self._numbers:
             self._alive.append(storage)
             self._numbers[identity] = len(self._numbers)
-            self._values.sizes[self._numbers[identity]] = storage.nbytes()
+            self.values.sizes[self._numbers[identity]] = storage.nbytes()
         number = self._numbers[identity]
-        return _Place(number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        return _Place(number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

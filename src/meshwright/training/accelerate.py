@@ -135,8 +135,8 @@ def accelerate(
         lr_scheduler_cls: ``lr_scheduler_cls(optimizer, **lr_scheduler_args)``, stepped once per optimizer step. Build
             one that needs a metric, such as ReduceLROnPlateau, over the result's optimizer, and step it by hand.
         lr_scheduler_args: Its keyword arguments.
-        weights: Trained weights to start from: a folder that ``save_pretrained`` wrote, a safetensors file, a checkpoint
-            of Meshwright, or a folder of ``torch.distributed.checkpoint``. Each rank reads its own part.
+        weights: Trained weights to start from: a folder that ``save_pretrained`` wrote, a safetensors file, a
+            checkpoint of Meshwright, or a folder of ``torch.distributed.checkpoint``. Each rank reads its own part.
         excluded: Methods that an automatic choice must not use.
         included: Methods that an automatic choice must use: names, or ``(name, config)`` with keys that stay as they
             are. Half precision without a dtype takes the one in which the device is fastest.

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import ConfigError, LaunchError, join_names
+from meshwright.methods.birth import birth_of, give_parameters
+from meshwright.nn.initial_values import Recording, remember
 from meshwright.runtime import (
     init_distributed,
     peak_memory_bytes,
@@ -322,33 +324,34 @@ def get_accelerator() -> CurrentDevice:
 
 
 class LazyInitContext:
-    """A place to build a model in, as ColossalAI's scripts do before ``boost``.
+    """A place to build a model in without memory, as ColossalAI's scripts do before ``boost``.
 
-    The model is built whole and with its values, in host memory; the shards that its plugin makes go to the device. A
-    notice says so once.
+    ``boost`` gives every rank its shards, with the values of the ordinary build. See [Note: models born sharded] in
+    methods/birth.py.
 
     Args:
         tensor_cls, default_device: No effect.
     """
 
-    _has_told = False
-
     def __init__(self, tensor_cls: Any = None, default_device: Any = None) -> None:
         self.tensor_cls, self.default_device = tensor_cls, default_device
+        self._recording = Recording()
 
     def __enter__(self) -> LazyInitContext:
-        if not LazyInitContext._has_told:
-            LazyInitContext._has_told = True
-            told = "meshwright: LazyInitContext changes nothing; a model is built whole, in host memory"
-            print_rank(told, file=sys.stderr, flush=True)
+        remember(self._recording)
+        self._recording.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, *error: object) -> None:
+        self._recording.__exit__(*error)
 
     @staticmethod
     def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
-        """Return the module, which has its values already."""
+        """Give a module that was built here its memory and its values, whole, on the CPU; return it."""
+        birth = birth_of(module, None, None)
+        if birth is not None:
+            birth.give_buffers(module)
+            give_parameters(module, birth, torch.device("cpu"))
         return module
 
 
