@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,7 +13,6 @@ from tests.methods.split_runs import whole_weights
 from tests.methods.test_parity import BATCH, STEPS
 from tests.parity import models
 from tests.parity.layouts import Layout, mesh, scheduled
-from tests.parity.runs import batches, optimizer
 
 LAYOUTS = {
     "data": Layout(2, []),
@@ -19,49 +20,129 @@ LAYOUTS = {
     "zero2": Layout(2, ["zero2"]),
     "fsdp": Layout(2, ["fsdp"]),
     "half": Layout(2, ["fsdp", ("half", "bf16")]),
+    "whole in half": Layout(2, [("half", "bf16")]),
     "offload": Layout(2, ["fsdp", ("offload", "all")]),
     "tensor": Layout(2, ["tensor_parallel", mesh(tensor=2)]),
     "pipeline": Layout(2, [mesh(pipeline=2), scheduled("1f1b")], 4, 4),
     "hybrid": Layout(4, ["fsdp", mesh(data=2, zero=2)]),
-    "fsdp 4": Layout(4, ["fsdp"]),
     "tensor x zero": Layout(4, ["tensor_parallel", "fsdp", mesh(tensor=2, zero=2)]),
     "pipeline x zero": Layout(4, [mesh(pipeline=2, zero=2), "fsdp", scheduled("1f1b")], 4, 4),
     "tensor x pipeline": Layout(4, [mesh(tensor=2, pipeline=2), "tensor_parallel", scheduled("interleaved")], 4, 4),
 }
+EXPERTS = {
+    "expert": Layout(2, ["expert_parallel", mesh(expert=2)]),
+    "expert x zero": Layout(4, ["expert_parallel", "fsdp", mesh(expert=2, zero=2)]),
+}
+FURTHER = {
+    "ema": Layout(2, ["fsdp", "ema"]),
+    "outer": Layout(2, [("outer", {"sync_every": 2})]),
+    "fp8": Layout(2, ["fsdp", "fp8"]),
+    "module_replace": Layout(2, ["fsdp", "module_replace"]),
+    "checkpoint": Layout(2, ["fsdp", "checkpoint"]),
+    "sequence": Layout(2, ["sequence_parallel", mesh(sequence=2)]),
+    "zbv": Layout(2, [mesh(pipeline=2), scheduled("zbv")], 4, 4),
+}
+ALL = LAYOUTS | EXPERTS | FURTHER
 KINDS = ("plain", "gpt2", "llama", "qwen2", "bert", "t5")
 
 
-def both(name, layout):
-    return [train(name, layout, born=born) for born in (False, True)]
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index))
 
 
-def train(name, layout, *, born):
-    case = LAYOUTS[layout]
-    optim_class, args = optimizer("adamw", case.layers)
+def mixtral(layers):
+    from transformers import MixtralConfig, MixtralForCausalLM
 
-    def build():
-        return models.build(name, case.layers)
+    torch.manual_seed(3)
+    return MixtralForCausalLM(
+        MixtralConfig(**models.DECODER | {"intermediate_size": 48}, num_hidden_layers=layers, num_local_experts=4)
+    )
 
+
+def vit(layers):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {key: value for key, value in models.SIZES.items() if key != "vocab_size"}
+    return ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=layers, image_size=8, patch_size=4))
+
+
+def builder(name, layers):
+    if name in ("mixtral", "vit"):
+        return lambda: globals()[name](layers)
+    return lambda: models.build(name, layers)
+
+
+def prepare_for(name):
+    return (lambda data, device: {"pixel_values": data.to(device)}) if name == "vit" else models.prepare_for(name)
+
+
+def loss_of(name):
+    return (lambda inputs, output: output.logits.square().mean()) if name == "vit" else models.loss_func
+
+
+def train(name, layout, start):
+    """Ten steps; returns the weights before, the losses, and the weights after.
+
+    ``start`` says how the model is given: built, as a function, or on meta.
+    """
+    case, build = ALL[layout], builder(name, ALL[layout].layers)
     torch.manual_seed(1)
+    if start == "on meta":
+        with torch.device("meta"):
+            model = build()
+    else:
+        model = build if start == "born" else build()
     result = mw.accelerate(
-        build if born else build(), optim_class, tiny.Tokens(), models.loss_func, strategy=case.strategy,
-        optim_args=args, prepare_input=models.prepare_for(name), model_input_format=models.input_format(name),
+        model, torch.optim.AdamW, Images() if name == "vit" else tiny.Tokens(), loss_of(name), strategy=case.strategy,
+        optim_args={"lr": 1e-3, "fused": True}, prepare_input=prepare_for(name),
+        model_input_format="unpack_dict" if name == "vit" else models.input_format(name),
         dataloader_args={"batch_size": BATCH}, num_micro_batches=case.micro_batches,
     )  # fmt: skip
     before = {key: value.clone() for key, value in whole_weights(result.model).items()}
-    losses = [result.step(batch).loss.item() for batch, _ in zip(batches_of(result), range(STEPS), strict=False)]
+    losses = [result.step(batch).loss.item() for batch in itertools.islice(result.dataloader, STEPS)]
     return before, losses, whole_weights(result.model)
 
 
-def batches_of(result):
-    return iter(result.dataloader)
+def both(name, layout, start):
+    return train(name, layout, "built"), train(name, layout, start)
+
+
+def check(every):
+    for ordinary, born in every:
+        for wanted, got in ((ordinary[0], born[0]), (ordinary[2], born[2])):
+            assert wanted.keys() == got.keys()
+            assert [key for key in wanted if not torch.equal(wanted[key], got[key])] == []
+        assert ordinary[1] == born[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", KINDS)
 def test_equals_the_ordinary_build(name, layout, ranks):
-    for ordinary, born in ranks(LAYOUTS[layout].world).run(both, name, layout):
-        for wanted, got in ((ordinary[0], born[0]), (ordinary[2], born[2])):
-            assert wanted.keys() == got.keys()
-            assert all(torch.equal(wanted[key], got[key]) for key in wanted)
-        assert ordinary[1] == born[1]
+    check(ranks(LAYOUTS[layout].world).run(both, name, layout, "born"))
+
+
+@pytest.mark.parametrize("layout", [*EXPERTS, "fsdp", "tensor", "tensor x zero"])
+def test_experts(layout, ranks):
+    check(ranks(ALL[layout].world).run(both, "mixtral", layout, "born"))
+
+
+@pytest.mark.parametrize("layout", ["data", "fsdp", "pipeline x zero"])
+def test_images(layout, ranks):
+    check(ranks(ALL[layout].world).run(both, "vit", layout, "born"))
+
+
+@pytest.mark.parametrize("layout", FURTHER)
+@pytest.mark.parametrize("name", ["plain", "llama"])
+def test_beside_other_methods(name, layout, ranks):
+    check(ranks(ALL[layout].world).run(both, name, layout, "born"))
+
+
+@pytest.mark.parametrize("layout", ["data", "fsdp", "tensor x zero"])
+@pytest.mark.parametrize("name", ["mixtral", "vit"])
+def test_built_on_meta_by_others(name, layout, ranks):
+    """A transformers model is built again from its config."""
+    check(ranks(ALL[layout].world).run(both, name, layout, "on meta"))

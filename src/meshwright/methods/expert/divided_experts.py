@@ -147,9 +147,24 @@ def prove(layer: ExpertLayer, ranks: int) -> tuple[int, float] | None:
     with torch.no_grad(), preserved_rng():
         torch.manual_seed(0)
         if isinstance(layer, StackedExperts):
-            _prove_stacked(layer, ranks)
+            with _with_values(layer.module):
+                _prove_stacked(layer, ranks)
             return None
-        return _prove_listed(layer)
+        with _with_values(layer.block):
+            return _prove_listed(layer)
+
+
+@contextlib.contextmanager
+def _with_values(module: nn.Module) -> Iterator[None]:
+    """Give the parameters of a module on meta memory and random values inside the context."""
+    with contextlib.ExitStack() as stack:
+        for each in module.modules():
+            on_meta = [(name, p) for name, p in each.named_parameters(recurse=False) if p.is_meta]
+            values = {
+                name: nn.Parameter(torch.randn(p.shape, dtype=p.dtype) / 8, p.requires_grad) for name, p in on_meta
+            }
+            stack.enter_context(swapped_parameters(each, dict(values)))
+        yield
 
 
 def _prove_stacked(layer: StackedExperts, ranks: int) -> None:
