@@ -24,7 +24,7 @@ from meshwright.store.manifest import TENSORS, Record, storage_errors, verify
 from meshwright.store.tensor_files import load_shards, make_folder, read_file, run_later, write_file, write_text
 from meshwright.store.transfer import collect
 
-_INDEX = ".index.json"
+INDEX = ".index.json"
 _OPTIMIZER = "optimizer.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -76,7 +76,7 @@ def write_folder(
     with same_on_every_rank():
         if rank() == 0:
             text = json.dumps(index, indent=1) + "\n"
-            _now_or_later(non_blocking, write_text, folder / f"{stem}.safetensors{_INDEX}", text)
+            _now_or_later(non_blocking, write_text, folder / f"{stem}.safetensors{INDEX}", text)
 
 
 def _now_or_later(later: bool, function: Any, *arguments: Any) -> None:
@@ -105,7 +105,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _remove_old(folder: Path, stem: str) -> None:
     try:
-        for old in (folder / f"{stem}.safetensors{_INDEX}", *folder.glob(f"{stem}-?????-of-?????.safetensors")):
+        for old in (folder / f"{stem}.safetensors{INDEX}", *folder.glob(f"{stem}-?????-of-?????.safetensors")):
             old.unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(
@@ -118,7 +118,7 @@ def _remove_old(folder: Path, stem: str) -> None:
 
 def is_folder(path: Path) -> bool:
     """Return whether a path names a folder of tensors, or its index, rather than one file."""
-    return path.is_dir() or path.name.endswith(_INDEX)
+    return path.is_dir() or path.name.endswith(INDEX)
 
 
 def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[str, Any]]:
@@ -134,8 +134,8 @@ def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[s
     Raises:
         CheckpointError: When index or files are absent, damaged, or do not fit each other.
     """
-    indices = [each for each in sorted(path.glob(f"*{_INDEX}")) if (_OPTIMIZER in each.name) == (kind == "optimizer")]
-    index = path if path.name.endswith(_INDEX) else _only(path, _preferred(indices), "index")
+    indices = [each for each in sorted(path.glob(f"*{INDEX}")) if (_OPTIMIZER in each.name) == (kind == "optimizer")]
+    index = path if path.name.endswith(INDEX) else _only(path, _preferred(indices), "index")
     if index is None:
         files = [file for file in sorted(path.iterdir()) if file.suffix in _WEIGHTS and "optimizer" not in file.name]
         files = _preferred(files)
@@ -143,12 +143,12 @@ def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[s
         if single is None:
             raise CheckpointError(
                 f"{path} holds no weights",
-                expected=f"an index (*{_INDEX}), or one weights file",
+                expected=f"an index (*{INDEX}), or one weights file",
                 got=join_names(sorted(file.name for file in path.iterdir())),
                 fix="check the path; a folder without its index was never finished",
             )
         return read_file(single), {}
-    weight_map, metadata = _read_index(index)
+    weight_map, metadata = read_index(index)
     tensors: dict[str, Any] = {}
     for file in sorted(set(weight_map.values())):
         tensors |= read_file(index.parent / file)
@@ -161,8 +161,8 @@ def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[s
 def _preferred(files: list[Path]) -> list[Path]:
     """Choose the weights among the files of transformers and its trainer, safetensors before pickles; else all."""
     for name in ("model.safetensors", "pytorch_model.bin"):
-        own = [file for file in files if file.name.removesuffix(_INDEX) == name]
-        safe = [file for file in files if file.name.removesuffix(_INDEX).endswith(".safetensors")]
+        own = [file for file in files if file.name.removesuffix(INDEX) == name]
+        safe = [file for file in files if file.name.removesuffix(INDEX).endswith(".safetensors")]
         if own and not set(safe) - set(own):
             return own
     return files
@@ -179,7 +179,12 @@ def _only(folder: Path, found: list[Path], what: str) -> Path | None:
     return found[0] if found else None
 
 
-def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+def read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Read the files of tensors by name, and the metadata, of an index.
+
+    Raises:
+        CheckpointError: When it is damaged.
+    """
     try:
         found = json.loads(path.read_text())
         weight_map, metadata = found["weight_map"], found.get("metadata") or {}
