@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         Difference as Difference,
         agreed as agreed,
         all_equal as all_equal,
+        any_rank as any_rank,
         bit_sum as bit_sum,
         bit_sums as bit_sums,
         broadcast_object as broadcast_object,

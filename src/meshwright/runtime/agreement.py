@@ -41,8 +41,7 @@ def same_on_every_rank() -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    is_well = error is None
-    if not smallest([is_well])[0]:
+    if any_rank(error is not None):
         _raise_first(gather_objects(_portable(error)), error)
 
 
@@ -125,6 +124,11 @@ def smallest(numbers: Sequence[int]) -> list[int]:
     found = torch.tensor(numbers, dtype=torch.int64, device=object_device(group))
     dist.all_reduce(found, dist.ReduceOp.MIN, group)
     return found.tolist()
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether ``flag`` is true on any rank, by one all-reduce; the same on every rank."""
+    return not smallest([not flag])[0]
 
 
 def all_equal(data: bytes) -> bool:
