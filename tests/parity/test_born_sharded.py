@@ -84,10 +84,10 @@ def loss_of(name):
     return (lambda inputs, output: output.logits.square().mean()) if name == "vit" else models.loss_func
 
 
-def train(name, layout, start):
+def train(name, layout, start, folder=None):
     """Ten steps; returns the weights before, the losses, and the weights after.
 
-    ``start`` says how the model is given: built, as a function, or on meta.
+    ``start`` says how the model is given: built, as a function, or on meta; a built one loads a folder itself.
     """
     case, build = ALL[layout], builder(name, ALL[layout].layers)
     torch.manual_seed(1)
@@ -96,19 +96,22 @@ def train(name, layout, start):
             model = build()
     else:
         model = build if start == "born" else build()
+    if folder is not None and start == "built":
+        model = type(model).from_pretrained(folder)
     result = mw.accelerate(
         model, torch.optim.AdamW, Images() if name == "vit" else tiny.Tokens(), loss_of(name), strategy=case.strategy,
         optim_args={"lr": 1e-3, "fused": True}, prepare_input=prepare_for(name),
         model_input_format="unpack_dict" if name == "vit" else models.input_format(name),
         dataloader_args={"batch_size": BATCH}, num_micro_batches=case.micro_batches,
+        weights=folder if start != "built" else None,
     )  # fmt: skip
     before = {key: value.clone() for key, value in whole_weights(result.model).items()}
     losses = [result.step(batch).loss.item() for batch in itertools.islice(result.dataloader, STEPS)]
     return before, losses, whole_weights(result.model)
 
 
-def both(name, layout, start):
-    return train(name, layout, "built"), train(name, layout, start)
+def both(name, layout, start, folder=None):
+    return train(name, layout, "built", folder), train(name, layout, start, folder)
 
 
 def check(every):
@@ -146,3 +149,12 @@ def test_beside_other_methods(name, layout, ranks):
 def test_built_on_meta_by_others(name, layout, ranks):
     """A transformers model is built again from its config."""
     check(ranks(ALL[layout].world).run(both, name, layout, "on meta"))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "expert x zero", "zbv", "outer"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "qwen2", "bert", "t5", "vit"])
+def test_reads_stored_weights(name, layout, ranks, tmp_path):
+    if ("expert" in layout) != (name == "mixtral") or (name in ("t5", "bert") and layout in ("zbv", "outer")):
+        pytest.skip("no experts, or a layout tried with others")
+    builder(name, ALL[layout].layers)().save_pretrained(tmp_path, max_shard_size="30KB")
+    check(ranks(ALL[layout].world).run(both, name, layout, "born", str(tmp_path)))

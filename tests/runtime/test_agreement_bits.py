@@ -1,10 +1,28 @@
 """Bits that differ are found, and the ranks that hold them."""
 
+import contextlib
+from collections import Counter
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from meshwright.runtime import bit_sum, bit_sums, difference_between_ranks, outvoted, rank
+from meshwright.runtime import (
+    agreement,
+    all_equal,
+    bit_sum,
+    bit_sums,
+    broadcast_object,
+    check_all_equal,
+    difference_between_ranks,
+    outvoted,
+    rank,
+    same_on_every_rank,
+    smallest,
+)
+from meshwright.runtime.agreement import sampled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
@@ -59,3 +77,92 @@ def test_a_rank_with_other_bits_is_named(ranks, changed, expected):
     for found in ranks(4).run(_difference, changed):
         assert (found and found[:2]) == (expected and expected[:2])
         assert found is None or found[2].startswith(expected[2])
+
+
+def _gathers(function):
+    """Return how many collectives of each kind a call of ours makes."""
+    counts = Counter()
+    with contextlib.ExitStack() as stack:
+        for name in ("all_reduce", "all_gather_object", "broadcast", "broadcast_object_list"):
+            real = getattr(dist, name)
+
+            def counted(*args, real=real, name=name, **keys):
+                counts[name] += 1
+                return real(*args, **keys)
+
+            stack.enter_context(mock.patch.object(dist, name, counted))
+        function()
+    return dict(counts)
+
+
+def _fail(on):
+    with contextlib.suppress(ValueError), same_on_every_rank():
+        if rank() == on:
+            raise ValueError("here")
+
+
+def _costs():
+    return {
+        "equal": _gathers(lambda: check_all_equal(("a", "1", ""), ("b", "2", ""))),
+        "weights": _gathers(lambda: difference_between_ranks({"a": torch.ones(5), "b": torch.zeros(3, 3)})),
+        "well": _gathers(lambda: _fail(None)),
+        "failed": _gathers(lambda: _fail(1)),
+        "smallest": smallest([rank(), -rank(), 2**62 + rank()]),
+        "rank 0's": broadcast_object({"from": rank()}),
+        "alike": [all_equal(b"same"), all_equal(b"same" if rank() else b"other"), all_equal(bytes(rank()))],
+    }
+
+
+def test_agreement_costs_one_small_all_reduce(ranks):
+    for found in ranks(4).run(_costs):
+        assert found["equal"] == found["weights"] == found["well"] == {"all_reduce": 1}
+        assert found["failed"] == {"all_reduce": 1, "all_gather_object": 1}
+        assert found["smallest"] == [0, -3, 2**62]
+        assert found["rank 0's"] == {"from": 0}
+        assert found["alike"] == [True, False, False]
+
+
+# --- Samples of large tensors.
+
+PERIOD_BYTES = 61 * 61 * 64
+
+
+@given(st.integers(1, 3 * PERIOD_BYTES), st.integers(0, 9), st.data())
+def test_samples_find_any_4_kib_that_differ(size, offset, data):
+    size += 4096
+    before = torch.zeros(size + offset, dtype=torch.uint8)
+    begin = data.draw(st.integers(offset, size + offset - 4096))
+    changed = before.clone()
+    changed[begin : begin + 4096] = 1
+    assert not torch.equal(sampled(changed[offset:]), sampled(before[offset:]))
+
+
+@pytest.mark.parametrize("columns", [64, 976, 1024, 3904, 16384])
+@pytest.mark.parametrize("place", [0, 17, 63])
+def test_samples_find_columns_that_differ(columns, place):
+    matrix = torch.zeros(2**23 // columns, columns)
+    other = matrix.clone()
+    other[:, columns * place // 64 : columns * place // 64 + 16] = 1
+    assert not torch.equal(sampled(other), sampled(matrix))
+
+
+def test_samples_are_few():
+    tensor = torch.rand(2**21, dtype=torch.float64)
+    assert sampled(tensor).nbytes < tensor.nbytes / 61 + PERIOD_BYTES
+    assert torch.equal(sampled(tensor.to(torch.bool)), sampled(torch.ones(2**21, dtype=torch.bool)))
+
+
+def _partly_loaded(changed):
+    """A large tensor of which rank 1 has loaded only a part: the last rows are as they were drawn."""
+    table = torch.ones(1000, 2000)
+    if rank() == 1:
+        table[changed] = 0.5
+    with mock.patch.object(agreement, "_COMPARED_WHOLE_BYTES", 2**20):
+        found = difference_between_ranks({"small": torch.ones(3), "table": table})
+    return found and found.name
+
+
+@pytest.mark.parametrize("changed", [slice(900, None), slice(998, None), slice(400, 401), slice(0, 1)])
+def test_a_large_tensor_that_is_loaded_in_part_is_found(ranks, changed):
+    assert ranks(2).run(_partly_loaded, changed) == ["table"] * 2
+    assert ranks(2).run(_partly_loaded, slice(0)) == [None] * 2

@@ -34,6 +34,8 @@ from meshwright.data import GlobalOrder, RepeatedStream
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.runtime import (
+    any_rank,
+    broadcast_object,
     check_equal,
     code_versions,
     gather_objects,
@@ -139,10 +141,10 @@ def _run_dir(options: Options, prepared: Prepared) -> tuple[Path, bool]:
     """Return the run's directory, and whether an earlier attempt of this launch may have saved there; collective."""
     own = prepared.run_dir or begun_run_dir(options.file)
     # An elastic agent counts the failures of its own machine only: one that joined later has seen none.
-    restarted = any(gather_objects(is_restart(own)))
+    restarted = any_rank(is_restart(own))
     if restarted and own is None:
         print_rank("meshwright: started again, from the beginning: no --out names the run", file=sys.stderr, flush=True)
-    return gather_objects(own or default_run_dir(options.file))[0], restarted
+    return broadcast_object(own or default_run_dir(options.file)), restarted
 
 
 def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:

@@ -19,7 +19,7 @@ from meshwright.cost import Device, Step
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import SHARD_AXES, SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.birth import give_parameters
-from meshwright.methods.gradient_averaging import GradientHooks
+from meshwright.methods.gradient_averaging import GradientHooks, broadcast_states
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.planner_hooks import Role
 from meshwright.methods.replace.model_changes import Replacement
@@ -389,6 +389,9 @@ def apply_strategy(job: Job) -> None:
     methods, hooks = in_phase_order(job.strategy), GradientHooks(job.model)
     if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == job.size("expert") == 1:
         move_to(job.model, job.device)  # methods that split a model move it part by part: the whole may not fit
+    if not job.weights_are_equal:
+        # While the model is whole: what is cut later comes from one rank then.
+        broadcast_states(job.model, job.device)
     for method in methods:
         if method.phase < Phase.REPLICATE:
             method.apply(job)

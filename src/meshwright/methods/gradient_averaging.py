@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError, join_names
-from meshwright.nn import is_on_meta
 from meshwright.optim import local_tensor
+from meshwright.runtime import rank, world_size
 from meshwright.runtime.torch_internals.autograd import (
     BACKWARD_HOOKS,
     accumulation_hooks_of,
@@ -33,24 +33,55 @@ from meshwright.store.entries import stored_name, unwrapped
 
 _NONE = -1  # torch's id of a backward pass where none runs
 _BUCKET_BYTES = 25 * 2**20  # DDP's: large enough for bandwidth, small enough to start early
+_MESSAGE_BYTES = 64 * 2**20  # of weights: what a rank holds beside the model meanwhile, on its device
 
 
 @torch.no_grad()
 def broadcast_states(model: nn.Module, device: torch.device) -> None:
-    """Send rank 0's parameters and buffers to all ranks, tensor by tensor.
+    """Send rank 0's parameters and buffers to all ranks; see :func:`broadcast_tensors`.
 
     Args:
         model: On ``device`` or the CPU, where it stays.
         device: Device whose links carry the values: those between hosts are slow, or have no process group.
     """
-    if is_on_meta(model):
-        return  # each rank computes, or reads, the same values later
-    for tensor in (*model.parameters(), *model.buffers()):
-        here = tensor.detach()
-        there = here.to(device)
-        dist.broadcast(there, src=0)
-        if there is not here:
-            here.copy_(there)
+    broadcast_tensors((*model.parameters(), *model.buffers()), device)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Overwrite tensors by rank 0's, in messages of 64 MiB; nothing is sent if some are on ``meta``.
+
+    Args:
+        tensors: In one order, of the same shapes and types on all ranks; sparse ones stay as they are.
+        device: Device whose links carry the values.
+    """
+    dense = [tensor.detach() for tensor in tensors if tensor.layout == torch.strided]
+    if world_size() == 1 or any(tensor.is_meta for tensor in dense):
+        return
+    parts: list[torch.Tensor] = []
+    for tensor in dense:
+        values = tensor.contiguous()
+        for part in values.reshape(-1).view(torch.uint8).split(_MESSAGE_BYTES):
+            if parts and (parts[0].device != part.device or sum(map(len, parts)) + len(part) > _MESSAGE_BYTES):
+                _broadcast_together(parts, device)
+                parts = []
+            parts.append(part)
+        if values is not tensor:
+            _broadcast_together(parts, device)
+            parts = []
+            tensor.copy_(values)
+    _broadcast_together(parts, device)
+
+
+def _broadcast_together(parts: list[torch.Tensor], device: torch.device) -> None:
+    """Overwrite flat bytes that lie on one device by rank 0's, in one message."""
+    if not sum(map(len, parts)):
+        return
+    message = torch.cat(parts).to(device) if len(parts) > 1 else parts[0].to(device)
+    dist.broadcast(message, src=0)
+    if message is not parts[0] and rank() != 0:
+        for part, values in zip(parts, message.split([len(part) for part in parts]), strict=True):
+            part.copy_(values)
 
 
 class GradientAverager:

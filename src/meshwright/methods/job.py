@@ -251,6 +251,7 @@ class Job:
     sample: SampleRun | None = None  # runs the model once, for methods that must see its data flow
     num_micro_batches: int = 1
     cut: Cut | None = None  # the plan's, where the mesh has a pipeline axis
+    weights_are_equal: bool = False  # on all ranks, parameters and buffers; if not, ``apply`` sends those of rank 0
 
     birth: Birth | None = None  # how the parameters get their values; None: they have them
 

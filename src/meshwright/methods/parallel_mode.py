@@ -22,7 +22,6 @@ from meshwright.methods.base import Method, Phase
 from meshwright.methods.gradient_averaging import (
     GradientAverager,
     average_every_backward,
-    broadcast_states,
     refuse_frozen,
 )
 from meshwright.methods.job import Job, MicroBatchContext, guards_are_on
@@ -119,14 +118,13 @@ def replicate(job: Job) -> None:
     if job.experts is not None:
         job.micro_batch = _with_experts(job, job.experts.parameters(), group)
         return
-    if job.is_split or not trainable:
-        if not job.is_split:  # DDP refuses a model without trainable parameters, and would have made replicas equal
-            broadcast_states(job.model, job.device)
+    if job.is_split or not trainable:  # DDP refuses a model without trainable parameters
         averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
         job.micro_batch = averager.accumulating
         return
     late = _late(job, group)
-    options = {"find_unused_parameters": job.find_unused_parameters, **job.ddp_options}
+    # ``apply_strategy`` has made the replicas equal.
+    options = {"find_unused_parameters": job.find_unused_parameters, "init_sync": False, **job.ddp_options}
     replicas = Replicas(
         job.model,
         device_ids=[job.device.index] if job.device.type == "cuda" else None,

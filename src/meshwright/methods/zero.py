@@ -29,7 +29,6 @@ from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Conflict, torch_dtype
 from meshwright.methods.birth import give_parameters
 from meshwright.methods.comm import quantise_units
-from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.methods.job import MAX_EXACT_SUM, STEP_AXES, Job, MeshAxes, MicroBatchContext, guards_are_on, sum_over
 from meshwright.methods.zero_config import Gathers, Units, ZeroMethod, not_beside, shard_cost, unit_of, units_of
 from meshwright.nn import (
@@ -158,9 +157,6 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
         reshard_after_forward, reduce_once = False, True
     model, blocks = job.model, [path for path, _ in find_blocks(job.model)]
     units = units_of(config, model, job.strategy, dict(job.axes))
-    if config.sync_module_states and not job.is_split and job.pipeline is None:
-        # Before sharding: otherwise each shard would come from another rank's initialisation.
-        broadcast_states(model, job.device)
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # transposed weights, and convolutions in channels_last: FSDP2 refuses them
             parameter.data = parameter.data.contiguous()

@@ -19,7 +19,7 @@ from meshwright.errors import CheckpointError
 from meshwright.optim import full_state_dict as full
 from meshwright.optim.dtensors import ParameterPlacement, is_in_parts, placement_of
 from meshwright.optim.full_state_dict import parameters_by_key
-from meshwright.runtime import agreed, gather_objects, rank, same_on_every_rank, settings
+from meshwright.runtime import agreed, any_rank, gather_objects, rank, same_on_every_rank, settings
 
 
 def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
     See :func:`meshwright.optim.full_state_dict.gathered_state_dict`; here the optimizer may have a part of a model.
     """
-    if not any(gather_objects(is_in_parts(optimizer))):
+    if not any_rank(is_in_parts(optimizer)):
         return full.gathered_state_dict(optimizer)
     return _gathered(optimizer, WholeGroups.of(optimizer))
 
@@ -45,7 +45,7 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     is_sent = any(lacks for _, lacks, _ in every)
     is_whole = not any(shards for _, _, shards in every) and _sizes(state_dict) == [len(g) for g in whole.groups]
     # Otherwise it is every rank's own state dict, of this very layout.
-    if not any(gather_objects(is_sent or is_whole)):
+    if not any_rank(is_sent or is_whole):
         return full.laid_out_like(optimizer, state_dict)
     return _laid_out(optimizer, whole, state_dict, is_sent)
 

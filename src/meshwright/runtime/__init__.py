@@ -8,8 +8,11 @@ if TYPE_CHECKING:
     from meshwright.runtime.agreement import (
         Difference as Difference,
         agreed as agreed,
+        all_equal as all_equal,
+        any_rank as any_rank,
         bit_sum as bit_sum,
         bit_sums as bit_sums,
+        broadcast_object as broadcast_object,
         check_all_equal as check_all_equal,
         check_equal as check_equal,
         code_versions as code_versions,
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
         named_ranks as named_ranks,
         outvoted as outvoted,
         same_on_every_rank as same_on_every_rank,
+        smallest as smallest,
         wait_for_all_ranks as wait_for_all_ranks,
     )
     from meshwright.runtime.device import (

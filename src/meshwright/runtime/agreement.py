@@ -8,6 +8,7 @@ import hashlib
 import pickle
 import platform
 import re
+import struct
 import sys
 import time
 from collections import Counter
@@ -18,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import LaunchError, MeshwrightError, join_names
 from meshwright.runtime.processes import agreement_group, rank, world_size
-from meshwright.runtime.torch_internals.c10d import default_store
+from meshwright.runtime.torch_internals.c10d import default_store, object_device
 from meshwright.version import __version__
 
 
@@ -30,15 +32,17 @@ from meshwright.version import __version__
 def same_on_every_rank() -> Iterator[None]:
     """Run a block on every rank and, when it failed on any of them, raise the first rank's error on all.
 
-    The block itself must not communicate: a rank that failed would be missing from the collective. Costs one small
-    gather. Errors raised here carry ``agreed = True``, so that a program may print them once.
+    The block itself must not communicate: a rank that failed would be missing from the collective. Costs one all-reduce
+    of a number; errors travel only where there are some. Errors raised here carry ``agreed = True``, so that a program
+    may print them once.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    _raise_first(gather_objects(_portable(error)), error)
+    if any_rank(error is not None):
+        _raise_first(gather_objects(_portable(error)), error)
 
 
 def gather_from(build: Callable[[], Any]) -> list[Any]:
@@ -83,16 +87,67 @@ def _portable(error: Exception | None) -> Exception | None:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
+# --- [Note: agreement is cheap]
+#
+# What all ranks must agree on is compared by its digest: an all-reduce of 32 bytes, whose cost grows with the logarithm
+# of the number of ranks. Values of rank 0 are broadcast. Objects are gathered from all ranks only where they differ, to
+# say how, and where each rank has something else to tell.
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Gather one picklable object per rank; a list in rank order, equal on all ranks."""
     if world_size() == 1:
         return [value]
     every: list[Any] = [None] * world_size()
+    dist.all_gather_object(every, value, group=_living_group())
+    return every
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's ``value`` on every rank; what the others pass is ignored. Picklable."""
+    if world_size() == 1:
+        return value
+    sent = [value]
+    dist.broadcast_object_list(sent, src=0, group=_living_group())
+    return sent[0]
+
+
+def smallest(numbers: Sequence[int]) -> list[int]:
+    """Return the smallest integer of any rank at each place, by one all-reduce.
+
+    Args:
+        numbers: Of 64 bits; equally many on every rank.
+    """
+    if world_size() == 1:
+        return list(numbers)
+    group = _living_group()
+    found = torch.tensor(numbers, dtype=torch.int64, device=object_device(group))
+    dist.all_reduce(found, dist.ReduceOp.MIN, group)
+    return found.tolist()
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether ``flag`` is true on any rank, by one all-reduce; the same on every rank."""
+    return not smallest([not flag])[0]
+
+
+def all_equal(data: bytes) -> bool:
+    """Return whether all ranks hold the same bytes, by one all-reduce of a digest of 128 bits; the same on every rank.
+
+    See [Note: agreement is cheap].
+    """
+    words = struct.unpack("2q", hashlib.blake2b(data, digest_size=16).digest())
+    # A number that is the smallest, and whose complement is the smallest complement, is the largest too.
+    claimed = [*words, *(~word for word in words)]
+    return smallest(claimed) == claimed
+
+
+def _living_group() -> dist.ProcessGroup | None:
+    """Return the group over which this thread agrees (None: the world), which must not have ended."""
     group = agreement_group()
     if group is not None:
         _check_alive(group)
-    dist.all_gather_object(every, value, group=group)
-    return every
+    return group
 
 
 def _check_alive(group: dist.ProcessGroup) -> None:
@@ -119,12 +174,15 @@ def check_equal(what: str, value: str, fix: str) -> None:
 
 
 def check_all_equal(*claims: tuple[str, str, str]) -> None:
-    """Make several checks as :func:`check_equal` does, with one gather.
+    """Make several checks as :func:`check_equal` does, with one all-reduce.
 
     Args:
         claims: What, value and fix of each, in the order in which they are reported.
     """
-    every = gather_objects([value for _, value, _ in claims])
+    own = [value for _, value, _ in claims]
+    if all_equal(repr(own).encode()):
+        return
+    every = gather_objects(own)
     for (what, _, fix), values in zip(claims, zip(*every, strict=True), strict=True):
         other = next((value for value in values if value != values[0]), None)
         if other is not None:
@@ -256,6 +314,18 @@ def _report_absent(what: str, absent: Sequence[int], waited_s: float, *, is_over
 
 
 # --- Checksums that show whether tensors of several ranks hold the same bits.
+#
+# [Note: equal weights]
+#
+# ``accelerate`` compares the weights of the ranks once, and methods rely on the answer: equal weights are not sent
+# again. Of a model of up to 8 GiB every byte counts. That takes some 0.07 s for each GiB of host memory, and would take
+# half a minute for the weights of a 70B model. Of a larger one, tensors above 1 MiB are sampled: of every 61 lines of
+# 64 bytes one is read, at a place that moves on by one line from group to group. So a run of 4 KiB in which all
+# elements differ is always found, wherever it begins, and a block of columns in some rows; so are weights of other
+# seeds, of other files, in another precision, and rows that one rank has added or not loaded. What may escape is a few
+# single elements, such as a flipped bit, in a tensor above 1 MiB of a model above 8 GiB. Where replicas hold that
+# tensor whole, ``weight_vote`` finds it, since votes sum up every byte. Where it is sharded, each element comes from
+# one rank alone, and all ranks train the same model.
 
 _WORD = 8  # bytes
 _ROWS = 64  # parts of a tensor whose order counts
@@ -299,6 +369,37 @@ def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return found
 
 
+_COMPARED_WHOLE_BYTES = 8 * 2**30  # of all tensors together; see [Note: equal weights]
+_LARGE_BYTES = 2**20
+_LINE = 64  # bytes that memory delivers at once, and more than the largest element
+_PERIOD = 61  # lines; a prime, so that no row length of a matrix keeps step with it
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return one of every 61 lines of a tensor's bytes, as int64; see [Note: equal weights].
+
+    Of the first 61 lines the first, of the next 61 the second, and so on: no column of a matrix is always left out.
+    What is left at the end is taken whole.
+    """
+    flat = tensor.detach().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % _WORD:
+        flat = flat.clone()
+    each_byte = flat.view(torch.uint8)
+    covered = each_byte.numel() // (_PERIOD**2 * _LINE) * _PERIOD**2 * _LINE
+    lines = each_byte[:covered].view(torch.int64).view(-1, _PERIOD, _PERIOD, _LINE // _WORD)
+    rest = each_byte[covered:]
+    rest = F.pad(rest, (0, -rest.numel() % _WORD)).view(torch.int64)
+    return torch.cat([lines.diagonal(dim1=1, dim2=2).transpose(1, 2).reshape(-1), rest])
+
+
+def _fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a checksum of each tensor: of all of its bytes, or of samples where the tensors are large together."""
+    # By sizes alone, which are equal on all ranks: sums of whole tensors and of samples cannot be compared.
+    whole = sum(tensor.nbytes for tensor in tensors) <= _COMPARED_WHOLE_BYTES
+    every = (each if whole or each.nbytes <= _LARGE_BYTES else sampled(each) for each in tensors)
+    return bit_sums(every).tolist()
+
+
 @dataclass(frozen=True)
 class Difference:
     """A tensor that differs between ranks that ought to hold the same."""
@@ -338,21 +439,22 @@ def outvoted(values: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...
 def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference | None:
     """Find the first tensor that differs between ranks; None where all are equal. Collective.
 
-    Costs one number per rank, and more only where something differs.
+    Costs one all-reduce, and more only where something differs. Tensors on ``meta`` have no values, and sparse ones are
+    not compared. See [Note: equal weights] for what is found in large tensors.
 
     Args:
-        tensors: Tensors with values; the same names, shapes and types on every rank.
+        tensors: The same names, shapes and types on every rank.
     """
-    if world_size() == 1:
+    dense = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
+    if world_size() == 1 or any(tensor.is_meta for tensor in dense.values()):
         return None
-    sums: list[int] = bit_sums(tensors.values()).tolist()
-    # The hash of integers is the same in every process.
-    if len(set(gather_objects(hash(tuple(sums))))) == 1:
+    sums = _fingerprints(list(dense.values()))
+    if all_equal(repr(sums).encode()):
         return None
     every: list[list[int]] = gather_objects(sums)
     differing = [place for place, held in enumerate(zip(*every, strict=True)) if len(set(held)) > 1]
     odd, majority = outvoted({rank: own[differing[0]] for rank, own in enumerate(every)})
-    names = list(tensors)
+    names = list(dense)
     return Difference(names[differing[0]], odd, majority, tuple(names[place] for place in differing[1:]))
 
 

@@ -37,6 +37,8 @@ from meshwright.runtime import (
     Difference,
     Settings,
     agreed,
+    all_equal,
+    broadcast_object,
     check_all_equal,
     check_equal,
     code_versions,
@@ -48,6 +50,7 @@ from meshwright.runtime import (
     same_on_every_rank,
     seed_replica,
     settings,
+    smallest,
     world_size,
 )
 from meshwright.runtime.lazy import paused_collection
@@ -193,14 +196,14 @@ def accelerate(
 
     # Agree: ranks that differ would wait for each other for ever, or train different models without an error.
     check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines(), request.training_claims())
-    difference = None if is_on_meta(model) else difference_between_ranks(dict(model.named_parameters()))
+    difference = difference_between_ranks({**dict(model.named_parameters()), **dict(model.named_buffers())})
 
     # Plan: rank 0 predicts for all ranks. Candidates that are measured run on all of them.
-    plan, reason = _decide(request, world, memory_bytes)
+    plan, reason = _decide(request, world, memory_bytes, weights_are_equal=difference is None)
     notices = describe_difference(difference, plan)
 
     # Apply: the methods change the model in place, in the order of their phases.
-    job, dataloader = _apply(request, plan, world.device)
+    job, dataloader = _apply(request, plan, world.device, weights_are_equal=difference is None)
 
     # Build the optimizer over the parameters as the methods have left them, and the scheduler over the optimizer.
     optim, lr_scheduler = _build_optimizer(request, job)
@@ -234,6 +237,10 @@ def _conceive(
             return model, None, []  # refused later, with all other arguments
         check_model(model, settings().device)
         stored = None
+        if weights is not None:
+            from meshwright.store.pretrained import StoredWeights  # what only a start from stored weights needs
+
+            stored = StoredWeights.open(weights, model)
         birth = birth_of(model, values, stored)
     if birth is None:
         return model, None, []
@@ -250,7 +257,7 @@ def _conceive(
 def _smallest_memory(memory_limit: int | str | None, world: Settings) -> int:
     """Return the least limit, or memory of a device, on any rank in bytes; collective."""
     given = read_size(memory_limit, "memory_limit")
-    return min(gather_objects(given or memory_limit_bytes(world.device, world.local_world_size)))
+    return smallest([given or memory_limit_bytes(world.device, world.local_world_size)])[0]
 
 
 def _check_request(request: Request, world: Settings) -> None:
@@ -292,10 +299,10 @@ def check_alike(
         ("The switch of cross-rank guards", f"{guards_are_on()}", "set MESHWRIGHT_GUARDS alike on every rank"),
         *further,
     )
-    models = gather_objects(model)
-    other = next((rank for rank, each in enumerate(models) if each != models[0]), None)
-    if other is None:
+    if all_equal(model.encode()):
         return
+    models = gather_objects(model)
+    other = next(rank for rank, each in enumerate(models) if each != models[0])
     lines = gather_objects(list(parameters))
     pairs = itertools.zip_longest(lines[0], lines[other], fillvalue="no further parameter")
     ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (models[0], models[other]))
@@ -332,9 +339,7 @@ def describe_difference(difference: Difference | None, plan: Plan) -> list[str]:
 def _broadcasts_weights(plan: Plan) -> bool:
     """Return whether applying the plan gives every rank the weights of rank 0."""
     sizes = dict(plan.step.axes)
-    if sizes.get("pipeline", 1) > 1:  # every rank keeps its own part of the model
-        return False
-    if sizes.get("tensor", 1) > 1 or sizes.get("expert", 1) > 1:
+    if any(sizes.get(axis, 1) > 1 for axis in ("pipeline", "tensor", "expert")):
         return True
     sharding = [method for method in plan.strategy.methods if getattr(method, "shards", False)]
     # Without a sharding method, DDP and replicas of an outer method start from the weights of rank 0.
@@ -344,12 +349,14 @@ def _broadcasts_weights(plan: Plan) -> bool:
 # --- Plan
 
 
-def _decide(request: Request, world: Settings, memory_bytes: int) -> tuple[Plan, str | None]:
+def _decide(
+    request: Request, world: Settings, memory_bytes: int, *, weights_are_equal: bool
+) -> tuple[Plan, str | None]:
     """Return the plan and the reason for choosing it, which is None if the strategy was given; collective."""
     if not (request.chooses and request.time_limit is not None):
         with same_on_every_rank(), paused_collection():
             decided = request.plan(world, memory_bytes) if rank() == 0 else None
-        plan, reason = gather_objects(decided)[0]
+        plan, reason = broadcast_object(decided)
         return plan, reason
     from meshwright.planner.measure import measured_best
     from meshwright.training.trials import run_live
@@ -358,11 +365,11 @@ def _decide(request: Request, world: Settings, memory_bytes: int) -> tuple[Plan,
         ranked = request.ranked(world, memory_bytes) if rank() == 0 else None
 
     def build(trial: Request, plan: Plan) -> Accelerated:
-        job, dataloader = _apply(trial, plan, world.device)
+        job, dataloader = _apply(trial, plan, world.device, weights_are_equal=weights_are_equal)
         return _hand_over(trial, plan, job, dataloader, *_build_optimizer(trial, job))
 
     run = run_live(request, build, world.device)
-    plan, reason, results = measured_best(gather_objects(ranked)[0], run, request.time_limit)
+    plan, reason, results = measured_best(broadcast_object(ranked), run, request.time_limit)
     noted = _note_runs(request, results, world)
     return plan, f"{reason}; {noted}" if noted else reason
 
@@ -379,7 +386,9 @@ def _note_runs(request: Request, results: Sequence[Measured], world: Settings) -
 # --- Apply
 
 
-def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, DataLoader[Any] | None]:
+def _apply(
+    request: Request, plan: Plan, device: torch.device, *, weights_are_equal: bool
+) -> tuple[Job, DataLoader[Any] | None]:
     """Apply the plan's methods to the request's model.
 
     They are applied in the order of their phases: mesh, module replacement, pipeline, fp8, tensor, sequence and
@@ -388,6 +397,7 @@ def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Dat
     """
     with same_on_every_rank():
         job = request.job(plan, device)
+        job.weights_are_equal = weights_are_equal
         dataloader = request.dataloader(job)
         check_remainder(job, dataloader)
     # Every method checks the job before the first one changes it.

@@ -331,11 +331,12 @@ class Request:
         return str(Strategy(self.strategy))
 
     def parameter_lines(self) -> list[str]:
-        """Return a line for every parameter: name, shape and type."""
-        return [
+        """Return a line for every parameter, then for every buffer: name, shape and type."""
+        lines = [
             f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
             for name, p in self.model.named_parameters()
         ]
+        return lines + [f"{name} {tuple(b.shape)} {b.dtype}, a buffer" for name, b in self.model.named_buffers()]
 
     def training_claims(self) -> list[tuple[str, str, str]]:
         """Return what ranks must train with alike: the name of it, its value as text, and what to do if it differs."""
@@ -370,10 +371,10 @@ class Request:
         ]
 
     def model_digest(self) -> str:
-        """Return a short text that models of equal parameter names, shapes and dtypes share."""
+        """Return a short text that models share whose parameters and buffers have equal names, shapes and dtypes."""
         lines = self.parameter_lines()
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-        return f"{type(self.model).__name__} with {len(lines)} parameters, digest {digest}"
+        return f"{type(self.model).__name__} with {len(lines)} parameters and buffers, digest {digest}"
 
 
 _NO_HYPERPARAMETERS = ("params", "param_names", "differentiable")  # torch adds the last when an optimizer is copied

@@ -21,7 +21,7 @@ from meshwright.nn import SavedAttributes
 from meshwright.optim import local_tensor
 from meshwright.planner import Plan
 from meshwright.planner.measure import Outcome, RunCandidate, step_times
-from meshwright.runtime import gather_objects, gather_over_store, preserved_rng, same_on_every_rank
+from meshwright.runtime import broadcast_object, gather_over_store, preserved_rng, same_on_every_rank
 from meshwright.training.accelerated import Accelerated
 from meshwright.training.request import Request
 
@@ -58,7 +58,7 @@ def run_live(request: Request, build: Callable[[Request, Plan], Accelerated], de
         if device.type == "cuda":
             torch.cuda.empty_cache()
         error = _common_error(plan, error, time.perf_counter() - start_s)
-        seconds = gather_objects(time.perf_counter() - start_s)[0]
+        seconds = broadcast_object(time.perf_counter() - start_s)
         if error:
             return Outcome((), seconds, error)
         late = len(times_s) < num_steps

@@ -17,7 +17,7 @@ from meshwright.errors import ModelError, join_names
 from meshwright.nn.fsdp_units import reshard
 from meshwright.nn.model_layout import local_part
 from meshwright.nn.module_structure import check_no_renorm, find_blocks, without_caches
-from meshwright.runtime import gather_objects, print_rank, require_distributed, settings, world_size
+from meshwright.runtime import broadcast_object, print_rank, require_distributed, settings, world_size
 from meshwright.runtime.torch_internals.modules import buffers_of, children_of, parameters_of
 
 
@@ -150,7 +150,7 @@ def _generators_of_rank_0() -> Iterator[None]:
     """Give all ranks the state of rank 0's generators; from the first forward on they have seeds of their own."""
     device = settings().device
     own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    shared = gather_objects(own)[0]
+    shared = broadcast_object(own)
     _set_generators(shared, device)
     yield
     if not torch.equal(own[0], shared[0]):

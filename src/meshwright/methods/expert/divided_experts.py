@@ -27,7 +27,6 @@ from meshwright.methods.expert.dispatch import (
     run_rows,
 )
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts
-from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.methods.tensor.block_trials import evaluating, reason_of
 from meshwright.methods.tensor.split_layers import swapped_parameters
 from meshwright.nn import move_to, wrap_method
@@ -83,12 +82,11 @@ def divide(
     """Reduce experts to this rank's part, in place, and let layers send tokens to them. Collective.
 
     Args:
-        model: A plain module, on ``device`` or the CPU; rank 0's values are broadcast first.
+        model: A plain module, on ``device`` or the CPU, with the same values on every rank.
         layers: The layers to divide, each with the features of its rows if known.
         mesh: The axis.
         device: Device of the experts; only this rank's part is ever there.
     """
-    broadcast_states(model, device)
     experts = Experts(ExpertAxis(mesh))
     for layer, features in layers:
         if isinstance(layer, StackedExperts):

@@ -20,7 +20,7 @@ from meshwright.cost import Activations, BackwardAt, Block, Buffer, Parameter, S
 from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
-from meshwright.methods.gradient_averaging import GradientAverager, broadcast_states
+from meshwright.methods.gradient_averaging import GradientAverager
 from meshwright.methods.pipeline.chain import PipelineRank
 from meshwright.methods.pipeline.outer_parameters import Dataflow
 from meshwright.methods.pipeline.schedules import (
@@ -389,8 +389,6 @@ class PipelineParallel(Method):
         from meshwright.methods.pipeline.execution import PipelineEngine  # what only a real pipeline needs
 
         assert job.cut is not None, "the plan has decided it"
-        # While the whole model is still on all ranks.
-        broadcast_states(job.model, job.device)
         _, blocks = block_list(job.model, self.blocks)
         splice = Splice(job.cut)
         mesh = job.require_mesh()

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.cost import Step
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.gradient_averaging import broadcast_tensors
 from meshwright.methods.replace.attention_backends import replace_attention
 from meshwright.methods.replace.fused_layers import LIGER, replace_by_liger, replace_head, replace_rms_norms
 from meshwright.methods.replace.model_changes import Replacement
@@ -166,7 +167,11 @@ class ModuleReplace(Method):
             str(job.replacement),
             "register the same pairs on every rank, and install the same packages",
         )
+        known = {*job.model.parameters(), *job.model.buffers()}
         job.replacement.put_in(job.model)
+        # A pair of a user's may bring in weights that each rank has drawn for itself.
+        fresh = [each for each in (*job.model.parameters(), *job.model.buffers()) if each not in known]
+        broadcast_tensors(fresh, job.device)
         job.notices.append(f"module_replace: {job.replacement}")
 
     def cost(self, step: Step) -> Step:

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.loss import Vocabulary, VocabularyShards
-from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.model_split import Split, let_exchange_tokens
 from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_transposed
@@ -30,18 +29,15 @@ from meshwright.runtime.torch_internals.modules import PARAMETERS
 from meshwright.runtime.torch_internals.pytree import tree_map
 
 
-def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, sync: bool = True) -> None:
+def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device) -> None:
     """Turn the planned parameters into DTensors, in place, and add the layers' exchanges.
 
     Args:
-        model: A plain module, on ``device`` or the CPU.
+        model: A plain module, on ``device`` or the CPU, with the same values on every rank.
         split: The layers to split.
         axis: The tensor axis.
         device: Device of the shards; a layer is whole there only while it is being split.
-        sync: Broadcast rank 0's values first; False if the model is one pipeline rank's part.
     """
-    if sync:
-        broadcast_states(model, device)
     tied = _tied_names(model)
     scattered = _scattered_rows(split)
     for layer in split.layers:

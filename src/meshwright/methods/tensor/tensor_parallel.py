@@ -378,7 +378,7 @@ class TensorParallel(Method):
         check_equal("The split of the layers", summary, "give every rank the same model and the same kind of samples")
         job.notices.append(summary)
         axis = TensorAxis(job.require_mesh()[AXIS])
-        split_layers(job.model, split, axis, job.device, sync=job.pipeline is None)
+        split_layers(job.model, split, axis, job.device)
         split.adjust(job.model)
         job.split = None  # it would keep the blocks of other pipeline ranks alive
         job.is_split = True

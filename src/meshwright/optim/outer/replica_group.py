@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.comm.transport import all_gather_flat, groups_of_ranks
 from meshwright.errors import ConfigError, LaunchError, join_names
-from meshwright.runtime import bit_sums, gather_objects, print_rank, world_size
+from meshwright.runtime import any_rank, bit_sums, gather_objects, print_rank, world_size
 from meshwright.runtime.torch_internals.c10d import default_store
 
 _PATIENCE_S = 3.0  # to wait for the marks of ranks that are alive but slow
@@ -301,7 +301,7 @@ def make_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes
     """
     every = replicas.gather_objects(bit_sums(tensors).tolist())
     differ = any(other != every[0] for other in every)
-    if not any(gather_objects(differ)):
+    if not any_rank(differ):
         return
     take_first(tensors, replicas, bucket_bytes)
     print_rank("meshwright: the replicas began with different weights; all have those of the first now", flush=True)
