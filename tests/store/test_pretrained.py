@@ -266,6 +266,39 @@ def test_operations_that_are_no_stack_read_their_sources_whole(tmp_path, counted
     assert counted[0] == [2 * 5 * 4]  # a chunk is read by parts
 
 
+class Scorer(nn.Module):
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = backbone
+        self.score = nn.Linear(24, 1, device="meta")
+
+
+def test_a_model_around_a_pretrained_one(folders):
+    model = Scorer(build("mixtral", "meta", cls="MixtralModel"))
+    refused(folders("mixtral"), model, "missing: score.weight, score.bias")
+    weights = StoredWeights.open(folders("mixtral"), model, allow_missing=True)
+    assert set(weights.missing) == {"score.weight", "score.bias"}
+    for name, value in build("mixtral").model.state_dict().items():
+        assert torch.equal(weights.read(f"backbone.{name}", everything(value), value.dtype), value)
+
+
+def test_adapters_over_a_pretrained_model(folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(build("llama"), config)
+    expected = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
+    blank = peft.get_peft_model(build("llama", "meta"), config)
+    weights = StoredWeights.open(folders("llama"), blank)
+    assert weights.names == expected.keys()
+    assert set(weights.missing) == model.state_dict().keys() - expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights.read(name, everything(value), value.dtype), value)
+    # What is saved of the whole has its names, adapters and all.
+    save_file({n: v.contiguous() for n, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    assert StoredWeights.open(tmp_path, blank).names == model.state_dict().keys()
+    refused(folders("qwen2"), blank, "too much: model.layers.0.self_attn.k_proj.bias")
+
+
 # --- Weights that do not fit
 
 
@@ -299,6 +332,18 @@ def test_fewer_layers_and_other_sizes_are_told_at_once(folders):
         "other shapes: model.layers.0.mlp.down_proj.weight: (24, 50) in the files, (24, 51) in the model",
     )  # fmt: skip
     refused(folders("mixtral"), build("mixtral", "meta", num_local_experts=4), "experts.gate_up_proj: (5, 100, 24) in")
+
+
+def test_parts_inside_of_layers_are_not_left_out(folders, tmp_path):
+    refused(
+        folders("qwen2"),
+        build("llama", "meta"),
+        "too much: model.layers.0.self_attn.k_proj.bias",
+        "model.layers.1.self_attn.v_proj.bias",
+    )
+    build("bert", cls="BertForPreTraining").save_pretrained(tmp_path)
+    weights = StoredWeights.open(tmp_path, build("bert", "meta"))
+    assert {name.rpartition(".")[0] for name in weights.unused} == {"bert.pooler.dense", "cls.seq_relationship"}
 
 
 def test_more_layers_are_missing(folders):
