@@ -41,8 +41,8 @@ class Weights(Protocol):
     def __contains__(self, name: object) -> bool:
         """Return whether a tensor of the model is stored."""
 
-    def read(self, name: str, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """Read a part of a tensor."""
+    def read(self, name: str, index: Index, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a part of a tensor into ``out``, a tensor on the host, or a new one."""
 
 
 @dataclass
@@ -122,7 +122,10 @@ class Birth:
         for name in filter(self._is_stored, targets):
             assert self.weights is not None
             local, index = targets[name]
-            local.copy_(self.weights.read(name, index, local.dtype))
+            if local.device.type == "cpu":
+                self.weights.read(name, index, local.dtype, local)
+            else:
+                local.copy_(self.weights.read(name, index, local.dtype))
         drawn = [name for name in targets if name in self.values.places and not self._is_stored(name)]
         if drawn:
             # Beside stored weights there is no ordinary build that the numbers would have to be equal to.

@@ -112,19 +112,20 @@ class StoredWeights:
         """Return whether there are values for an entry of the model."""
         return name in self._tensors
 
-    def read(self, name: str, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """Read a part of an entry into a new tensor on the host, reading only the bytes needed.
+    def read(self, name: str, index: Index, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a part of an entry into a tensor on the host, reading only the bytes needed.
 
         Args:
             name: Name of a parameter or persistent buffer; of tied ones any.
             index: For every dim of the whole tensor a slice of step 1, or int64 positions.
             dtype: Type to cast to.
+            out: Tensor of the part's shape and of this type to fill; None makes a new one.
 
         Raises:
             CheckpointError: When the file cannot be read any more.
         """
         try:
-            return self._tensors[name].read(index, dtype)
+            return self._tensors[name].read(index, dtype, out)
         except OSError as error:
             raise CheckpointError(
                 f"Reading {name} from {self._path} failed", got=str(error), fix=_COPY_AGAIN

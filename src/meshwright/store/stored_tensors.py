@@ -73,12 +73,14 @@ class StoredTensor(ABC):
     def read_into(self, out: torch.Tensor, start: Sequence[int]) -> None:
         """Fill ``out``, a host tensor of any dtype and strides, with the box of its shape that begins at ``start``."""
 
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """Read a part into a new host tensor."""
+    def read(self, index: Index, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a part into a host tensor: ``out``, or a new one."""
         runs = [_runs(each, size) for each, size in zip(index, self.shape, strict=True)]
         if not self.by_parts and any(len(each) > 1 for each in runs):
-            return self._read_bounds(index, dtype)
-        out = torch.empty([sum(length for _, length in each) for each in runs], dtype=dtype)
+            part = self._read_bounds(index, dtype)
+            return part if out is None else out.copy_(part)
+        if out is None:
+            out = torch.empty([sum(length for _, length in each) for each in runs], dtype=dtype)
         self._read_boxes(out, runs, ())
         return out
 
