@@ -10,9 +10,11 @@ reads, the elements that it holds, and nothing is sent.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -119,23 +121,39 @@ class Birth:
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if stored_name(name) not in self.given
         }
-        for name in filter(self._is_stored, targets):
-            assert self.weights is not None
-            local, index = targets[name]
-            if local.device.type == "cpu":
-                self.weights.read(name, index, local.dtype, local)
-            else:
-                local.copy_(self.weights.read(name, index, local.dtype))
         drawn = [name for name in targets if name in self.values.places and not self._is_stored(name)]
-        if drawn:
-            # Beside stored weights there is no ordinary build that the numbers would have to be equal to.
+        with _advancing("filling tensors", len(targets)) as advance:
+            for name in filter(self._is_stored, targets):
+                assert self.weights is not None
+                local, index = targets[name]
+                if local.device.type == "cpu":
+                    self.weights.read(name, index, local.dtype, local)
+                else:
+                    local.copy_(self.weights.read(name, index, local.dtype))
+                advance()
 
             def deliver(name: str, whole: torch.Tensor) -> None:
                 local, index = targets[name]
                 local.copy_(_cut(whole, index))
+                advance()
 
-            self.values.compute(drawn, deliver, draws=self.weights is None)
+            if drawn:
+                # Beside stored weights there is no ordinary build that the numbers would have to be equal to.
+                self.values.compute(drawn, deliver, draws=self.weights is None)
         self.given |= targets.keys()
+
+
+@contextlib.contextmanager
+def _advancing(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a progress bar on rank 0's terminal; the function given advances it by one."""
+    if rank() != 0 or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from meshwright.runtime.terminal import progress_bar  # late: most runs have no terminal
+
+    with progress_bar(len(what)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
 
 
 def birth_of(model: nn.Module, values: InitialValues | None, weights: Weights | None) -> Birth | None:

@@ -9,6 +9,7 @@ from meshwright.compat.colossalai import (
     Booster,
     GeminiPlugin,
     HybridParallelPlugin,
+    LazyInitContext,
     LowLevelZeroPlugin,
     MoeHybridParallelPlugin,
     TorchDDPPlugin,
@@ -67,6 +68,26 @@ def test_fp32_is_that_of_one_process(ranks, cases):
             wanted_losses, wanted = expected[optimizer]
             assert losses == pytest.approx(wanted_losses, rel=1e-5), plugin
             assert (weights - wanted).norm() < 1e-4 * (wanted - start).norm(), plugin
+
+
+def lazily():
+    results = []
+    for plugin, optimizer, accumulate in FP32:
+        if optimizer != "adagrad":
+            job = helpers.boosted(plugin, optimizer, context=LazyInitContext())
+            assert not any(parameter.is_meta for parameter in job[1].parameters())
+            results.append((optimizer, helpers.train(*job, accumulate=accumulate), helpers.whole(job[1])))
+    return results
+
+
+def test_models_of_a_lazy_context_train_as_built_ones(ranks):
+    start = helpers.start()
+    expected = {name: helpers.plain_run(name) for name in helpers.OPTIMIZERS}
+    for found in ranks(2).run(lazily):
+        for optimizer, losses, weights in found:
+            wanted_losses, wanted = expected[optimizer]
+            assert losses == pytest.approx(wanted_losses, rel=1e-5)
+            assert (weights - wanted).norm() < 1e-4 * (wanted - start).norm()
 
 
 HALF = [
