@@ -229,7 +229,7 @@ def bad_calls():
         ({"model": nn.Sequential(Unset()).to("meta")}, "0.scale"),
         ({"model": lambda: 3}, "returns no module"),
         ({"model": nn.parallel.DistributedDataParallel(tiny.build("plain"))}, "already distributed"),
-        ({"model": print}, "not a module"),
+        ({"model": print}, "returns no module"),
         ({"model": nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))}, "1 (SyncBatchNorm) on cpu"),
         ({"model": nn.Sequential(nn.LazyLinear(2))}, "no parameters yet"),
         ({"optim_func": torch.optim.LBFGS, "optim_args": None}, "needs a closure"),
