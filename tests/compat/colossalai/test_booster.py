@@ -1,10 +1,13 @@
 """Every plugin trains as one process does."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload
 
+import meshwright as mw
 from meshwright.compat.colossalai import (
     Booster,
     GeminiPlugin,
@@ -183,3 +186,30 @@ def test_the_loss_scale_has_patience_and_bounds(ranks):
     for scales, skipped in ranks(2).run(scale_moves):
         assert scales == [64, 64, 32, 16, 16, 16, 32]
         assert skipped == [False, True, True, True, True, False, False]
+
+
+def copied():
+    """Losses of a boosted model and of its copy, each in a loop of its own."""
+    _, model, optim, criterion, loader, _ = helpers.boosted(TorchDDPPlugin(), "sgd")
+    twin = copy.deepcopy(model)
+    assert twin.unwrap() is twin.module and twin.module is not model.unwrap()
+    copied_optim = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    told = []
+    for each, stepped, backward in ((twin, copied_optim, torch.Tensor.backward), (model, optim, optim.backward)):
+        for group in stepped.param_groups:
+            group["lr"] = 0.1
+        losses = []
+        for inputs, targets in loader:
+            loss = criterion(each(inputs), targets)
+            backward(loss)
+            stepped.step()
+            stepped.zero_grad()
+            losses.append(mw.sum_loss(loss.detach()).item())
+        told.append((losses, helpers.whole(each)))
+    return told
+
+
+def test_a_boosted_model_is_deep_copied(ranks):
+    for (losses, weights), (expected_losses, expected) in ranks(2).run(copied):
+        assert losses == expected_losses
+        assert torch.equal(weights, expected)
