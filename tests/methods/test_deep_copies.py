@@ -55,7 +55,8 @@ def runs(strategy, unfreezes):
         for name, parameter in plain.named_parameters():
             parameter.copy_(job.model.module.get_parameter(name))
     twin = copy.deepcopy(job.model)
-    assert twin.process_group is job.model.process_group and twin.module is not job.model.module
+    assert twin.process_group is job.model.process_group
+    assert twin.module is not job.model.module
     before = [parameter.detach().clone() for parameter in job.model.parameters()]
     copied = train(twin, twin.no_sync, unfreezes, mw.world_size(), mw.rank())
     assert all(map(torch.equal, before, job.model.parameters()))  # the copy has weights of its own

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's reducer: order of its buckets, hooks and state after a failure, and what it leaves alone."""
+"""DistributedDataParallel's reducer: its buckets, their hooks, its state after a failure, and what it leaves alone."""
 
 from operator import attrgetter, methodcaller
 
