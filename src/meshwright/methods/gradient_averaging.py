@@ -133,6 +133,10 @@ class GradientAverager:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes over: its parameters, copies themselves, have no hooks yet."""
+        return {**vars(self), "_hooked": set(), "_trains": [], "_works": [], "_running": _NONE}
+
     def average(self) -> None:
         """Average the gradients now, outside of backward."""
         self._renew()
@@ -222,25 +226,26 @@ def average_every_backward(replicas: DistributedDataParallel) -> None:
     Averaging gradients that are averaged already changes nothing. Where parameters may be unused DDP would need the
     output again, which is gone: there only the first backward is averaged, as in DDP itself.
     """
-
-    def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or not replicas.require_backward_grad_sync or torch.compiler.is_compiling():
-            return
-        passes: set[int] = set()
-
-        def begin(gradient: torch.Tensor) -> None:
-            backward = current_graph_task_id()
-            if passes and backward not in passes and _is_at_rest(replicas):
-                rebuild_buckets(replicas.reducer)  # as before a forward: in the order of one pass, not of two
-                replicas.reducer.prepare_for_backward([])
-            passes.add(backward)
-
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(begin)
-
     if not (replicas.find_unused_parameters or replicas.static_graph):
-        replicas.register_forward_hook(after_forward)
+        replicas.register_forward_hook(_prepare_each_backward)
+
+
+def _prepare_each_backward(replicas: nn.Module, args: Any, output: Any) -> None:
+    assert isinstance(replicas, DistributedDataParallel)
+    if not torch.is_grad_enabled() or not replicas.require_backward_grad_sync or torch.compiler.is_compiling():
+        return
+    passes: set[int] = set()
+
+    def begin(gradient: torch.Tensor) -> None:
+        backward = current_graph_task_id()
+        if passes and backward not in passes and _is_at_rest(replicas):
+            rebuild_buckets(replicas.reducer)  # as before a forward: in the order of one pass, not of two
+            replicas.reducer.prepare_for_backward([])
+        passes.add(backward)
+
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(begin)
 
 
 def _is_at_rest(replicas: DistributedDataParallel) -> bool:
@@ -258,18 +263,19 @@ def refuse_frozen(model: nn.Module) -> None:
     The error is a :class:`ModelError` that names the parameters.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # No closure, since a deep copy of the model must watch its own parameters.
+    model.register_forward_pre_hook(functools.partial(_check_frozen, trained))
 
-    def check(*_: object) -> None:
-        frozen = [name for name, parameter in trained.items() if not parameter.requires_grad]
-        if frozen and torch.is_grad_enabled():
-            raise ModelError(
-                "Parameters were frozen after their gradients had been promised to all replicas",
-                expected="the parameters that trained when the strategy was applied",
-                got=join_names(frozen),
-                fix="pass find_unused_parameters=True, freeze them before, or set their learning rate to 0",
-            )
 
-    model.register_forward_pre_hook(check)
+def _check_frozen(trained: dict[str, nn.Parameter], *_: object) -> None:
+    frozen = [name for name, parameter in trained.items() if not parameter.requires_grad]
+    if frozen and torch.is_grad_enabled():
+        raise ModelError(
+            "Parameters were frozen after their gradients had been promised to all replicas",
+            expected="the parameters that trained when the strategy was applied",
+            got=join_names(frozen),
+            fix="pass find_unused_parameters=True, freeze them before, or set their learning rate to 0",
+        )
 
 
 def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
