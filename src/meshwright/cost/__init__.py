@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Placed as Placed,
         Recomputed as Recomputed,
         SavedTensor as SavedTensor,
+        SplitBackward as SplitBackward,
         TracedModule as TracedModule,
         Transient as Transient,
         Work as Work,

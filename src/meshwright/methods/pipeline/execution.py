@@ -369,13 +369,13 @@ class PipelineEngine:
     def _build(self, num_micro_batches: int) -> tuple[Any, list[StageModule]]:
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-        from meshwright.methods.pipeline.stage_module import Stage, StageModule
+        from meshwright.methods.pipeline.stage_module import Stage, StageModule, dw_builder
 
-        stages, modules = [], []
+        stages, modules, builder = [], [], dw_builder(self._model)
         for number in self.rank.stages:
             own = functools.partial(self._parameters_of, number)
             modules.append(StageModule(self._splice, number, self._boundaries, own, self.rank.device))
-            stages.append(Stage.build(modules[-1], self.rank))
+            stages.append(Stage.build(modules[-1], self.rank, builder))
         kind = get_schedule_class(SCHEDULES[self._schedule].torch_name)
         schedule = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],  # type: ignore[arg-type]

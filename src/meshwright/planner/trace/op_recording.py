@@ -103,7 +103,7 @@ class OpRecorder(FakeDispatchMode):
             if self._nodes and made > self._nodes[-1]:  # a part of forward runs again in backward, at its place
                 self._nodes.append(made)
                 self._made.append(self._latest)
-            self._held.note(result, (args, given), self._latest[2], "backward")
+            self._held.note(result, (args, given), self._latest[2], self._held.backward_part)
         return result
 
     def _note_forward(self, kernels: tuple[Op, ...], given: Any) -> None:
