@@ -12,7 +12,7 @@ import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -85,7 +85,8 @@ class BackwardInParts:
         # Imported here since it takes long, and most runs have no pipeline.
         from meshwright.runtime.torch_internals.pipelining import stage_backward_input, stage_backward_weight
 
-        weights = [each for each in state.values() if each.requires_grad]
+        # torch's annotation says parameters; any leaves will do.
+        weights = [cast(nn.Parameter, each) for each in state.values() if each.requires_grad]
         _, groups = stage_backward_input([loss], None, self._leaves, iter(weights))
         for leaf in self._leaves:
             if leaf.grad is not None:
