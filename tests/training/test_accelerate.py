@@ -221,7 +221,6 @@ class Unset(nn.Module):
 
 
 def bad_calls():
-    plain = tiny.build("plain")
     cases = [
         ({"dataloader_args": {"batch_size": 7}}, "multiple of 2"),
         ({"dataset": tiny.Tokens(0)}, "empty"),

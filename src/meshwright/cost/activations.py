@@ -279,7 +279,9 @@ class BackwardAt(NamedTuple):
     accumulated: tuple[bool, ...]  # whether each stage has gradients of micro-batches before
     done: tuple[int, ...] = ()  # micro-batches of which each stage has sent gradients; none: not counted
     part: BackwardPart = "both"
-    halfway: tuple[int, ...] = ()  # of ``held``, those with the gradients of inputs alone; none: the stages split nothing
+    halfway: tuple[
+        int, ...
+    ] = ()  # of ``held``, those with the gradients of inputs alone; none: the stages split nothing
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def give_parameters(
-    model: nn.Module, birth: Birth | None, device: torch.device, is_on_host: Callable[[str], bool] = lambda name: False
+    model: nn.Module, birth: Birth, device: torch.device, is_on_host: Callable[[str], bool] = lambda name: False
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Give a model's parameters memory and values where they lack them; return the new parameters by the old.
 
@@ -219,11 +219,11 @@ def give_parameters(
 
     Args:
         model: As the methods have left it; its layout on this rank is final.
-        birth: The sources of its values; None for a model that has them.
+        birth: The sources of its values.
         device: Device of the parameters.
         is_on_host: Whether the sharded parameter of this name lives on the host.
     """
-    if birth is None or birth.is_over:
+    if birth.is_over:
         return {}
     new_of = _with_memory(model, device, is_on_host)
     birth.fill(unwrapped(model))

@@ -395,7 +395,8 @@ def apply_strategy(job: Job) -> None:
     for method in methods:
         if method.phase < Phase.REPLICATE:
             method.apply(job)
-    give_parameters(job.model, job.birth, job.device)
+    if job.birth is not None:
+        give_parameters(job.model, job.birth, job.device)
     if job.pipeline is None:
         replicate(job)
     else:

@@ -241,7 +241,8 @@ def _conceive(
             from meshwright.store.pretrained import StoredWeights  # what only a start from stored weights needs
 
             stored = StoredWeights.open(weights, model)
-        birth = birth_of(model, values, stored)
+        is_built = values is None and stored is None and not is_on_meta(model)
+        birth = None if is_built else birth_of(model, values, stored)
     if birth is None:
         return model, None, []
     notice = birth.share_seed()
