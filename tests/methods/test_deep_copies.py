@@ -2,10 +2,13 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import meshwright as mw
+from tests import tiny
+from tests.methods.pipeline_runs import build
 
 STEPS = 10
 
@@ -82,3 +85,21 @@ def test_a_copy_compresses_its_averages_as_the_model_does(ranks):
         assert torch.equal(copied, original)
         assert torch.equal(copied, results[0][0])
         assert not torch.allclose(copied, plain, rtol=0, atol=1e-6)  # the averages are not exact
+
+
+def refusal(strategy):
+    model = build("tied")
+    ids = torch.arange(4 * tiny.SEQ_LEN).view(4, tiny.SEQ_LEN) % tiny.VOCAB
+    job = mw.accelerate(
+        model, torch.optim.SGD, None, tiny.loss_func, strategy=strategy, optim_args={"lr": 0.1},
+        sample_batch={"input_ids": ids, "labels": ids}, model_input_format="unpack_dict", num_micro_batches=2,
+    )  # fmt: skip
+    with pytest.raises(mw.ModelError, match="cannot be deep-copied"):
+        copy.deepcopy(job.model)
+    return job.step({"input_ids": ids, "labels": ids}).loss.item()
+
+
+@pytest.mark.parametrize("method", ["tensor", "pipeline"])
+def test_a_divided_model_refuses_a_deep_copy(ranks, method):
+    losses = ranks(2).run(refusal, [("parallel_mode", {method: 2}), f"{method}_parallel"])
+    assert losses[0] == losses[1]
