@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError, join_names
 from meshwright.optim import local_tensor
-from meshwright.runtime import rank, world_size
+from meshwright.runtime import flat_bytes, rank, world_size
 from meshwright.runtime.torch_internals.autograd import (
     BACKWARD_HOOKS,
     accumulation_hooks_of,
@@ -52,36 +52,47 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> 
     """Overwrite tensors by rank 0's, in messages of 64 MiB; nothing is sent if some are on ``meta``.
 
     Args:
-        tensors: In one order, of the same shapes and types on all ranks; sparse ones stay as they are.
+        tensors: Dense, in one order, of the same shapes and types on all ranks.
         device: Device whose links carry the values.
     """
-    dense = [tensor.detach() for tensor in tensors if tensor.layout == torch.strided]
-    if world_size() == 1 or any(tensor.is_meta for tensor in dense):
+    plain = [tensor.detach() for tensor in tensors]
+    if world_size() == 1 or any(tensor.is_meta for tensor in plain):
         return
     parts: list[torch.Tensor] = []
-    for tensor in dense:
-        values = tensor.contiguous()
-        for part in values.reshape(-1).view(torch.uint8).split(_MESSAGE_BYTES):
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor in plain:
+        values = flat_bytes(tensor)
+        for part in values.split(_MESSAGE_BYTES):
             if parts and (parts[0].device != part.device or sum(map(len, parts)) + len(part) > _MESSAGE_BYTES):
-                _broadcast_together(parts, device)
-                parts = []
+                _broadcast_together(parts, copies, device)
             parts.append(part)
-        if values is not tensor:
-            _broadcast_together(parts, device)
-            parts = []
-            tensor.copy_(values)
-    _broadcast_together(parts, device)
+        if values.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            copies.append((tensor, values))
+    _broadcast_together(parts, copies, device)
 
 
-def _broadcast_together(parts: list[torch.Tensor], device: torch.device) -> None:
-    """Overwrite flat bytes that lie on one device by rank 0's, in one message."""
-    if not sum(map(len, parts)):
-        return
-    message = torch.cat(parts).to(device) if len(parts) > 1 else parts[0].to(device)
-    dist.broadcast(message, src=0)
-    if message is not parts[0] and rank() != 0:
-        for part, values in zip(parts, message.split([len(part) for part in parts]), strict=True):
-            part.copy_(values)
+def _broadcast_together(
+    parts: list[torch.Tensor], copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+) -> None:
+    """Overwrite flat bytes that lie on one device by rank 0's, in one message; empties both lists.
+
+    Args:
+        parts: The bytes.
+        copies: Tensors that are not contiguous, and the copies of their bytes that end with these parts.
+        device: Device whose links carry the message.
+    """
+    if sum(map(len, parts)):
+        message = torch.cat(parts).to(device) if len(parts) > 1 else parts[0].to(device)
+        dist.broadcast(message, src=0)
+        if message is not parts[0] and rank() != 0:
+            for part, values in zip(parts, message.split([len(part) for part in parts]), strict=True):
+                part.copy_(values)
+    for tensor, values in copies:
+        # What ``expand`` repeats lies in memory once, and can be written once.
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor[once].copy_(values.view(tensor.dtype).view(tensor.shape)[once])
+    parts.clear()
+    copies.clear()
 
 
 class GradientAverager:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         check_equal as check_equal,
         code_versions as code_versions,
         difference_between_ranks as difference_between_ranks,
+        flat_bytes as flat_bytes,
         gather_from as gather_from,
         gather_objects as gather_objects,
         gather_over_store as gather_over_store,

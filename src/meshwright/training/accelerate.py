@@ -273,6 +273,20 @@ def _check_request(request: Request, world: Settings) -> None:
                 fix="build the model anew; its weights can be taken over with state_dict and load_state_dict",
             )
         check_no_renorm(request.model, world_size())
+        _check_dense(request.model)
+
+
+def _check_dense(model: nn.Module) -> None:
+    """Refuse sparse parameters and buffers, which ranks can neither compare nor send."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    found = next((f"{name} ({each.layout})" for name, each in tensors if each.layout != torch.strided), None)
+    if found is not None and world_size() > 1:
+        raise ModelError(
+            "A tensor of the model is sparse, and ranks compare and exchange dense ones",
+            expected="dense parameters and buffers",
+            got=found,
+            fix="keep it as an attribute that is no buffer, on the device of the forward, or make it dense",
+        )
 
 
 # --- Agree
