@@ -5,23 +5,34 @@ Beside weights lie the configs that ``from_pretrained`` reads; a checkpoint's we
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.errors import CheckpointError, ConfigError, join_names
-from meshwright.runtime import rank, same_on_every_rank
+from meshwright.runtime import gather_objects, rank, same_on_every_rank
+from meshwright.runtime.processes import agreeing_over, background_group
 from meshwright.store.entries import dtype_named
 from meshwright.store.manifest import TENSORS, Record, storage_errors, verify
-from meshwright.store.tensor_files import load_shards, make_folder, read_file, run_later, write_file, write_text
+from meshwright.store.tensor_files import (
+    load_shards,
+    make_folder,
+    put_in_place,
+    read_file,
+    run_later,
+    write_beside,
+    write_file,
+)
 from meshwright.store.transfer import collect
 
 INDEX = ".index.json"
@@ -37,53 +48,135 @@ def write_folder(
     shard_bytes: int,
     metadata: Mapping[str, Any],
     non_blocking: bool = False,
-    gather: Callable[[str], torch.Tensor | None] | None = None,
+    gather: Callable[[str, int], torch.Tensor | None] | None = None,
 ) -> None:
-    """Write tensors into files of at most ``shard_bytes`` each (or one tensor), then the index; collective.
+    """Write tensors into files of at most ``shard_bytes`` each (or one tensor), and their index; collective.
 
-    Rank 0 gathers and writes one file after the other, so it holds one file's tensors at a time (all of them when
-    ``non_blocking``). The index appears last: a folder without it was not finished.
+    Ranks take turns: each gathers the tensors of every so many-th file and writes it, so it holds one file's tensors at
+    a time (all of its files' when ``non_blocking``). Files get their names when all are written, and the index last: a
+    folder without it was not finished. Files of the same stem that lay there are replaced only then.
 
     Args:
         tensors: The same names on every rank: plain tensors, equal on all ranks, or DTensors.
-        folder: Made if it is missing; files of the same stem are replaced.
+        folder: Made if it is missing.
         stem: ``stem-00001-of-00002.safetensors`` … and ``stem.safetensors.index.json``.
         shard_bytes: Largest size of a file.
         metadata: What the index holds beside the names, in JSON types.
         non_blocking: Write in the background.
-        gather: Brings a tensor to the host of rank 0, where ``tensors`` are on ``meta`` and give only shapes and types.
+        gather: Brings a tensor to the host of a rank, where ``tensors`` are on ``meta`` and give only shapes and types.
 
     Raises:
-        CheckpointError: On every rank, when the folder cannot be written.
+        CheckpointError: On every rank, when the folder cannot be written; it is then as it was.
     """
-    folder = folder.absolute()  # the working directory may change before a file is written in the background
-    gather = gather or (lambda name: collect(tensors[name]))
+    gather = gather or (lambda name, to: collect(tensors[name], to))
     shards = _cut(tensors, shard_bytes)
     files = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    total = sum(_bytes(tensor) for tensor in tensors.values())
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    text = json.dumps({"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}, indent=1) + "\n"
+    writers = _ranks_that_see(folder, stem)
+    # The working directory may change before a file is written in the background.
+    new = _NewFolder(folder.absolute(), stem, files, text)
+    for number, (file, names) in enumerate(zip(files, shards, strict=True), start=1):
+        turn = (number - 1) % len(writers)
+        writer = writers[turn]
+        gathered = {name: gather(name, writer) for name in names}
+        if rank() == writer:
+            new.gathered[file] = gathered
+        del gathered
+        if not non_blocking and (turn == len(writers) - 1 or number == len(files)):
+            new.write()
+    if non_blocking:
+        run_later(_finish_later, new, background_group())
+    else:
+        new.finish()
+
+
+def _ranks_that_see(folder: Path, stem: str) -> list[int]:
+    """Make a folder on rank 0, and return the ranks to which it is the same one; collective.
+
+    Hosts may have disks of their own: the ranks of the others do not write then.
+    """
+    trace: Path | None = None
     with same_on_every_rank():
         if rank() == 0:
             make_folder(folder)
-            _remove_old(folder, stem)
-    for file, names in zip(files, shards, strict=True):
-        gathered = {name: gather(name) for name in names}
-        with same_on_every_rank():
+            trace = write_beside(folder / stem, "")
+    name = gather_objects(trace and trace.name)[0]
+    seen = gather_objects((folder / name).exists())
+    if trace is not None:
+        trace.unlink(missing_ok=True)
+    return [number for number, sees in enumerate(seen) if sees]
+
+
+class _NewFolder:
+    """A folder in the making, as one rank sees it. Its methods are collective."""
+
+    def __init__(self, folder: Path, stem: str, files: Sequence[str], index: str) -> None:
+        self.gathered: dict[str, Any] = {}
+        """Tensors of this rank's files that are not written yet."""
+        self._folder, self._stem, self._files, self._index = folder, stem, files, index
+        self._unfinished: dict[Path, Path] = {}
+        """Files that are written under another name yet."""
+
+    def write(self) -> None:
+        """Write the gathered files, under other names."""
+        with self._agreed():
+            for file in list(self.gathered):
+                self._write(file, self.gathered.pop(file))
+
+    def finish(self) -> None:
+        """Write the index, and give all files their names."""
+        index = f"{self._stem}.safetensors{INDEX}"
+        with self._agreed():
             if rank() == 0:
-                _now_or_later(non_blocking, write_file, folder / file, gathered)
-        del gathered
-    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    total = sum(_bytes(tensor) for tensor in tensors.values())
-    index = {"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}
-    with same_on_every_rank():
-        if rank() == 0:
-            text = json.dumps(index, indent=1) + "\n"
-            _now_or_later(non_blocking, write_text, folder / f"{stem}.safetensors{INDEX}", text)
+                self._write(index, self._index)
+        with self._agreed():
+            if rank() == 0:
+                self._remove([self._folder / index])
+        with self._agreed():
+            for path in [path for path in self._unfinished if path.name != index]:
+                put_in_place(self._unfinished.pop(path), path)
+        with self._agreed():
+            if rank() == 0:
+                written = {self._folder / file for file in self._files}
+                old = {*self._folder.glob(f"{self._stem}-?????-of-?????.safetensors")} - written
+                # from_pretrained would prefer a single file.
+                self._remove([*old, self._folder / f"{self._stem}.safetensors"])
+                put_in_place(self._unfinished.pop(self._folder / index), self._folder / index)
+
+    def _write(self, file: str, content: Any) -> None:
+        path = self._folder / file
+        self._unfinished[path] = write_beside(path, content)
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        try:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"An earlier checkpoint in {self._folder} cannot be replaced",
+                expected="a folder whose files may be deleted",
+                got=str(error),
+                fix="save into another folder",
+            ) from error
+
+    @contextlib.contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """Raise an error of one rank on all, without what they have written."""
+        try:
+            with same_on_every_rank():
+                yield
+        except BaseException:
+            for unfinished in self._unfinished.values():
+                unfinished.unlink(missing_ok=True)
+            raise
 
 
-def _now_or_later(later: bool, function: Any, *arguments: Any) -> None:
-    if later:
-        run_later(function, *arguments)
-    else:
-        function(*arguments)
+def _finish_later(new: _NewFolder, group: ProcessGroup | None) -> None:
+    with agreeing_over(group):
+        new.write()
+        new.finish()
 
 
 def _cut(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
@@ -101,19 +194,6 @@ def _cut(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.element_size()
-
-
-def _remove_old(folder: Path, stem: str) -> None:
-    try:
-        for old in (folder / f"{stem}.safetensors{INDEX}", *folder.glob(f"{stem}-?????-of-?????.safetensors")):
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"An earlier checkpoint in {folder} cannot be replaced",
-            expected="a folder whose files may be deleted",
-            got=str(error),
-            fix="save into another folder",
-        ) from error
 
 
 def is_folder(path: Path) -> bool:

@@ -120,7 +120,7 @@ def save_folder(
         shard_bytes=shard_bytes,
         metadata={"format": "pt"},
         non_blocking=non_blocking,
-        gather=lambda name: collect_named(whole.first[name], own, owners),
+        gather=lambda name, to: collect_named(whole.first[name], own, owners, to),
     )
 
 
