@@ -71,6 +71,7 @@ def by_all_ranks(folder):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             runtime.wait_for_all_ranks("test")
             assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+            runtime.wait_for_all_ranks("go on")
     found, _ = read_folder(folder)
     assert all(torch.equal(found[name], each) for name, each in tensors.items())
     write_and_wait(laid, folder, 2**20, non_blocking=True)

@@ -9,6 +9,8 @@ import contextlib
 import copy
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,16 +24,12 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.errors import CheckpointError, ConfigError, join_names
 from meshwright.runtime import gather_objects, rank, same_on_every_rank
 from meshwright.runtime.processes import agreeing_over, background_group
-from meshwright.store.entries import dtype_named
-from meshwright.store.manifest import TENSORS, Record, storage_errors, verify
 from meshwright.store.tensor_files import (
-    load_shards,
     make_folder,
     put_in_place,
     read_file,
     run_later,
     write_beside,
-    write_file,
 )
 from meshwright.store.transfer import collect
 
@@ -49,6 +47,7 @@ def write_folder(
     metadata: Mapping[str, Any],
     non_blocking: bool = False,
     gather: Callable[[str, int], torch.Tensor | None] | None = None,
+    beside: Sequence[Any] = (),
 ) -> None:
     """Write tensors into files of at most ``shard_bytes`` each (or one tensor), and their index; collective.
 
@@ -64,6 +63,7 @@ def write_folder(
         metadata: What the index holds beside the names, in JSON types.
         non_blocking: Write in the background.
         gather: Brings a tensor to the host of a rank, where ``tensors`` are on ``meta`` and give only shapes and types.
+        beside: Configs and tokenizers, whose ``save_pretrained`` writes more files; rank 0's count.
 
     Raises:
         CheckpointError: On every rank, when the folder cannot be written; it is then as it was.
@@ -77,6 +77,7 @@ def write_folder(
     writers = _ranks_that_see(folder, stem)
     # The working directory may change before a file is written in the background.
     new = _NewFolder(folder.absolute(), stem, files, text)
+    new.write_configs(beside)
     for number, (file, names) in enumerate(zip(files, shards, strict=True), start=1):
         turn = (number - 1) % len(writers)
         writer = writers[turn]
@@ -116,8 +117,27 @@ class _NewFolder:
         self.gathered: dict[str, Any] = {}
         """Tensors of this rank's files that are not written yet."""
         self._folder, self._stem, self._files, self._index = folder, stem, files, index
+        self._apart = folder / f".{stem}.{os.getpid()}.unfinished"
         self._unfinished: dict[Path, Path] = {}
         """Files that are written under another name yet."""
+
+    def write_configs(self, beside: Sequence[Any]) -> None:
+        """Let things save themselves, in a folder of their own."""
+        with self._agreed():
+            if rank() != 0 or not beside:
+                return
+            try:
+                for each in beside:
+                    each.save_pretrained(self._apart)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"The model's config was not written into {self._folder}",
+                    expected="a writable folder, and a config and generation_config that transformers accepts",
+                    got=f"{type(error).__name__}: {error}",
+                    fix="correct what it names, or choose another folder",
+                ) from error
+            files = [path for path in self._apart.rglob("*") if path.is_file()]
+            self._unfinished |= {self._folder / path.relative_to(self._apart): path for path in files}
 
     def write(self) -> None:
         """Write the gathered files, under other names."""
@@ -136,6 +156,7 @@ class _NewFolder:
                 self._remove([self._folder / index])
         with self._agreed():
             for path in [path for path in self._unfinished if path.name != index]:
+                make_folder(path.parent)
                 put_in_place(self._unfinished.pop(path), path)
         with self._agreed():
             if rank() == 0:
@@ -144,6 +165,7 @@ class _NewFolder:
                 # from_pretrained would prefer a single file.
                 self._remove([*old, self._folder / f"{self._stem}.safetensors"])
                 put_in_place(self._unfinished.pop(self._folder / index), self._folder / index)
+                shutil.rmtree(self._apart, ignore_errors=True)
 
     def _write(self, file: str, content: Any) -> None:
         path = self._folder / file
@@ -170,6 +192,7 @@ class _NewFolder:
         except BaseException:
             for unfinished in self._unfinished.values():
                 unfinished.unlink(missing_ok=True)
+            shutil.rmtree(self._apart, ignore_errors=True)
             raise
 
 
@@ -288,35 +311,14 @@ def _damaged(index: Path, got: str) -> CheckpointError:
 # --- The configs that ``from_pretrained`` reads beside weights: config.json and generation_config.json
 
 
-def write_config(model: nn.Module, folder: Path) -> None:
-    """Write a transformers model's configs, on one process; nothing for other models, and around adapters.
+def configs_of(model: nn.Module) -> list[Any]:
+    """Return a transformers model's configs, to be saved beside its weights; none of other models and around adapters.
 
     They name the model's own class, and the present dtype of its weights: ``from_pretrained`` uses both.
 
     Args:
         model: Without DDP and torch.compile around it.
-        folder: Made if it is missing.
-
-    Raises:
-        CheckpointError: When they cannot be written, or transformers refuses them.
     """
-    configs = _configs(model)
-    if not configs:
-        return
-    make_folder(folder)
-    try:
-        for config in configs:
-            config.save_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"The model's config was not written into {folder}",
-            expected="a writable folder, and a config and generation_config that transformers accepts",
-            got=f"{type(error).__name__}: {error}",
-            fix="correct what it names, or choose another folder",
-        ) from error
-
-
-def _configs(model: nn.Module) -> list[Any]:
     config: Any = getattr(model, "config", None)
     generation: Any = getattr(model, "generation_config", None)
     # Names of adapted layers are peft's: with a config beside them, from_pretrained would leave those layers random.
@@ -335,99 +337,7 @@ def _can_save(thing: Any) -> bool:
     return callable(getattr(thing, "save_pretrained", None))
 
 
-# --- The weights of a checkpoint alone: one safetensors file, or a folder that transformers or peft loads
-
-_MODEL = "model."
-_SHARD_BYTES = 5 * 10**9  # as transformers writes them
-
-
-def export_weights(
-    checkpoint: Path, out: Path, *, dtype: torch.dtype | None = None, config: str | None = None
-) -> dict[str, torch.Tensor]:
-    """Write the weights and buffers of a checkpoint of any layout of ranks as whole tensors, on one process.
-
-    Args:
-        checkpoint: Directory of one checkpoint; verified first.
-        out: A file that ends in ``.safetensors``, or a folder: ``model-00001-of-….safetensors`` and their index.
-        dtype: Type of the floating-point tensors; None keeps the saved one, which is fp32 where there are masters.
-        config: Text of a transformers ``config.json`` to write beside them; with it the folder is one that
-            ``from_pretrained`` loads.
-
-    Returns:
-        The tensors written, by the model's names.
-
-    Raises:
-        CheckpointError: When the checkpoint is damaged, ``out`` exists already or cannot be written.
-    """
-    record = verify(checkpoint)
-    _check_new(out)
-    targets = _loaded(checkpoint, record, [name for name in record.tensors if name.startswith(_MODEL)])
-    weights = {name.removeprefix(_MODEL): _in_dtype(tensor, dtype) for name, tensor in targets.items()}
-    if out.suffix == ".safetensors":
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_file(out, dict(weights))
-        return weights
-    write_folder(weights, out, "model", shard_bytes=_SHARD_BYTES, metadata={})
-    if config is not None:
-        with storage_errors(f"{out} cannot be written", "make room, or choose another folder"):
-            (out / "config.json").write_text(config, encoding="utf-8")
-    return weights
-
-
-def export_adapters(
-    checkpoint: Path, out: Path, *, names: Mapping[str, str], config: str, dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """Write the adapters of a checkpoint as a folder that peft's ``PeftModel.from_pretrained`` loads.
-
-    Args:
-        checkpoint: Directory of one checkpoint; verified first.
-        out: A new folder.
-        names: Names of the adapters in peft's file, and for each the name in the model that was trained.
-        config: Text of peft's ``adapter_config.json``.
-        dtype: As for :func:`export_weights`.
-
-    Returns:
-        The tensors written, by peft's names.
-
-    Raises:
-        CheckpointError: When the checkpoint is damaged or has other tensors, ``out`` exists or cannot be written.
-    """
-    record = verify(checkpoint)
-    _check_new(out)
-    absent = [name for name in names.values() if _MODEL + name not in record.tensors]
-    if absent:
-        raise CheckpointError(
-            f"{checkpoint} does not hold the adapters of its run",
-            expected=f"{len(names)} tensors",
-            got=f"none of the name {join_names(absent, 3)}",
-            fix="name a checkpoint of the run that the directory describes",
-        )
-    found = _loaded(checkpoint, record, [_MODEL + name for name in names.values()])
-    adapters = {name: _in_dtype(found[_MODEL + stored], dtype) for name, stored in names.items()}
-    with storage_errors(f"{out} cannot be written", "make room, or choose another folder"):
-        out.mkdir(parents=True)
-        (out / "adapter_config.json").write_text(config, encoding="utf-8")
-        write_file(out / "adapter_model.safetensors", dict(adapters))
-    return adapters
-
-
-def _check_new(out: Path) -> None:
-    if out.exists():
-        raise CheckpointError(
-            f"{out} exists already", expected="a new file or folder", got="nothing was overwritten", fix="name another"
-        )
-
-
-def _loaded(checkpoint: Path, record: Record, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Read whole tensors of a checkpoint."""
-    wanted = {name: record.tensors[name] for name in names}
-    targets = {name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype)) for name, entry in wanted.items()}
-    load_shards(targets, checkpoint / TENSORS)
-    return targets
-
-
-def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+# --- Adapters, by the names in peft's files
 
 
 def adapter_names(model: nn.Module, named: dict[str, torch.Tensor]) -> dict[str, str]:
