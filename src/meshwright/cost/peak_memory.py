@@ -320,7 +320,7 @@ class _Gradients:
             for each in _of_stage(self.step, self.known, stage)
         )
         if all(self.now.accumulated):
-            return self.whole.gradients, 0
+            return self.whole.gradients if self.step.master is None else _in_model(self.step), 0
         return others + (sum(each.gradients for each in own) if self.now.accumulated[self.now.stage] else complete), 0
 
     def _sharded(self, place: Transient, later: int) -> tuple[int, int]:
@@ -341,6 +341,11 @@ class _Gradients:
             before = sum(size for block, size in every if block.name == "outside")  # of the micro-batch before
             return self.whole.gradients, on_way if later > waiting else on_way + before
         return self.whole.gradients * (later - waiting) // max(total, 1), on_way
+
+
+def _in_model(step: Step) -> int:
+    """Return the bytes of gradients that the model's own weights get; those of master weights are made at the update."""
+    return sum(count * held_bytes(step, p) for count, p in step.every_parameter() if p.trainable)
 
 
 def _exchanged_bytes(step: Step) -> int:
@@ -467,7 +472,7 @@ def _at_update(step: Step, most: Memory) -> Memory:
     real = known is not None and bool(known.transients)
     gathered = 0 if real or step.gathered != "model" else whole_weights_bytes(step)
     beside = real and step.master is not None and averages_in_buckets(step)
-    buffers = sum(count * held_bytes(step, p) for count, p in step.every_parameter() if p.trainable) if beside else 0
+    buffers = _in_model(step) if beside else 0
     return dataclasses.replace(
         most,
         gradients=most.gradients + buffers,
