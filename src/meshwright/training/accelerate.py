@@ -244,11 +244,12 @@ def _conceive(
         birth = birth_of(model, values, stored)
     if birth is None:
         return model, None, []
-    notice = birth.share_seed()
+    notices = [f"weights from {stored}"] if stored is not None else []
+    notices += [notice] if (notice := birth.share_seed()) is not None else []
     if is_on_meta(model):
         with same_on_every_rank():
             birth.give_buffers(model)
-    return model, birth, [notice] if notice is not None else []
+    return model, birth, notices
 
 
 # --- Ask
