@@ -106,14 +106,13 @@ def test_slices_are_those_of_from_pretrained(folders, case, dtype):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Bytes of every read, and files opened for reading."""
+    """Bytes of every read or window, and files opened for reading."""
     read, opened = [], []
-    read_bytes, open_file = stored_tensors.SafetensorsFile.read_bytes, os.open
-    monkeypatch.setattr(
-        stored_tensors.SafetensorsFile,
-        "read_bytes",
-        lambda file, at, out: (read.append(out.numel() * out.element_size()), read_bytes(file, at, out)),
-    )
+    file, open_file = stored_tensors.SafetensorsFile, os.open
+    read_bytes, window = file.read_bytes, file.window
+    count = lambda file, at, out: read.append(out.numel() * out.element_size()) or read_bytes(file, at, out)  # noqa: E731
+    monkeypatch.setattr(file, "read_bytes", count)
+    monkeypatch.setattr(file, "window", lambda file, at, size: read.append(size) or window(file, at, size))
     monkeypatch.setattr(stored_tensors.os, "open", lambda *given: opened.append(given[0]) or open_file(*given))
     return read, opened
 
@@ -151,8 +150,8 @@ class Odd(nn.Module):
         self.register_buffer("turns", torch.randn(3, dtype=torch.complex64))
 
 
-def test_every_shape_and_dtype(tmp_path, counted, monkeypatch):
-    monkeypatch.setattr(stored_tensors, "_STAGING_BYTES", 64)
+def test_every_shape_and_dtype(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_tensors, "_WINDOW_BYTES", 64)
     torch.manual_seed(2)
     model = Odd()
     save_file(model.state_dict(), tmp_path / "odd.safetensors")
@@ -162,9 +161,6 @@ def test_every_shape_and_dtype(tmp_path, counted, monkeypatch):
         for dtype in (value.dtype, torch.float64) if value.is_floating_point() else (value.dtype,):
             for index in (everything(value), *(tuple(parts(value.shape, generator)) for _ in range(12))):
                 assert torch.equal(weights.read(name, index, dtype), cut(value.to(dtype), index)), (name, index)
-    del counted[0][:]
-    weights.read("wide", (slice(0, 5), slice(10, 20)), torch.float32)
-    assert counted[0] == [40] * 5  # of long rows the pieces alone
 
 
 # --- Names that transformers converts
@@ -266,6 +262,39 @@ def test_operations_that_are_no_stack_read_their_sources_whole(tmp_path, counted
     assert counted[0] == [2 * 5 * 4]  # a chunk is read by parts
 
 
+class Scorer(nn.Module):
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = backbone
+        self.score = nn.Linear(24, 1, device="meta")
+
+
+def test_a_model_around_a_pretrained_one(folders):
+    model = Scorer(build("mixtral", "meta", cls="MixtralModel"))
+    refused(folders("mixtral"), model, "missing: score.weight, score.bias")
+    weights = StoredWeights.open(folders("mixtral"), model, allow_missing=True)
+    assert set(weights.missing) == {"score.weight", "score.bias"}
+    for name, value in build("mixtral").model.state_dict().items():
+        assert torch.equal(weights.read(f"backbone.{name}", everything(value), value.dtype), value)
+
+
+def test_adapters_over_a_pretrained_model(folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(build("llama"), config)
+    expected = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
+    blank = peft.get_peft_model(build("llama", "meta"), config)
+    weights = StoredWeights.open(folders("llama"), blank)
+    assert weights.names == expected.keys()
+    assert set(weights.missing) == model.state_dict().keys() - expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights.read(name, everything(value), value.dtype), value)
+    # What is saved of the whole has its names, adapters and all.
+    save_file({n: v.contiguous() for n, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    assert StoredWeights.open(tmp_path, blank).names == model.state_dict().keys()
+    refused(folders("qwen2"), blank, "too much: model.layers.0.self_attn.k_proj.bias")
+
+
 # --- Weights that do not fit
 
 
@@ -299,6 +328,18 @@ def test_fewer_layers_and_other_sizes_are_told_at_once(folders):
         "other shapes: model.layers.0.mlp.down_proj.weight: (24, 50) in the files, (24, 51) in the model",
     )  # fmt: skip
     refused(folders("mixtral"), build("mixtral", "meta", num_local_experts=4), "experts.gate_up_proj: (5, 100, 24) in")
+
+
+def test_parts_inside_of_layers_are_not_left_out(folders, tmp_path):
+    refused(
+        folders("qwen2"),
+        build("llama", "meta"),
+        "too much: model.layers.0.self_attn.k_proj.bias",
+        "model.layers.1.self_attn.v_proj.bias",
+    )
+    build("bert", cls="BertForPreTraining").save_pretrained(tmp_path)
+    weights = StoredWeights.open(tmp_path, build("bert", "meta"))
+    assert {name.rpartition(".")[0] for name in weights.unused} == {"bert.pooler.dense", "cls.seq_relationship"}
 
 
 def test_more_layers_are_missing(folders):

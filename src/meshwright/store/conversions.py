@@ -11,12 +11,15 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from meshwright.store.stored_tensors import Computed, Narrowed, Stack, StoredTensor, Transposed, concatenation
+
+# Present on the layers that peft has wrapped.
+_ADAPTERS = "adapter_layer_names"
 
 
 @dataclass
@@ -31,12 +34,69 @@ class Plan:
     """Stored names that the model has no place for."""
     failed: list[str] = field(default_factory=list)
     """What went wrong in conversions."""
+    new: list[str] = field(default_factory=list)
+    """Names of the model that pretrained weights never have: of peft's adapters."""
+    names: tuple[str, ...] = ()
+    """All names of :attr:`transformers_model`."""
+    transformers_model: Any = None
+    """The model, or the part of it, whose conversions were used."""
 
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Return whether a model is a ``PreTrainedModel``; transformers is not imported for that."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def plan_for(model: nn.Module, stored: Mapping[str, StoredTensor], entries: Mapping[str, Any]) -> Plan:
+    """Match stored tensors with the entries of a model.
+
+    Args:
+        model: Of transformers, around one of transformers, with peft's adapters, or any other; it may be on ``meta``.
+        stored: Tensors by their names on disk.
+        entries: The model's state dict.
+    """
+    if is_transformers_model(model):
+        return plan_as_transformers(model, stored, entries)
+    own = plan_by_name(stored, entries)
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    base = cast(Any, model).get_base_model() if is_peft else None
+    for prefix, module in model.named_modules():
+        if module is base or (base is None and is_transformers_model(module)):
+            inner = _plan_inside(model, f"{prefix}.", module, stored, entries)
+            return max(own, inner, key=lambda plan: len(plan.tensors))
+    return own
+
+
+def _plan_inside(
+    model: nn.Module, prefix: str, inner: nn.Module, stored: Mapping[str, StoredTensor], entries: Mapping[str, Any]
+) -> Plan:
+    """Plan for the weights of a model inside of another, by the names that it had before peft wrapped its layers."""
+    adapted = {path: each.adapter_layer_names for path, each in model.named_modules() if hasattr(each, _ADAPTERS)}
+    names = {name: _name_before(name, adapted) for name in entries}
+    inside = {n: before.removeprefix(prefix) for n, before in names.items() if before and before.startswith(prefix)}
+    plan = plan_for(inner, stored, {before: entries[name] for name, before in inside.items()})
+    filled = [name for name, before in inside.items() if before in plan.tensors]
+    plan.tensors = {name: plan.tensors[inside[name]] for name in filled}
+    plan.sources = {name: plan.sources[inside[name]] for name in filled}
+    plan.new = [name for name, before in names.items() if before is None]
+    return plan
+
+
+def _name_before(name: str, adapted: Mapping[str, tuple[str, ...]]) -> str | None:
+    """Return the name of an entry before peft wrapped its layer; None for an adapter."""
+    path = name.split(".")
+    before: list[str] = []
+    for number, part in enumerate(path):
+        layer = adapted.get(".".join(path[:number]), ())
+        if part == "modules_to_save" and part in layer:
+            # A copy that is trained, which begins as the original; the adapter's name comes next.
+            return ".".join([*before, *path[number + 2 :]])
+        if part in layer:
+            return None
+        if not (layer and part in ("base_layer", "original_module")):
+            before.append(part)
+    return ".".join(before)
 
 
 def plan_by_name(stored: Mapping[str, StoredTensor], wanted: Mapping[str, Any]) -> Plan:
@@ -57,12 +117,13 @@ def plan_as_transformers(model: Any, stored: Mapping[str, StoredTensor], wanted:
         loading: Any = importlib.import_module("transformers.core_model_loading")
         mapping = importlib.import_module("transformers.conversion_mapping")
     except ImportError:  # before transformers 5, which converts on loading
-        return _plan_by_prefix(model.base_model_prefix, stored, wanted)
+        return _plan_by_prefix(model, stored, wanted)
     rules = mapping.get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    plan, conversions = Plan(), {}
+    plan = Plan(names=tuple(wanted), transformers_model=model)
+    conversions: dict[str, tuple[Any, str]] = {}
     for name in sorted(stored, key=loading.dot_natural_key):
         prefix = (model.base_model_prefix, wanted)
         target, pattern = loading.rename_source_key(name, renamings, converters, *prefix)
@@ -81,9 +142,9 @@ def plan_as_transformers(model: Any, stored: Mapping[str, StoredTensor], wanted:
     return plan
 
 
-def _plan_by_prefix(prefix: str, stored: Mapping[str, StoredTensor], wanted: Mapping[str, Any]) -> Plan:
+def _plan_by_prefix(model: Any, stored: Mapping[str, StoredTensor], wanted: Mapping[str, Any]) -> Plan:
     """Plan with the base model's prefix put on or taken off where the names fit then."""
-    plan = Plan()
+    plan, prefix = Plan(names=tuple(wanted), transformers_model=model), model.base_model_prefix
     for name, tensor in stored.items():
         choices = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
         target = next((each for each in choices if each in wanted), None)

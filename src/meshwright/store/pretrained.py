@@ -17,7 +17,7 @@ from meshwright.errors import CheckpointError, join_names, readable_bytes
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.runtime import rank, world_size
 from meshwright.runtime.torch_internals import checkpoint as keys
-from meshwright.store.conversions import Plan, is_transformers_model, plan_as_transformers, plan_by_name
+from meshwright.store.conversions import Plan, plan_for
 from meshwright.store.dcp_folder import METADATA, open_dcp
 from meshwright.store.entries import dtype_named
 from meshwright.store.folder import INDEX, read_index
@@ -109,7 +109,7 @@ class StoredWeights:
         _refuse_quantized(found, entries)
         plan = _planned(found, model, entries)
         weights = cls(found.path, found.files, plan, tied)
-        weights._check(model, entries, plan, allow_missing)
+        weights._check(entries, plan, allow_missing)
         weights._check_tied(tied, plan)
         return weights
 
@@ -140,7 +140,7 @@ class StoredWeights:
         for file in self._files:
             file.close()
 
-    def _check(self, model: nn.Module, entries: Mapping[str, torch.Tensor], plan: Plan, allow_missing: bool) -> None:
+    def _check(self, entries: Mapping[str, torch.Tensor], plan: Plan, allow_missing: bool) -> None:
         """Refuse weights that do not fit, and keep the names that do not count out of :attr:`unused`."""
         misshapen, other_kind = [], []
         for name, stored in plan.tensors.items():
@@ -149,12 +149,12 @@ class StoredWeights:
                 misshapen.append(f"{name}: {stored.shape} in the files, {tuple(entry.shape)} in the model")
             elif entry.is_floating_point() and not stored.dtype.is_floating_point:
                 other_kind.append(f"{name}: {stored.dtype} in the files, {entry.dtype} in the model")
-        missing, extra = _that_count(model, self.missing, plan.extra)
+        missing, extra = _that_count(plan, self.missing)
         self.unused = tuple(extra)
         if allow_missing and self._tensors:
             missing = []
-        # Another head is no mistake, as long as the rest fits; more layers are.
-        misfit = _more_of_the_same(extra, entries) if is_transformers_model(model) else extra
+        # Another head is no mistake, as long as the rest fits.
+        misfit = _misfits(plan, extra)
         if not (missing or misfit or misshapen or other_kind or plan.failed):
             return
         named = (("missing", missing), ("too much", extra), ("other shapes", misshapen), ("other types", other_kind))
@@ -181,11 +181,12 @@ class StoredWeights:
                     )
 
 
-def _that_count(model: Any, missing: Iterable[str], extra: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Leave out names whose absence or presence means nothing."""
-    missing = [name for name in missing if not is_scaling_state(name)]  # fp8 may come and go
-    extra = [name for name in extra if not is_scaling_state(name)]
-    if not is_transformers_model(model):
+def _that_count(plan: Plan, missing: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return missing and extra names without those that mean nothing."""
+    model, new = plan.transformers_model, set(plan.new)
+    missing = [name for name in missing if not is_scaling_state(name) and name not in new]  # fp8 may come and go
+    extra = [name for name in plan.extra if not is_scaling_state(name)]
+    if model is None:
         return missing, extra
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
     missing = [name for name in missing if not any(re.search(pattern, name) for pattern in ignored)]
@@ -196,15 +197,24 @@ def _that_count(model: Any, missing: Iterable[str], extra: Iterable[str]) -> tup
     return missing, [name for name in extra if name.rpartition(".")[2] not in computed]
 
 
-def _more_of_the_same(extra: Iterable[str], entries: Iterable[str]) -> list[str]:
-    """Return the extra names that differ from the model's in numbers only: of layers that the model does not have."""
+def _misfits(plan: Plan, extra: list[str]) -> list[str]:
+    """Return the extra names that do not stand apart, as another head does: of further layers, or inside of layers."""
+    if plan.transformers_model is None:
+        return extra
+    base = f"{plan.transformers_model.base_model_prefix}."
 
-    def kind(name: str) -> str:
-        return re.sub(r"\d+", "*", name)
+    def path(name: str) -> list[str]:
+        return ["*" if part.isdigit() else part for part in name.removeprefix(base).split(".")]
 
-    kinds = {kind(name) for name in entries}
-    # One of the two may have the base model's prefix.
-    return [n for n in extra if any(f".{kind(n)}".endswith(f".{e}") or e.endswith(f".{kind(n)}") for e in kinds)]
+    own = {tuple(path(name)[:end]) for name in plan.names for end in (-1, None)} - {()}
+    containers = {()} | {module[:end] for module in own for end in range(len(module))}
+    found = []
+    for name in extra:
+        parts = path(name)
+        ancestor = next(each for end in range(len(parts), -1, -1) if (each := tuple(parts[:end])) in own | containers)
+        if ancestor in own or "*" in ancestor:
+            found.append(name)
+    return found
 
 
 def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
@@ -406,9 +416,7 @@ def _offsets(file: SafetensorsFile) -> Mapping[str, tuple[int, ...]]:
 
 def _planned(found: _Found, model: nn.Module, entries: Mapping[str, torch.Tensor]) -> Plan:
     tensors = _of_the_model(found.tensors, entries) if found.in_state else found.tensors
-    if is_transformers_model(model):
-        return plan_as_transformers(model, tensors, entries)
-    return plan_by_name(tensors, entries)
+    return plan_for(model, tensors, entries)
 
 
 def _of_the_model(stored: Mapping[str, StoredTensor], entries: Iterable[str]) -> dict[str, StoredTensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -26,9 +27,7 @@ from meshwright.errors import CheckpointError
 Index = tuple[slice | torch.Tensor, ...]
 """A part of a tensor: per dim a slice of step 1, or positions as an int64 tensor."""
 
-_STAGING_BYTES = 4 * 2**20
-# A read costs some 3 µs, in which memory moves about this much.
-_WASTE_BYTES = 2**14
+_WINDOW_BYTES = 2**24
 
 _DTYPES = {
     "F64": torch.float64,
@@ -127,9 +126,9 @@ def _span(index: slice | torch.Tensor, size: int) -> tuple[int, int]:
 class SafetensorsFile:
     """An open safetensors file: what its header says, and its bytes.
 
-    Bytes are read with ``pread`` straight into place, not mapped: mapped pages would count as memory of the process
-    beside the tensor that they are copied into. The system's page cache keeps them, so that each byte comes from the
-    disk once, however many ranks of a host ask for it.
+    The file is not mapped as a whole: mapped pages count as memory of the process, beside the tensor that they are
+    copied into. Bytes are read into place, or a window of the file is mapped for as long as it is copied from. The
+    system's page cache keeps them, so that each comes from the disk once, however many ranks of a host ask for it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -164,15 +163,32 @@ class SafetensorsFile:
 
     def read_bytes(self, at: int, out: torch.Tensor) -> None:
         """Fill a contiguous host tensor with the bytes from position ``at`` on."""
-        with self._lock:
-            if self._file is None:
-                self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        file = self._open()
         into: memoryview = out.detach().reshape(-1).view(torch.uint8).numpy().data
         while into:
-            count = os.preadv(self._file, [into], at)
+            count = os.preadv(file, [into], at)
             if not count:
-                raise OSError(f"{self.path} ends at byte {at}: it was cut while it was read")
+                raise self._cut(at)
             into, at = into[count:], at + count
+
+    def window(self, at: int, num_bytes: int) -> torch.Tensor:
+        """Map a part of the file, until the tensor of bytes that is returned is let go."""
+        file = self._open()
+        if (size := os.fstat(file).st_size) < at + num_bytes:
+            raise self._cut(size)
+        begin = at - at % mmap.ALLOCATIONGRANULARITY
+        # Private, since torch wants memory that can be written.
+        mapped = mmap.mmap(file, at - begin + num_bytes, flags=mmap.MAP_PRIVATE, offset=begin)
+        return torch.frombuffer(mapped, dtype=torch.uint8, offset=at - begin)
+
+    def _open(self) -> int:
+        with self._lock:
+            if self._file is None:
+                self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._file
+
+    def _cut(self, at: int) -> OSError:
+        return OSError(f"{self.path} ends at byte {at}: it was cut while it was read")
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""
@@ -192,48 +208,28 @@ class InFile(StoredTensor):
     dtype: torch.dtype
 
     def read_into(self, out: torch.Tensor, start: Sequence[int]) -> None:
-        """Read the box, in as few reads as are worth it."""
-        if out.numel():
-            self._read(self.at, self.shape, start, out)
-
-    def _read(self, at: int, shape: tuple[int, ...], start: Sequence[int], out: torch.Tensor) -> None:
-        partial = [dim for dim in range(out.ndim) if out.shape[dim] != shape[dim]]
-        last = partial[-1] if partial else 0
-        row = math.prod(shape[1:]) * self.dtype.itemsize
-        if last == 0:
-            self._read_run(at + start[0] * row if shape else at, out)
-        elif last == 1:
-            self._read_rows(at + start[0] * row, shape, start[1], out)
+        """Read bytes that lie together straight into place, and copy others, cast on the way, from a window."""
+        if not out.numel():
+            return
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        together = out.shape[1:] == self.shape[1:]
+        if together and out.dtype == self.dtype and out.is_contiguous():
+            self.file.read_bytes(self.at + start[0] * row if self.shape else self.at, out)
         else:
-            for number, part in enumerate(out):
-                self._read(at + (start[0] + number) * row, shape[1:], start[1:], part)
+            self._copy(self.at, self.shape or (1,), start or (0,), out if self.shape else out.unsqueeze(0))
 
-    def _read_run(self, at: int, out: torch.Tensor) -> None:
-        """Read bytes that lie together."""
-        if out.dtype == self.dtype and out.is_contiguous():
-            self.file.read_bytes(at, out)
-            return
-        if out.ndim == 0:
-            out = out.unsqueeze(0)
-        row = math.prod(out.shape[1:]) * self.dtype.itemsize
-        for part in out.split(max(1, _STAGING_BYTES // row)):
-            staged = torch.empty(part.shape, dtype=self.dtype)
-            self.file.read_bytes(at, staged)
-            part.copy_(staged)
-            at += len(part) * row
-
-    def _read_rows(self, at: int, shape: tuple[int, ...], first: int, out: torch.Tensor) -> None:
-        """Read a piece of every row: alone where the rows are long, else cut out of whole rows."""
-        inner = math.prod(shape[2:]) * self.dtype.itemsize
-        row, wanted = shape[1] * inner, out.shape[1] * inner
-        if row - wanted >= _WASTE_BYTES:
+    def _copy(self, at: int, shape: tuple[int, ...], start: Sequence[int], out: torch.Tensor) -> None:
+        row = math.prod(shape[1:]) * self.dtype.itemsize
+        if row > _WINDOW_BYTES:
             for number, part in enumerate(out):
-                self._read_run(at + number * row + first * inner, part)
+                self._copy(at + (start[0] + number) * row, shape[1:], start[1:], part)
             return
-        for part in out.split(max(1, _STAGING_BYTES // row)):
-            staged = torch.empty((len(part), *shape[1:]), dtype=self.dtype)
-            self.file.read_bytes(at, staged)
-            part.copy_(staged.narrow(1, first, out.shape[1]))
+        at += start[0] * row
+        for part in out.split(max(1, _WINDOW_BYTES // row)):
+            values = self.file.window(at, len(part) * row).view(self.dtype).view(len(part), *shape[1:])
+            for dim in range(1, out.ndim):
+                values = values.narrow(dim, start[dim], out.shape[dim])
+            part.copy_(values)
             at += len(part) * row
 
 
