@@ -33,9 +33,8 @@ from meshwright.cli.train_data import Loaded
 from meshwright.cli.train_options import Options, Prepared, prepare, unless_given
 from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, RepeatedStream
-from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError, join_names
+from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
-from meshwright.nn import is_on_meta
 from meshwright.nn.initial_values import Recording, remember
 from meshwright.runtime import (
     any_rank,
@@ -212,12 +211,13 @@ def _without_memory(build: Callable[[], nn.Module], *, allow_lacking: bool) -> t
     except (Exception, SystemExit) as error:
         problem = f"without memory its code fails ({getattr(error, 'got', None) or error})"
     else:
-        real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+        # A function that reads weights itself holds all of them in any case.
+        gains = sum(parameter.nbytes * (1 if parameter.is_meta else -1) for parameter in model.parameters()) > 0
         lacking = recording.values_of(model).without_values() if not allow_lacking else []
-        if is_on_meta(model) and not (real or lacking):
+        if gains and not lacking:
             remember(recording)
             return model, ""
-        problem = f"its code gives values to {join_names(real, 3)}" if real else "it has tensors without initial values"
+        problem = "it has tensors without initial values" if lacking else "its code reads or computes the values itself"
     before.restore()
     return None, problem
 

@@ -58,9 +58,7 @@ class ModelSource:
     """What to say about a model that is initialised."""
 
 
-def model_source(
-    table: ModelTable, folder: Path, *, of_text: bool = True, reads_weights: bool = True
-) -> ModelSource:
+def model_source(table: ModelTable, folder: Path, *, of_text: bool = True, reads_weights: bool = True) -> ModelSource:
     """Find what ``[model]`` names, without building it.
 
     Args:

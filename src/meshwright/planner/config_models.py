@@ -257,9 +257,7 @@ def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key:
     return config
 
 
-def model_of_config(
-    config: Any, path: Path, *, on_meta: bool = False, dtype: torch.dtype | None = None
-) -> nn.Module:
+def model_of_config(config: Any, path: Path, *, on_meta: bool = False, dtype: torch.dtype | None = None) -> nn.Module:
     """Return the model of a configuration, with random weights or on ``meta``.
 
     Its class is the one that ``architectures`` names, else that of the first automatic class that knows the

@@ -29,7 +29,7 @@ from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.birth import Birth, birth_of
 from meshwright.methods.job import guards_are_on
 from meshwright.nn import check_model, check_no_renorm, is_on_meta
-from meshwright.nn.initial_values import record
+from meshwright.nn.initial_values import record, remembered
 from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.guarded_step import follow_loads
 from meshwright.planner import Plan
@@ -235,6 +235,8 @@ def _conceive(
             model, values = record(model)
         if not isinstance(model, nn.Module):
             return model, None, []  # refused later, with all other arguments
+        if values is None and is_on_meta(model):
+            values = remembered(model)
         check_model(model, settings().device)
         stored = None
         if weights is not None:
