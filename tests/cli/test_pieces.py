@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import sys
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from meshwright.cli import session
 from meshwright.cli.failures import laid_out
@@ -20,7 +22,7 @@ from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_display import duration, readable_count, sparkline, status_line
 from meshwright.cli.run_files import MetricsFile, RunLock, check_not_running, check_run_dir, default_run_dir
 from meshwright.cli.train_config import ModelTable
-from meshwright.cli.train_model import model_source, refuse_weights
+from meshwright.cli.train_model import model_source
 from meshwright.cli.train_options import Options, prepare, unless_given
 from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, ModelError, StrategyError
@@ -205,19 +207,47 @@ def test_transformers_configs_that_do_not_fit(tmp_path, sizes, args, word):
         model_source(ModelTable(source="hf:.", args=args), tmp_path).build(*sizes)
 
 
-@pytest.mark.parametrize("weights", ["model-00001-of-00002.safetensors", "pytorch_model.bin"])
-def test_a_folder_of_weights_that_nobody_would_read_is_refused(tmp_path, weights):
-    table = ModelTable(source="hf:folder/")
+def test_a_folder_of_weights_is_where_a_model_starts(tmp_path):
     (tmp_path / "folder").mkdir()
     _gpt2_config(tmp_path / "folder")
-    refuse_weights(table, tmp_path)
-    (tmp_path / "folder" / weights).write_bytes(b"")
-    with pytest.raises(
-        ConfigError, match=rf"pretrained weights.*{weights} in .*hf:folder/config.json to train from random"
-    ):
-        refuse_weights(table, tmp_path)
-    refuse_weights(ModelTable(source="hf:folder/config.json"), tmp_path)
-    refuse_weights(ModelTable(source="module:function"), tmp_path)
+    folder, file = tmp_path / "folder", tmp_path / "folder" / "model.safetensors"
+
+    def found(source="hf:folder/", weights="auto", **options):
+        source = model_source(ModelTable(source=source, weights=weights), tmp_path, **options)
+        return source.weights, source.notice
+
+    assert found()[0] is None
+    assert re.search(r"no weights in .*folder: the model is initialised from run\.seed", found()[1])
+    assert found(reads_weights=False) == found(weights="random") == (None, None)
+    with pytest.raises(CheckpointError, match=r"folder holds no weights.*config\.json"):
+        found(weights="folder")
+    with pytest.raises(CheckpointError, match=r"no weights at .*nowhere"):
+        found(weights="nowhere")
+    save_file({"a": torch.ones(2)}, file)
+    assert found() == (folder, None)
+    assert found(weights="folder/model.safetensors") == (file, None)
+    assert found("hf:folder/config.json")[0] is None
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        found()
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle.*convert it once"):
+        found()
+    assert found(reads_weights=False) == (None, None)  # a run that is resumed
+
+
+@pytest.mark.parametrize(("given", "dtype"), [(None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_type_that_is_trained_in(tmp_path, given, dtype):
+    _gpt2_config(tmp_path, dtype="float16")
+    for architectures in (None, ["GPT2LMHeadModel"]):
+        _gpt2_config(tmp_path, dtype="float16", architectures=architectures)
+        model = model_source(ModelTable(source="hf:.", dtype=given), tmp_path).build(257, 16)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        assert model.config.dtype == dtype
+    assert torch.get_default_dtype() == torch.float32
+    project(tmp_path)
+    model = _prepare(tmp_path, f"model.dtype={given or 'fp32'}").model.build(257, 16)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 HOLDS = """

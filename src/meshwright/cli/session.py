@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, RepeatedStream
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
+from meshwright.nn.initial_values import Recording, remember
 from meshwright.runtime import (
     any_rank,
     broadcast_object,
@@ -48,6 +51,7 @@ from meshwright.runtime import (
     synchronize,
     world_size,
 )
+from meshwright.runtime.device import GeneratorState
 from meshwright.runtime.launch import launch_id
 from meshwright.store import CheckpointStore, TrainingState
 from meshwright.store.entries import model_entries, unwrapped
@@ -90,10 +94,11 @@ def open_session(options: Options) -> Session:
     prepared = _join(options)
     run_dir, restarted = _run_dir(options, prepared)
     data = prepared.corpus.load(prepared.config.run.seed)
-    accelerated = _accelerate(prepared, data)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
+    resumes = any_rank(options.resume or (restarted and store.newest() is not None))
+    accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
     state = _state(prepared, accelerated)
-    if options.resume or (restarted and store.newest() is not None):
+    if resumes:
         _resume(prepared, accelerated, store, state)
     data.start_at(state.samples_seen)
     lock = lock_run(run_dir, is_new=not (options.resume or restarted))
@@ -147,13 +152,13 @@ def _run_dir(options: Options, prepared: Prepared) -> tuple[Path, bool]:
     return broadcast_object(own or default_run_dir(options.file)), restarted
 
 
-def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:
+def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Accelerated:
     run, optimizer = prepared.config.run, prepared.config.optimizer
     with same_on_every_rank():
         loader_args = data.loader_args(run.batch_size, run.num_workers)
-        model = prepared.model.build(prepared.corpus.vocab_size, prepared.corpus.seq_len)
+    weights = prepared.model.weights if reads_weights else None
     return accelerate(
-        model,
+        _model(prepared, weights),
         prepared.optimizer.build,
         data.dataset,
         prepared.model.loss_func,
@@ -163,6 +168,7 @@ def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:
         optim_args=prepared.optimizer.arguments,
         optim_param_func=prepared.optimizer.param_func,
         dataloader_args=loader_args,
+        weights=weights,
         sample_batch=data.sample_batch,
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={
@@ -179,6 +185,41 @@ def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:
         cluster=prepared.cluster,
         time_limit=prepared.config.strategy.time_limit,
     )
+
+
+def _model(prepared: Prepared, weights: Path | None) -> nn.Module:
+    """Build the model without memory, or whole where its code needs values; collective."""
+    build = functools.partial(prepared.model.build, prepared.corpus.vocab_size, prepared.corpus.seq_len)
+    model, problem = _without_memory(build, allow_lacking=weights is not None)
+    if any_rank(model is None):  # also an error of the user's own, which the ordinary build tells
+        with same_on_every_rank():
+            model = build()
+        problem = next(filter(None, gather_objects(problem)))
+        print_rank(f"meshwright: every rank builds the whole model: {problem}", file=sys.stderr, flush=True)
+    elif prepared.model.notice is not None:
+        print_rank(f"meshwright: {prepared.model.notice}", file=sys.stderr, flush=True)
+    assert model is not None
+    return model
+
+
+def _without_memory(build: Callable[[], nn.Module], *, allow_lacking: bool) -> tuple[nn.Module | None, str]:
+    """Build a model on meta, for ``accelerate`` to give it its values; where it cannot be, say why."""
+    before, recording = GeneratorState.now(), Recording()
+    try:
+        with recording:
+            model = build()
+    except (Exception, SystemExit) as error:
+        problem = f"without memory its code fails ({getattr(error, 'got', None) or error})"
+    else:
+        # A function that reads weights itself holds all of them in any case.
+        gains = sum(parameter.nbytes * (1 if parameter.is_meta else -1) for parameter in model.parameters()) > 0
+        lacking = recording.values_of(model).without_values() if not allow_lacking else []
+        if gains and not lacking:
+            remember(recording)
+            return model, ""
+        problem = "it has tensors without initial values" if lacking else "its code reads or computes the values itself"
+    before.restore()
+    return None, problem
 
 
 def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:

@@ -38,8 +38,19 @@ class ModelTable(Table):
 
     source: Annotated[str, Field(pattern=f"^(hf:.+|{_REFERENCE})$")] = Field(
         description="'module:function' that returns the model (modules beside this file are found first), or 'hf:PATH' "
-        "of a transformers config.json or the directory it lies in: built with random weights (a "
-        "directory with weights is refused)"
+        "of a transformers config.json or the directory it lies in"
+    )
+    weights: str = Field(
+        default="auto",
+        description="trained weights to start from: 'auto' (those in the directory of hf:PATH, if there are any), "
+        "'random' (the model's own initialisation, from run.seed), or the path of a directory that save_pretrained "
+        "wrote, a safetensors file, a run of meshwright train or one of its checkpoints, or a directory of "
+        "torch.distributed.checkpoint",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None,
+        description="type of the parameters that are trained, to which stored weights are cast; default: fp32 for "
+        "hf:PATH, otherwise what the function makes",
     )
     args: dict[str, Any] = Field(
         default={},

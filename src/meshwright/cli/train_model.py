@@ -17,6 +17,7 @@ from meshwright.cli.references import call_model_reference, resolve_reference, t
 from meshwright.cli.train_config import ModelTable, OptimizerTable
 from meshwright.errors import ConfigError, ModelError, did_you_mean, join_names
 from meshwright.loss import next_token_loss
+from meshwright.methods.base import torch_dtype
 from meshwright.nn.batches import to_device
 from meshwright.optim import (
     CAME,
@@ -35,6 +36,7 @@ from meshwright.planner.config_models import (
     predicts_next_token,
     read_model_config,
 )
+from meshwright.store.pretrained import check_weights
 
 _KEY = "model.source"
 
@@ -44,15 +46,19 @@ class ModelSource:
     """A model that can be built, and how it is called and its loss computed."""
 
     build: Callable[[int | None, int | None], nn.Module]
-    """``build(vocab_size, seq_len)`` returns it with random weights; the arguments are None where the data has none."""
+    """``build(vocab_size, seq_len)`` returns it, initialised; the arguments are None where the data has none."""
     loss_func: Callable[[Any, Any], Any] | None
     """``loss_func(model_input, model_output)``; None: the model's output carries the loss."""
     prepare_input: Callable[[Any, torch.device], Any]
     model_input_format: str | None
     """As in ``accelerate``; None: it follows from the samples."""
+    weights: Path | None = None
+    """Where trained weights to start from lie; None: it is initialised."""
+    notice: str | None = None
+    """What to say about a model that is initialised."""
 
 
-def model_source(table: ModelTable, folder: Path, *, of_text: bool = True) -> ModelSource:
+def model_source(table: ModelTable, folder: Path, *, of_text: bool = True, reads_weights: bool = True) -> ModelSource:
     """Find what ``[model]`` names, without building it.
 
     Args:
@@ -60,46 +66,45 @@ def model_source(table: ModelTable, folder: Path, *, of_text: bool = True) -> Mo
         folder: The training file's folder, which is on the import path already.
         of_text: Whether batches are token ids. For other batches the model's output carries the loss, unless one is
             named.
+        reads_weights: Whether the model starts from stored weights, if there are some. A checkpoint replaces them.
 
     Raises:
-        ConfigError: When something that it names does not exist.
+        ConfigError, CheckpointError: When something that it names does not exist, or cannot be read.
     """
     loss = resolve_reference(table.loss, "model.loss") if table.loss is not None else None
     loss_func = next_token_loss if of_text and loss is None else loss
     path = config_path(table.source, folder)
+    weights = _weights(table, path, folder) if reads_weights else None
     if path is None:
         function = resolve_reference(table.source, _KEY)
-        return ModelSource(functools.partial(_from_function, function, table), loss_func, to_device, None)
+        build = functools.partial(_from_function, function, table)
+        return ModelSource(build, loss_func, to_device, None, weights)
     check_config_path(path, _KEY)
     build = functools.partial(_from_hf, path, table, loss_func is next_token_loss)
-    return ModelSource(build, loss_func, _by_name, "unpack_dict")
+    notice = None
+    if reads_weights and weights is None and table.weights == _AUTO:
+        notice = f"there are no weights in {path}: the model is initialised from run.seed"
+    return ModelSource(build, loss_func, _by_name, "unpack_dict", weights, notice)
 
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth")
+_AUTO, _RANDOM = "auto", "random"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "consolidated*.pth")
 
 
-def refuse_weights(table: ModelTable, folder: Path) -> None:
-    """Refuse ``hf:PATH`` of a folder with pretrained weights, which nobody would read.
-
-    Args:
-        table: The table.
-        folder: The training file's folder.
+def _weights(table: ModelTable, source: Path | None, folder: Path) -> Path | None:
+    """Return where the weights lie that the model starts from; None: nowhere.
 
     Raises:
-        ConfigError: Naming the weights.
+        CheckpointError: When they cannot be read.
     """
-    path = config_path(table.source, folder)
-    if path is None or not path.is_dir():
-        return
-    found = sorted(each.name for pattern in _WEIGHTS for each in path.glob(pattern))
-    if found:
-        raise ConfigError(
-            "model.source names a folder of pretrained weights, and would train from random ones",
-            expected="hf:PATH of a config.json, or of a folder without weights",
-            got=f"{join_names(found, 3)} in {path}",
-            fix=f"write {table.source.rstrip('/')}/config.json to train from random weights; for the pretrained ones "
-            "let a function return the model: 'module:function' that calls transformers' from_pretrained",
-        )
+    path = source if table.weights == _AUTO else folder / Path(table.weights).expanduser()
+    if table.weights == _RANDOM or path is None:
+        return None
+    is_named = table.weights != _AUTO
+    if not is_named and not (path.is_dir() and any(True for pattern in _WEIGHTS for _ in path.glob(pattern))):
+        return None
+    check_weights(path)
+    return path
 
 
 def _by_name(batch: Any, device: torch.device) -> Any:
@@ -112,7 +117,8 @@ def _from_function(
 ) -> nn.Module:
     known = {"vocab_size": vocab_size, "seq_len": seq_len}
     fitting = {name: value for name, value in known.items() if value is not None and takes(function, name)}
-    return call_model_reference(function, table.source, {**fitting, **table.args}, "model")
+    model = call_model_reference(function, table.source, {**fitting, **table.args}, "model")
+    return model if table.dtype is None else model.to(torch_dtype(table.dtype))
 
 
 def _from_hf(
@@ -120,7 +126,7 @@ def _from_hf(
 ) -> nn.Module:
     config = read_model_config(path, table.args, _KEY)
     _check_sizes(config, vocab_size, seq_len)
-    model = model_of_config(config, path)
+    model = model_of_config(config, path, dtype=torch_dtype(table.dtype or "fp32"))
     if must_be_causal and not predicts_next_token(model, config):
         raise ConfigError(
             f"{type(model).__name__} is no causal language model, and text trains next-token prediction",

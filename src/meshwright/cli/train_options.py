@@ -13,7 +13,7 @@ from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_files import check_not_running, check_run_dir, is_restart
 from meshwright.cli.train_config import StrategyTable, Table, TrainConfig, read_config
 from meshwright.cli.train_data import Corpus, Samples, find_corpus, find_samples
-from meshwright.cli.train_model import ModelSource, OptimizerChoice, model_source, optimizer_of, refuse_weights
+from meshwright.cli.train_model import ModelSource, OptimizerChoice, model_source, optimizer_of
 from meshwright.cost import find_cluster
 from meshwright.data import numbers_that_divide
 from meshwright.errors import ConfigError, DataError
@@ -104,9 +104,9 @@ def prepare(options: Options, world: int) -> Prepared:
         if os.environ.get("RANK", "0") == "0":  # ranks that look at the same time would find each other
             check_not_running(run_dir)
     of_text = config.data.function is None
-    model = model_source(config.model, folder, of_text=of_text)
-    if not options.resume:  # a checkpoint has the weights then
-        refuse_weights(config.model, folder)
+    # A checkpoint has the weights, unless it leaves out frozen ones.
+    reads_weights = not (options.resume and config.run.save_frozen)
+    model = model_source(config.model, folder, of_text=of_text, reads_weights=reads_weights)
     corpus = find_corpus(config.data, folder) if of_text else find_samples(config.data)
     return Prepared(config, run_dir, model, corpus, strategy, optimizer, _cluster(config.strategy, folder))
 

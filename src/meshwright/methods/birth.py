@@ -85,6 +85,20 @@ class Birth:
                 fix="pass a function that builds the model in place of the model; or weights=FOLDER with trained ones; "
                 "or give the modules that hold them a reset_parameters method",
             )
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        """Refuse values that are computed from those that stored ones replace: adapters such as DoRA's or PiSSA's."""
+        read = [name for name in self.values.places if self._is_stored(name)]
+        own = [name for name in self.values.places if not self._is_stored(name)]
+        wrong = self.values.computed_from(own, read) if read else []
+        if wrong:
+            raise ModelError(
+                "Tensors that the weights lack are computed from others, which the weights replace",
+                expected="initial values of their own",
+                got=join_names(wrong),
+                fix="load the weights into a model with values, build the rest around it, and pass the model",
+            )
 
     def give_buffers(self, model: nn.Module) -> None:
         """Put real buffers into a model on meta, on the CPU."""
@@ -138,8 +152,8 @@ class Birth:
                 advance()
 
             if drawn:
-                # Beside stored weights there is no ordinary build that the numbers would have to be equal to.
-                self.values.compute(drawn, deliver, draws=self.weights is None)
+                skipped = [name for name in self.values.places if self._is_stored(name)]
+                self.values.compute(drawn, deliver, skipped=skipped)
         self.given |= targets.keys()
 
 
@@ -228,6 +242,7 @@ def give_parameters(
     new_of = _with_memory(model, device, is_on_host)
     birth.fill(unwrapped(model))
     birth.is_over = True
+    birth.values = InitialValues()  # which may hold numbers that the code has read
     return new_of
 
 

@@ -98,8 +98,26 @@ class InitialValues:
         written = set(self.constants).union(*filling)
         return [name for name, place in self.places.items() if place.storage not in written and 0 not in place.shape]
 
+    def computed_from(self, names: Collection[str], sources: Collection[str]) -> list[str]:
+        """Return those of ``names`` whose values depend on those of ``sources``."""
+        read = {self.places[name].storage for name in sources}
+        wanted = {name: self.places[name].storage for name in names if self.places[name].storage not in read}
+
+        def depends(storages: set[int]) -> bool:
+            needed = zip(self.operators, _needed(self.operators, storages), strict=True)
+            return any(is_needed and each.reads & read and not _takes_shape_only(each) for each, is_needed in needed)
+
+        if not depends(set(wanted.values())):  # one pass for what is usual
+            return []
+        return [name for name, storage in wanted.items() if depends({storage})]
+
     def compute(
-        self, names: Collection[str], deliver: Callable[[str, torch.Tensor], None], *, draws: bool = True
+        self,
+        names: Collection[str],
+        deliver: Callable[[str, torch.Tensor], None],
+        *,
+        draws: bool = True,
+        skipped: Collection[str] = (),
     ) -> None:
         """Compute the values of tensors, one after the other.
 
@@ -108,6 +126,7 @@ class InitialValues:
             deliver: Called with a name and the whole tensor on the CPU, which is freed afterwards; once for each name.
             draws: Whether to draw the numbers of all others, too, so that the values, and torch's generator
                 afterwards, are those of the ordinary build. False is faster, and leaves the generator as it is.
+            skipped: Tensors for which no numbers are drawn, as where ``from_pretrained`` builds a model.
         """
         before = torch.get_rng_state()
         if self.generator is not None:
@@ -116,7 +135,7 @@ class InitialValues:
         for name in names:
             wanted[self.places[name].storage].append(name)
         with torch.no_grad(), disable_current_modes(), torch.device("cpu"):
-            _Replay(self, wanted, deliver, draws=draws).run()
+            _Replay(self, wanted, deliver, draws=draws, skipped={self.places[name].storage for name in skipped}).run()
         if not draws:
             torch.set_rng_state(before)
 
@@ -130,6 +149,17 @@ _OVERWRITE = {
 }  # fmt: skip
 
 
+_OF_SHAPE = _EMPTY | {
+    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like, _aten.new_zeros,
+    _aten.new_ones, _aten.new_full,
+}  # fmt: skip
+
+
+def _takes_shape_only(operator: _Operator) -> bool:
+    """Return whether an operator needs no values of its arguments."""
+    return operator.output is not None and packet_of(operator.function) in _OF_SHAPE  # functions of init have none
+
+
 class _Replay:
     """One run of the operators; see [Note: initial values]."""
 
@@ -140,8 +170,10 @@ class _Replay:
         deliver: Callable[[str, torch.Tensor], None],
         *,
         draws: bool,
+        skipped: set[int],
     ) -> None:
-        self._values, self._wanted, self._deliver, self._draws = values, wanted, deliver, draws
+        self._values, self._wanted, self._deliver = values, wanted, deliver
+        self._draws, self._skipped = draws, skipped
         self._needed = _needed(values.operators, set(wanted))
         self._memory: dict[int, torch.UntypedStorage] = {}
         self._uses = self._count_uses()
@@ -162,7 +194,8 @@ class _Replay:
         for place in _order(self._values.operators, self._needed):
             operator = self._values.operators[place]
             if not self._needed[place]:
-                if self._draws:
+                skips = operator.writes and operator.writes <= self._skipped
+                if operator.function is torch.set_rng_state or (self._draws and not skips):
                     _draw(operator, self._values.sizes)
                 continue
             self._run(operator)
@@ -304,8 +337,9 @@ class Recording:
         return parameter is not None and self._recorder.has_noted(parameter)
 
     def values_of(self, model: nn.Module) -> InitialValues:
-        """Return the values of a model that was built here."""
+        """Return the values of a model that was built here. Parameters that have some already lose them."""
         self._recorder.name_tensors(model)
+        self._recorder.forget_values(model)
         return self._recorder.values
 
 
@@ -439,6 +473,21 @@ class _Recorder(TorchDispatchMode):
         """Note where the parameters and buffers of a model lie."""
         named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.values.places = {name: self._noted(tensor) for name, tensor in named}
+
+    def forget_values(self, model: nn.Module) -> None:
+        """Move parameters to meta that the code has made of numbers, or read: their values are known here."""
+        written = frozenset[int]().union(*(each.writes for each in self.values.operators))
+        for parameter in model.parameters():
+            if parameter.is_meta:
+                continue
+            number = self._place(parameter).storage
+            if number not in written:
+                self.values.constants[number] = _bytes_of(parameter)
+            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+            torch.utils.swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            storage = parameter.untyped_storage()
+            self._alive.append(storage)
+            self._numbers[storage_identity(storage)] = number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -257,7 +257,7 @@ def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key:
     return config
 
 
-def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Module:
+def model_of_config(config: Any, path: Path, *, on_meta: bool = False, dtype: torch.dtype | None = None) -> nn.Module:
     """Return the model of a configuration, with random weights or on ``meta``.
 
     Its class is the one that ``architectures`` names, else that of the first automatic class that knows the
@@ -266,14 +266,28 @@ def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Mod
     Args:
         config: A configuration of :func:`read_model_config`.
         path: Where it was read, for errors.
-        on_meta: Whether to build on ``meta``.
+        on_meta: Whether to build on ``meta``; otherwise on torch's default device.
+        dtype: Type of its parameters; None: fp32, or what the configuration says, as its class does.
 
     Raises:
         ModelError: When no model can be built from it.
     """
-    with _naming_config(path), _offline(), few_modules(), torch.device("meta" if on_meta else "cpu"):
+    device = torch.device("meta") if on_meta else nullcontext()
+    with _naming_config(path), _offline(), few_modules(), device, _default_dtype(dtype):
         _check_configs(config)
+        if dtype is not None:
+            config.dtype = dtype
         return _of_config(_transformers(), config)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def predicts_next_token(module: nn.Module, config: Any) -> bool:

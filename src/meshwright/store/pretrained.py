@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.errors import CheckpointError, join_names
+from meshwright.errors import CheckpointError, join_names, readable_bytes
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.runtime import rank, world_size
 from meshwright.runtime.torch_internals import checkpoint as keys
@@ -75,6 +75,11 @@ class StoredWeights:
         self.num_bytes = sum(each.num_bytes for each in {id(each): each for each in self._tensors.values()}.values())
         self.missing = tuple(name for group in tied.values() for name in group if name not in self._tensors)
         self.unused = tuple(plan.extra)
+
+    def __str__(self) -> str:
+        """Return where the weights are, and their size."""
+        files = f"{len(self._files)} file{'s' if len(self._files) != 1 else ''}, " if self._files else ""
+        return f"{self._path} ({files}{readable_bytes(self.num_bytes)})"
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], model: nn.Module, *, allow_missing: bool = False) -> StoredWeights:
@@ -227,6 +232,16 @@ def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 # --- Where the weights are
+
+
+def check_weights(path: str | os.PathLike[str]) -> None:
+    """Refuse a path where no weights can be read, without a model; only headers and indexes are read.
+
+    Raises:
+        CheckpointError: Saying what is wrong with it.
+    """
+    for file in _find(Path(path)).files:
+        file.close()
 
 
 @dataclass

@@ -29,7 +29,7 @@ from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.birth import Birth, birth_of
 from meshwright.methods.job import guards_are_on
 from meshwright.nn import check_model, check_no_renorm, is_on_meta
-from meshwright.nn.initial_values import record
+from meshwright.nn.initial_values import record, remembered
 from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.guarded_step import follow_loads
 from meshwright.planner import Plan
@@ -235,6 +235,8 @@ def _conceive(
             model, values = record(model)
         if not isinstance(model, nn.Module):
             return model, None, []  # refused later, with all other arguments
+        if values is None and is_on_meta(model):
+            values = remembered(model)
         check_model(model, settings().device)
         stored = None
         if weights is not None:
@@ -245,11 +247,12 @@ def _conceive(
         birth = None if is_built else birth_of(model, values, stored)
     if birth is None:
         return model, None, []
-    notice = birth.share_seed()
+    notices = [f"weights from {stored}"] if stored is not None else []
+    notices += [notice] if (notice := birth.share_seed()) is not None else []
     if is_on_meta(model):
         with same_on_every_rank():
             birth.give_buffers(model)
-    return model, birth, [notice] if notice is not None else []
+    return model, birth, notices
 
 
 # --- Ask

@@ -132,6 +132,14 @@ def _check_known(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
 def _check_fresh(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     # Constructors may make states, with a step of 0.
+    lacking = [p for p, state in optimizer.state.items() if any(_is_on_meta(each) for each in state.values())]
+    if lacking:
+        raise ConfigError(
+            f"{type(optimizer).__name__} has made its states on meta, without values",
+            expected="an optimizer without states",
+            got=f"states of {join_names(names.get(id(p), '?') for p in lacking)}",
+            fix=f"pass what builds it (optim_func={type(optimizer).__name__}) to accelerate instead of the optimizer",
+        )
     steps = [(p, state.get("step")) for p, state in optimizer.state.items() if state]
     stepped = [names.get(id(p), "?") for p, step in steps if step is None or float(step) > 0]
     if stepped:
@@ -141,6 +149,10 @@ def _check_fresh(optimizer: Optimizer, names: Mapping[int, str]) -> None:
             got=f"states of {join_names(stepped)}",
             fix="build it anew; load its states after the model was distributed",
         )
+
+
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _check_no_references(optimizer: Optimizer, names: Mapping[int, str]) -> None:

@@ -116,7 +116,8 @@ def _copied(request: Request) -> Request:
             got=_describe_error(error),
             fix="leave time_limit out to choose by prediction, or give what cannot be copied a __deepcopy__",
         ) from error
-    return dataclasses.replace(request, model=model, optim_func=optim)
+    birth = request.birth and dataclasses.replace(request.birth, given=set(request.birth.given))
+    return dataclasses.replace(request, model=model, optim_func=optim, birth=birth)
 
 
 # --- Modules that the user's functions use beside the model, such as a loss with statistics
