@@ -5,7 +5,8 @@ plan and the methods see shapes only. Buffers, which are small and which models 
 values first (:meth:`Birth.give_buffers`). The parameters follow when the methods have decided on their layout:
 ``shard`` in methods/zero.py calls :func:`give_parameters` for shards, and ``apply_strategy`` for everything else,
 before anything holds references to the parameters: hooks, replicas, masters, the optimizer. Every rank computes, or
-reads, the elements that it holds, and nothing is sent.
+reads, the elements that it holds, and nothing is sent. On torch's fake process group, where the other ranks are
+pretended, parameters stay on ``meta``: a start of any size can be tried in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from meshwright.errors import ModelError, join_names
 from meshwright.nn import RankOrder, is_on_meta, parameter_groups, rank_orders
 from meshwright.nn.initial_values import InitialValues, record, record_reset, remembered
 from meshwright.optim import local_tensor
-from meshwright.runtime import gather_objects, rank
+from meshwright.runtime import gather_objects, is_pretended, rank
 from meshwright.runtime.torch_internals.dtensor import StridedShard
 from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 from meshwright.store.entries import stored_name, unwrapped
@@ -126,15 +127,19 @@ class Birth:
     def _is_stored(self, name: str) -> bool:
         return self.weights is not None and name in self.weights
 
-    @torch.no_grad()
-    def fill(self, model: nn.Module) -> None:
-        """Fill the tensors of a model that have memory, but no values; each rank its own elements."""
+    def targets(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, Index]]:
+        """Return this rank's part of every tensor without values, and which elements of the whole it has, by name."""
         orders, along = rank_orders(model), functools.cache(index_along)
-        targets = {
+        return {
             stored_name(name): (local_tensor(tensor), part_of_tensor(tensor, orders.get(id(tensor)), along))
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if stored_name(name) not in self.given
         }
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Fill the tensors of a model that have memory, but no values; each rank its own elements."""
+        targets = self.targets(model)
         drawn = [name for name in targets if name in self.values.places and not self._is_stored(name)]
         with _advancing("filling tensors", len(targets)) as advance:
             for name in filter(self._is_stored, targets):
@@ -238,6 +243,10 @@ def give_parameters(
         is_on_host: Whether the sharded parameter of this name lives on the host.
     """
     if birth.is_over:
+        return {}
+    if is_pretended():
+        birth.targets(unwrapped(model))
+        birth.is_over = True
         return {}
     new_of = _with_memory(model, device, is_on_host)
     birth.fill(unwrapped(model))

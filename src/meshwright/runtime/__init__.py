@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         background_group as background_group,
         before_leaving as before_leaving,
         init_distributed as init_distributed,
+        is_pretended as is_pretended,
         print_rank as print_rank,
         rank as rank,
         require_distributed as require_distributed,
