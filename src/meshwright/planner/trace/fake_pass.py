@@ -262,7 +262,9 @@ class Pass:
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
                 saved.complete = True
                 saved.forget_freed()
-                run = functools.partial(parts.run, state=state, held=held) if parts is not None else torch.Tensor.backward
+                run = (
+                    functools.partial(parts.run, state=state, held=held) if parts is not None else torch.Tensor.backward
+                )
                 backward = _Backward(loss, device.type, run)
                 del loss
                 return boundaries, work.everything(backward), backward.has_run  # type: ignore[arg-type]
