@@ -166,6 +166,7 @@ class TracedModule:
     classes: tuple[str, ...]  # qualified names of its class and of the bases
     block: int | None = None  # the repeated block that it is or lies in, counted in the model's order
     working_bytes: int = 0  # what its backward needs, when it is recomputed, beside what it saves again
+    runs: int = 1  # how often a forward pass runs it: each is recomputed by itself
 
 
 Given = Literal["view", "copy"]
@@ -352,10 +353,10 @@ class Activations:
                     continue
                 for module in {_cover(running, self.recomputed) for running in tensor.savers}:
                     assert module is not None, "it would be kept"
-                    before = working.get(module, self.modules[module].working_bytes)
-                    working[module], places[module] = before + tensor.num_bytes, place
+                    working[module], places[module] = working.get(module, 0) + tensor.num_bytes, place
         most: dict[int, int] = {}
         for module, size in working.items():
+            size = working[module] = self.modules[module].working_bytes + -(-size // self.modules[module].runs)
             most[places[module]] = max(most.get(places[module], 0), size)
         return dataclasses.replace(
             self,

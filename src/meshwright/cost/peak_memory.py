@@ -344,7 +344,7 @@ class _Gradients:
 
 
 def _in_model(step: Step) -> int:
-    """Return the bytes of gradients that the model's own weights get; those of master weights are made at the update."""
+    """Return the bytes of gradients of the model's own weights; those of master weights are made at the update."""
     return sum(count * held_bytes(step, p) for count, p in step.every_parameter() if p.trainable)
 
 

@@ -362,7 +362,10 @@ def summarise(model: nn.Module, saved: SavedTensors, transients: tuple[Transient
     block_of = {module: place for place, block in enumerate(blocks) for module in block.modules()}
     return Activations(
         saved.bytes,
-        modules=tuple(TracedModule(path, tuple(class_names(module)), block_of.get(module)) for path, module in named),
+        modules=tuple(
+            TracedModule(path, tuple(class_names(module)), block_of.get(module), runs=max(saved.runs[module], 1))
+            for path, module in named
+        ),
         blocks=tuple(numbers[block] for block in blocks),
         stages=(_tensors(saved, numbers),),
         work=_work(saved, numbers),
