@@ -124,5 +124,34 @@ def with_transformers(folder):
     return True
 
 
+class Tokenizer:
+    def save_pretrained(self, folder):
+        (folder / "more").mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "more" / "chat_template.jinja").write_text("hello")
+
+
+def with_a_tokenizer(folder):
+    model = tiny.build("llama")
+    for non_blocking in (False, True):
+        out = folder / str(non_blocking)
+        save_folder(model, out, shard_bytes=2**13, non_blocking=non_blocking, tokenizer=Tokenizer())
+        wait_for_saves()
+    return True
+
+
+def test_a_tokenizer_lies_beside(ranks, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    assert all(ranks(2).run(with_a_tokenizer, tmp_path))
+    for out in tmp_path.iterdir():
+        others = sorted(str(path.relative_to(out)) for path in out.rglob("*") if not path.match("model-*"))
+        names = ["config.json", "generation_config.json", "model.safetensors.index.json", "more"]
+        assert others == [*names, "more/chat_template.jinja", "tokenizer.json"]
+        tokens = torch.arange(10)[None]
+        logits = [m.eval()(tokens).logits for m in (tiny.build("llama"), AutoModelForCausalLM.from_pretrained(out))]
+        assert torch.equal(*logits)
+
+
 def test_transformers_reads_ours_and_we_read_theirs(ranks, tmp_path):
     assert all(ranks(1).run(with_transformers, tmp_path))
