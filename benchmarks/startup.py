@@ -17,7 +17,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -132,10 +131,10 @@ def start(system: str, layers: int, *, counts: bool) -> None:
     mw.shutdown_distributed()
 
 
-def started(system: str, layers: int, folder: str, *further: str) -> dict[str, Any]:
-    """Start once in new processes, which find modules compiled in a folder; return the figures."""
+def started(system: str, layers: int, *further: str) -> dict[str, Any]:
+    """Start once in new processes, which keep the modules that they compile; return the figures."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    environment |= {"PYTHONPYCACHEPREFIX": folder, "OMP_NUM_THREADS": "1"}
+    environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, __file__, "--start", system, "--layers", str(layers), *further]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -146,11 +145,10 @@ def started(system: str, layers: int, folder: str, *further: str) -> dict[str, A
 def compare(systems: Sequence[str], layers: int, rounds: int) -> dict[str, dict[str, Any]]:
     """Let the systems take turns; return the medians of each, and the collectives of a start that is not timed."""
     found: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-    with tempfile.TemporaryDirectory() as folder:
-        calls = {system: started(system, layers, folder, "--counts")["collectives"] for system in systems}
-        for _ in range(rounds):
-            for system, every in found.items():
-                every.append(started(system, layers, folder))
+    calls = {system: started(system, layers, "--counts")["collectives"] for system in systems}
+    for _ in range(rounds):
+        for system, every in found.items():
+            every.append(started(system, layers))
     return {system: {**summary(every), "collectives": calls[system]} for system, every in found.items()}
 
 
