@@ -158,7 +158,7 @@ def test_all_ranks_of_a_launch_export(gpt2_run, ranks, tmp_path):
     assert all(written for _, _, written in answers)
     assert len(files) == len(set(files)) == len(list((tmp_path / "hf").glob("*.safetensors")))
     _run("export", run, tmp_path / "one.safetensors")
-    model.load_state_dict(load_file(tmp_path / "one.safetensors"))
+    model.load_state_dict(load_file(tmp_path / "one.safetensors"), strict=False)  # the head is tied
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         loaded = type(model).from_pretrained(tmp_path / "hf").eval()
