@@ -1,17 +1,25 @@
-"""Training files whose models start from stored weights, by the real program."""
+"""Training files whose models start from stored weights, on living ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
+import sys
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.helpers import losses, meshwright, project
+from meshwright.cli import train_loop as training
+from meshwright.cli.train_options import Options
+from meshwright.runtime.device import seed_everything
+from tests.cli.helpers import losses, project
+from tests.pool import RemoteFailure
 
-MODELS = """
+FUNCTIONS = """
 
 def of_numbers(vocab_size, seq_len):
     model = Tiny(vocab_size, seq_len)
@@ -24,87 +32,125 @@ def with_scale(vocab_size, seq_len):
     model = Tiny(vocab_size, seq_len)
     model.scale = nn.Parameter(torch.tensor(0.5))
     return model
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(input_ids=ids)
+
+
+def reads_itself():
+    from transformers import AutoModelForCausalLM
+
+    return Wrapped(AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32))
 """
+WHOLE = "every rank builds the whole model"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A training file, functions, a folder ``base`` of a Llama's weights, and ``bare`` with its config alone."""
+    project(tmp_path)
+    with (tmp_path / "tiny.py").open("a") as stream:
+        stream.write(FUNCTIONS)
+    llama(tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors*"))
+    return tmp_path
 
 
 def llama(folder, **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "dtype": "bfloat16"}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
     torch.manual_seed(5)
-    model = LlamaForCausalLM(LlamaConfig(**sizes | changes))
-    model.save_pretrained(folder, max_shard_size="20KB")
-    return model
+    LlamaForCausalLM(LlamaConfig(**sizes | changes)).save_pretrained(folder, max_shard_size="20KB")
 
 
-def train(folder, *changes, world=2, steps=3, out="run", resume=False):
-    words = [word for change in changes for word in ("--set", change)]
-    words += ["--resume"] if resume else []
-    return meshwright("train", "tiny.toml", "--nproc", world, "--steps", steps, "--out", out, *words, folder=folder)
+def train(folder, out, *changes, steps=3, resume=False):
+    """What a rank of the program does, and prints on standard error."""
+    seed_everything(0)
+    path, said = list(sys.path), io.StringIO()
+    changes = ('strategy.methods="fsdp"', *(f'{key}="{value}"' for key, value in changes))
+    try:
+        with (
+            mock.patch.object(training, "shutdown_distributed"),
+            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.chdir(folder),
+        ):
+            options = Options(folder / "tiny.toml", steps=steps, out=folder / out, changes=changes, resume=resume)
+            training.train(options)
+    finally:
+        sys.path[:] = path
+        sys.modules.pop("tiny", None)
+    return said.getvalue()
 
 
-FSDP = 'strategy.methods="fsdp"'
+HF = ("model.source", "hf:base")
 
 
-def test_a_folder_of_weights_is_trained_further(tmp_path):
-    project(tmp_path)
-    llama(tmp_path / "base")
-    shutil.copytree(tmp_path / "base", tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors*"))
-    trained = train(tmp_path, 'model.source="hf:base"', FSDP)
-    assert trained.returncode == 0, trained.stderr
-    assert "meshwright: weights from " in trained.stderr
-    assert "base (3 files, " in trained.stderr
-    for world, source, weights in ((1, "hf:base", "auto"), (2, "hf:bare", "base"), (2, "tiny:read", "auto")):
-        (tmp_path / "tiny.py").write_text(
-            "from transformers import AutoModelForCausalLM\n"
-            "def read(): return Wrapped(AutoModelForCausalLM.from_pretrained('base', dtype='float32'))\n"
-            "import torch\n"
-            "class Wrapped(torch.nn.Module):\n"
-            "    def __init__(self, inner): super().__init__(); self.inner = inner\n"
-            "    def forward(self, ids): return self.inner(input_ids=ids)\n"
-        )
-        other = f"{world}-{weights}-{source[3:]}"
-        again = train(tmp_path, f'model.source="{source}"', f'model.weights="{weights}"', FSDP, world=world, out=other)
-        assert again.returncode == 0, again.stderr
-        assert losses(tmp_path / other) == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
-    assert json.loads((tmp_path / "run" / "model_config.json").read_text())["dtype"] == "float32"
+def test_a_folder_of_weights_is_trained_further(ranks, folder):
+    said, _ = ranks(2).run(train, folder, "run", HF)
+    assert "meshwright: weights from " in said
+    assert "base (3 files, " in said
+    expected = losses(folder / "run")
+    itself = ranks(2).run(train, folder, "itself", ("model.source", "tiny:reads_itself"))
+    assert f"{WHOLE}: its code reads or computes the values itself" in itself[0]
+    named = (("model.source", "hf:bare"), ("model.weights", "base"))
+    ranks(1).run(train, folder, "named", *named)
+    for other in ("itself", "named"):
+        assert losses(folder / other) == pytest.approx(expected, rel=1e-5)
 
-    initialised = train(tmp_path, 'model.source="hf:bare"', FSDP, out="bare_run")
-    assert "bare: the model is initialised from run.seed" in initialised.stderr
-    assert losses(tmp_path / "bare_run")[0] != pytest.approx(losses(tmp_path / "run")[0], rel=1e-4)
-
-    # The checkpoint has the weights: those of the folder are not read again.
-    (tmp_path / "base" / "model.safetensors.index.json").unlink()
-    resumed = train(tmp_path, 'model.source="hf:base"', FSDP, steps=4, resume=True)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "weights from" not in resumed.stderr
-    assert len(losses(tmp_path / "run")) == 4
+    ranks(2).run(train, folder, "half", HF, ("model.dtype", "bf16"))
+    assert losses(folder / "half") == pytest.approx(expected, rel=3e-2)
+    assert [json.loads((folder / run / "model_config.json").read_text())["dtype"] for run in ("run", "half")] == [
+        "float32",
+        "bfloat16",
+    ]
 
 
-def test_weights_of_another_model_are_refused_on_every_rank(tmp_path):
-    project(tmp_path)
-    llama(tmp_path / "base")
-    llama(tmp_path / "other", hidden_size=32)
-    run = train(tmp_path, 'model.source="hf:base"', 'model.weights="other"', FSDP)
-    assert run.returncode == 1
-    assert "does not fit the model; nothing was loaded" in " ".join(run.stderr.split())
-    assert not (tmp_path / "run").exists()
-    run = train(tmp_path, 'model.source="hf:base"', 'model.weights="nowhere"', FSDP)
-    assert "There are no weights at" in " ".join(run.stderr.split())
+def test_a_folder_without_weights_is_initialised(ranks, folder):
+    said, _ = ranks(2).run(train, folder, "bare_run", ("model.source", "hf:bare"))
+    assert "bare: the model is initialised from run.seed" in said
+    said, _ = ranks(2).run(train, folder, "random", HF, ("model.weights", "random"))
+    assert "weights from" not in said
+    assert losses(folder / "bare_run") == losses(folder / "random")
 
 
-def test_functions_are_built_without_memory_where_they_can_be(tmp_path):
-    file = project(tmp_path)
-    with open(tmp_path / "tiny.py", "a") as stream:
-        stream.write(MODELS)
+def test_a_resumed_run_does_not_read_the_weights_again(ranks, folder):
+    ranks(2).run(train, folder, "run", HF)
+    (folder / "base" / "model.safetensors.index.json").unlink()
+    said, _ = ranks(2).run(train, folder, "run", HF, steps=4, resume=True)
+    assert "resuming after step 3" in said
+    assert "weights from" not in said
+    assert len(losses(folder / "run")) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ((HF, ("model.weights", "other")), "does not fit the model; nothing was loaded"),
+        ((HF, ("model.weights", "nowhere")), "There are no weights at"),
+        ((("model.weights", "a.safetensors"),), r"missing: .*embedding\.weight"),
+    ],
+    ids=str,
+)
+def test_wrong_weights_are_refused_on_every_rank_before_anything_is_written(changes, words, ranks, folder):
+    llama(folder / "other", hidden_size=32)
+    save_file({"a": torch.ones(2)}, folder / "a.safetensors")
+    with pytest.raises(RemoteFailure, match=words) as caught:
+        ranks(2).run(train, folder, "run", *changes)
+    assert "rank 1, too" in str(caught.value)
+    assert not (folder / "run").exists()
+
+
+def test_functions_are_built_without_memory_where_they_can_be(ranks, folder):
     for name in ("Tiny", "of_numbers", "with_scale"):
-        run = train(tmp_path, f'model.source="tiny:{name}"', FSDP, out=name)
-        assert run.returncode == 0, run.stderr
-        told = "every rank builds the whole model: without memory its code fails" in run.stderr
-        assert told == (name == "of_numbers"), run.stderr
-    assert losses(tmp_path / "Tiny") == losses(tmp_path / "of_numbers")
-    assert file.exists()
-    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
-    run = train(tmp_path, 'model.weights="a.safetensors"', out="stored")
-    assert "missing: embedding.weight" in " ".join(run.stderr.split())
+        said, _ = ranks(2).run(train, folder, name, ("model.source", f"tiny:{name}"))
+        assert (f"{WHOLE}: without memory its code fails" in said) == (name == "of_numbers"), said
+    assert losses(folder / "Tiny") == losses(folder / "of_numbers") == losses(folder / "with_scale")
