@@ -87,30 +87,34 @@ def test_stages_take_the_weights_of_rank_0(ranks):
 
 
 def criterion_of_another_model():
-    """Losses of a model whose criterion was boosted with another before, by the schedule and by a plain loop."""
-    first, *_ = boosted("tied", pp_size=2)
+    """Losses of a model whose criterion was boosted with another before, by the schedule and by a plain loop; and of
+    that other model with the same criterion, by the schedule alone, before and behind a refused loss."""
+    first, other, other_optim, _ = boosted("tied", pp_size=2, max_norm=1e6)
     second, model, optim, loader = boosted("tied", pp_size=2, max_norm=1e6, loss=first.own_criterion)
-    batches, losses = iter(loader), []
-    for index in range(STEPS):
+    losses, others = [], []
+    for index, batch in enumerate(itertools.islice(loader, STEPS)):
+        others.append(step(first, other, other_optim, iter([batch]), second.own_criterion)[0])
         if index % 3:
-            losses.append(second.execute_pipeline(batches, model, second.own_criterion, optim)["loss"].item())
+            losses.append(second.execute_pipeline(iter([batch]), model, second.own_criterion, optim)["loss"].item())
         else:
-            batch = next(batches)
+            with pytest.raises(mw.ModelError, match="loss is of another model's output"):
+                second.own_criterion(other(**batch), batch)
             loss = second.own_criterion(model(**batch), batch)
             second.backward(loss, optim)
             losses.append(loss.item())
         optim.step()
         optim.zero_grad()
-    return losses
+    return losses, others
 
 
 def test_a_criterion_serves_a_second_pipeline(ranks):
     expected, *_ = reference("tied", 1e6)
-    for losses in ranks(2).run(criterion_of_another_model):
-        assert losses == pytest.approx(expected, rel=1e-4)
+    for results in ranks(2).run(criterion_of_another_model):
+        for losses in results:
+            assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def step(booster, model, optim, batches):
+def step(booster, model, optim, batches, criterion=criterion):
     result = booster.execute_pipeline(batches, model, criterion, optim)
     assert result["outputs"] is None
     optim.step()

@@ -256,7 +256,7 @@ class PipelineEngine:
             (seed,) = draw_seeds(1)
             if isinstance(output, StageOutput):
                 hand_over_stages({})
-                return self._finishing(shared_loss(self.rank, output.token, None))
+                return self._finishing(shared_loss(self.rank, output, None))
             try:
                 with captured() as records, drawing(seed), keeping_loss_here():
                     loss = loss_func(inputs, output)
