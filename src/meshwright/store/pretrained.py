@@ -269,7 +269,8 @@ def _find(path: Path) -> _Found:
         )
     if (path / MANIFEST).is_file():
         return _in_checkpoint(path)
-    if complete := complete_checkpoints(path):
+    # ``meshwright train`` makes a folder of its own for them.
+    if complete := complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"):
         return _in_checkpoint(complete[-1][1])
     if (path / METADATA).is_file():
         return _Found(path, open_dcp(path), in_state=True)
