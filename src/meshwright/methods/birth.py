@@ -29,7 +29,7 @@ from meshwright.errors import ModelError, join_names
 from meshwright.nn import RankOrder, is_on_meta, parameter_groups, rank_orders
 from meshwright.nn.initial_values import InitialValues, record, record_reset, remembered
 from meshwright.optim import local_tensor
-from meshwright.runtime import gather_objects, is_pretended, rank
+from meshwright.runtime import gather_objects, is_pretended, rank, same_on_every_rank
 from meshwright.runtime.torch_internals.dtensor import StridedShard
 from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 from meshwright.store.entries import stored_name, unwrapped
@@ -249,7 +249,8 @@ def give_parameters(
         birth.is_over = True
         return {}
     new_of = _with_memory(model, device, is_on_host)
-    birth.fill(unwrapped(model))
+    with same_on_every_rank():  # a file that one rank cannot read
+        birth.fill(unwrapped(model))
     birth.is_over = True
     birth.values = InitialValues()  # which may hold numbers that the code has read
     return new_of
