@@ -43,7 +43,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a number of ranks, and a strategy as JSON; ``"null"`` lets the planner choose."""
+    """A model, a number of ranks, and a strategy as JSON."""
 
     model: str
     ranks: int
@@ -69,7 +69,6 @@ CASES = {
     "405b-all": case(
         "405b", 512, mesh(tensor=8, pipeline=8, zero=8), "tensor_parallel", "pipeline_parallel", "zero1"
     ),
-    "405b-chosen": Case("405b", 512, "null"),
     **{f"16-layers-fsdp-{ranks}": case("70b", ranks, "fsdp", layers=16) for ranks in (64, 512, 4096)},
     **{
         f"16-layers-hsdp-{ranks}": case("70b", ranks, mesh(zero=64, data=ranks // 64), "fsdp", layers=16)
