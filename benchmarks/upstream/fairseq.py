@@ -19,7 +19,7 @@ SUITE = Suite(
         Change(r"^@dataclass$", "@dataclass(unsafe_hash=True)", "fairseq's dataclasses made fit for Python 3.11"),
     ),
     cases=(
-        Case("tests/*", because="tests fairseq's data, tasks, models or generation, which are not here"),
+        Case("tests/*", because="tests fairseq's data, tasks, models, generation or tools, which stay in fairseq"),
         Case("tests/gpu/*", because="starts fairseq's own programs on GPUs"),
         Case("tests/speech*", because="tests fairseq's models of speech, which are not here"),
         Case("tests/tasks/*", because="tests fairseq's tasks, which are not here"),
@@ -33,7 +33,10 @@ SUITE = Suite(
             "tests/test_activation_checkpointing.py",
             because="tests fairseq's checkpoint_wrapper; the method checkpoint recomputes here",
         ),
-        Case("tests/test_train.py", because="tests where fairseq's trainer goes on in its data, over a fake optimizer"),
+        Case(
+            "tests/test_train.py",
+            because="tests what fairseq's checkpoint_utils loads into a fake trainer, which stays in fairseq",
+        ),
         Case(
             "tests/distributed/*",
             because="tests fairseq's wrappers and helpers of process groups, which stay in fairseq",

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from meshwright import runtime
-from meshwright.cli import app, train_loop as training
+from meshwright.cli import app, checkpoint_tools, train_loop as training
 from meshwright.cli.run_files import MODEL_CONFIG
 from meshwright.cli.train_options import Options
-from meshwright.store import CheckpointStore, TrainingState
+from meshwright.store import CheckpointStore, TrainingState, export, folder as folders
 from tests.cli.helpers import losses, project
 
 
@@ -99,8 +99,22 @@ def test_checkpoints_are_listed_verified_and_exported(gpt2_run, tmp_path):
     ]
     assert "step-00000002" in _run("list", run).stdout
     assert _run("verify", run).exit_code == 0
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors"):
+        (source / name).write_text(name)
+    (run / "config.json").write_text(
+        json.dumps({"file": str(tmp_path / "train.toml"), "model": {"source": "hf:source"}})
+    )
     exported = _run("export", run, tmp_path / "hf", "--dtype", "bf16")
     assert exported.exit_code == 0, exported.stderr
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
     loaded = type(model).from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
     with torch.no_grad():
         model.transformer.wpe.weight.sub_(1)
@@ -119,6 +133,36 @@ def test_checkpoints_are_listed_verified_and_exported(gpt2_run, tmp_path):
     kept = load_file(tmp_path / "weights" / "one.safetensors")
     assert kept["transformer.wpe.weight"].dtype == torch.float32
     assert _run("list", run).exit_code == 0
+
+
+def _exported_in_turns(run, out):
+    with (
+        mock.patch.object(folders, "write_beside", wraps=folders.write_beside) as write,
+        mock.patch.object(export, "_SHARD_BYTES", 1000),
+        mock.patch.object(checkpoint_tools, "shutdown_distributed"),
+    ):
+        result = _run("export", run, out)
+    return (
+        result.exit_code,
+        result.stdout,
+        [name for call in write.mock_calls if (name := call.args[0].name).startswith("model-")],
+    )
+
+
+def test_all_ranks_of_a_launch_export(gpt2_run, ranks, tmp_path):
+    run, model = gpt2_run
+    answers = ranks(2).run(_exported_in_turns, run, tmp_path / "hf")
+    assert [status for status, _, _ in answers] == [0, 0]
+    assert [len(said.splitlines()) for _, said, _ in answers] == [1, 0]
+    files = [file for _, _, written in answers for file in written]
+    assert all(written for _, _, written in answers)
+    assert len(files) == len(set(files)) == len(list((tmp_path / "hf").glob("*.safetensors")))
+    _run("export", run, tmp_path / "one.safetensors")
+    model.load_state_dict(load_file(tmp_path / "one.safetensors"), strict=False)  # the head is tied
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        loaded = type(model).from_pretrained(tmp_path / "hf").eval()
+        assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
 
 
 def test_what_cannot_be_exported_is_said(gpt2_run, tmp_path):

@@ -1,7 +1,8 @@
 import torch
 from hypothesis import given, strategies as st
 
-from meshwright.cost import Block, Parameter, Placement, StateTensor, Step, local_shape, memory, names_class
+from meshwright.cost import Block, Parameter, Placement, StateTensor, Step, building, local_shape, memory, names_class
+from meshwright.cost.rank_memory import DRAWN_PER_S
 
 
 @given(st.integers(1, 40), st.integers(1, 9))
@@ -43,3 +44,20 @@ def test_class_names():
     assert names_class("__main__.Block", ["models.gpt.Block"])
     assert names_class("models.gpt.Block", ["__main__.Block"])
     assert not names_class("Bloc", ["models.gpt.Block"])
+
+
+def test_building_needs_a_shard_and_one_whole_tensor():
+    placed = {name: Placement("zero") for name in ("parameters", "gradients", "optimizer")}
+    built = building([step(**placed)], ranks_per_host=2, disk_bytes_per_s=1e3)
+    assert built.device_bytes == 3 * 36 + 16
+    assert (built.host_bytes_initialised, built.host_bytes_read) == (60, 36)
+    assert (built.ordinary_host_bytes, built.ranks_per_host) == (3 * 60 + 32, 2)
+    assert (built.read_bytes_per_host, built.read_s) == (212, 0.212)
+    assert (built.num_drawn, built.draw_s) == (53, 53 / DRAWN_PER_S)
+
+
+def test_building_on_a_host_adds_the_tensor_to_the_shard():
+    built = building([step(on_cpu=True, parameters=Placement("zero"))])
+    assert built.device_bytes == 0
+    assert built.host_bytes_initialised == 3 * 36 + 16 + 60
+    assert built.read_s is None

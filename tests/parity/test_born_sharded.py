@@ -46,6 +46,11 @@ ALL = LAYOUTS | EXPERTS | FURTHER
 KINDS = ("plain", "gpt2", "llama", "qwen2", "bert", "t5")
 
 
+def some(cases, chosen):
+    """The cases as parameters of a test; all but the chosen ones are long."""
+    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.long) for case in cases]
+
+
 class Images(torch.utils.data.Dataset):
     def __len__(self):
         return 64
@@ -122,30 +127,44 @@ def check(every):
         assert ordinary[1] == born[1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", KINDS)
+BUILT = [
+    *itertools.product(("plain",), LAYOUTS),
+    *(("llama", each) for each in ("fsdp", "half", "tensor x zero", "pipeline x zero")),
+    *zip(("gpt2", "qwen2", "bert", "t5"), ("tensor", "hybrid", "offload", "pipeline"), strict=True),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), some(itertools.product(KINDS, LAYOUTS), BUILT))
 def test_equals_the_ordinary_build(name, layout, ranks):
     check(ranks(LAYOUTS[layout].world).run(both, name, layout, "born"))
 
 
-@pytest.mark.parametrize("layout", [*EXPERTS, "fsdp", "tensor", "tensor x zero"])
+@pytest.mark.parametrize(
+    "layout", some([(each,) for each in (*EXPERTS, "fsdp", "tensor", "tensor x zero")], [("expert x zero",)])
+)
 def test_experts(layout, ranks):
     check(ranks(ALL[layout].world).run(both, "mixtral", layout, "born"))
 
 
-@pytest.mark.parametrize("layout", ["data", "fsdp", "pipeline x zero"])
+@pytest.mark.parametrize("layout", some([("data",), ("fsdp",), ("pipeline x zero",)], [("fsdp",)]))
 def test_images(layout, ranks):
     check(ranks(ALL[layout].world).run(both, "vit", layout, "born"))
 
 
-@pytest.mark.parametrize("layout", FURTHER)
-@pytest.mark.parametrize("name", ["plain", "llama"])
+@pytest.mark.parametrize(
+    ("name", "layout"), some(itertools.product(("plain", "llama"), FURTHER), [*itertools.product(("plain",), FURTHER)])
+)
 def test_beside_other_methods(name, layout, ranks):
     check(ranks(ALL[layout].world).run(both, name, layout, "born"))
 
 
-@pytest.mark.parametrize("layout", ["data", "fsdp", "tensor x zero"])
-@pytest.mark.parametrize("name", ["mixtral", "vit"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    some(
+        itertools.product(("mixtral", "vit"), ("data", "fsdp", "tensor x zero")),
+        [("vit", "fsdp"), ("mixtral", "tensor x zero")],
+    ),
+)
 def test_built_on_meta_by_others(name, layout, ranks):
     """A transformers model is built again from its config."""
     check(ranks(ALL[layout].world).run(both, name, layout, "on meta"))
@@ -159,7 +178,14 @@ STORED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), STORED)
+READ = [
+    *(("llama", each) for each in ("data", "fsdp", "whole in half", "offload", "tensor x zero", "pipeline x zero")),
+    *(("gpt2", "tensor"), ("qwen2", "hybrid"), ("bert", "fsdp"), ("t5", "pipeline"), ("vit", "fsdp")),
+    ("mixtral", "expert x zero"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), some(STORED, READ))
 def test_reads_stored_weights(name, layout, ranks, tmp_path):
     model = builder(name, ALL[layout].layers)()
     with torch.no_grad():

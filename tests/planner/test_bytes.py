@@ -188,6 +188,26 @@ def test_pipelines(ranks):
     check(ranks(2).run(compared, cases)[0])
 
 
+def test_schedules_that_split_backward(ranks):
+    cases = {
+        "zbv": ("gpt2", pipeline("zbv"), 4),
+        "dualpipev": ("gpt", pipeline("dualpipev"), 4),
+        "zbv, checkpoint, half": ("gpt2", [*pipeline("zbv"), "checkpoint", HALF], 4),
+    }
+    check(ranks(2).run(compared, cases)[0])
+
+
+@pytest.mark.long
+def test_so_do_other_models_under_them(ranks):
+    for schedule in ("zbv", "dualpipev"):
+        plain = {name: (name, pipeline(schedule), 4) for name in ("gpt", "gpt2", "bert", "llama")}
+        check(ranks(2).run(compared, plain)[0])
+        half = {name: (name, [*pipeline(schedule), HALF], 4) for name in ("gpt", "gpt2", "bert")}
+        check(ranks(2).run(compared, half)[0])
+        again = {name: (name, [*pipeline(schedule), "checkpoint"], 4) for name in ("gpt", "gpt2")}
+        check(ranks(2).run(compared, again)[0])
+
+
 def test_experts_and_policies(ranks):
     cases = {
         "selective": ("mixtral", [SELECTIVE]),

@@ -450,9 +450,9 @@ def saved_by_ranks(folder):
 
     state = runs.build("fsdp")
     state.step = 4
-    CheckpointStore(folder / "run").save(state)
+    CheckpointStore(folder / "run" / "checkpoints").save(state)
     state.step = 2
-    CheckpointStore(folder / "run").save(state)
+    CheckpointStore(folder / "run" / "checkpoints").save(state)
     save(state.model, folder / "file.safetensors")
     return True
 
@@ -461,9 +461,11 @@ def test_our_checkpoints_and_files(ranks, tmp_path):
     assert all(ranks(2).run(saved_by_ranks, tmp_path))
     torch.manual_seed(0)
     model = runs.Net()
-    for path in (tmp_path / "run", tmp_path / "run" / "step-00000004", tmp_path / "file.safetensors"):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    newest = checkpoints / "step-00000004"
+    for path in (tmp_path / "run", checkpoints, newest, tmp_path / "file.safetensors"):
         assert _same_as(path, model.state_dict(), model)
-    files = sorted((tmp_path / "run" / "step-00000004" / "tensors").iterdir())
+    files = sorted((newest / "tensors").iterdir())
     assert len(files) == 2
     files[1].write_bytes(files[1].read_bytes()[:-1])
     refused(tmp_path / "run", model, "is damaged", files[1].name)

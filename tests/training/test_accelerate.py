@@ -214,14 +214,21 @@ def test_a_dry_run_changes_nothing(ranks, strategy):
     assert all(ranks(2).run(dry_run, strategy))
 
 
+class Unset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+
 def bad_calls():
-    plain = tiny.build("plain")
     cases = [
         ({"dataloader_args": {"batch_size": 7}}, "multiple of 2"),
         ({"dataset": tiny.Tokens(0)}, "empty"),
-        ({"model": plain.to("meta")}, "to_empty(device='cpu'), then load_state_dict"),
+        ({"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))}, "half on meta"),
+        ({"model": nn.Sequential(Unset()).to("meta")}, "0.scale"),
+        ({"model": lambda: 3}, "returns no module"),
         ({"model": nn.parallel.DistributedDataParallel(tiny.build("plain"))}, "already distributed"),
-        ({"model": print}, "not a module"),
+        ({"model": print}, "returns no module"),
         ({"model": nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))}, "1 (SyncBatchNorm) on cpu"),
         ({"model": nn.Sequential(nn.LazyLinear(2))}, "no parameters yet"),
         ({"optim_func": torch.optim.LBFGS, "optim_args": None}, "needs a closure"),

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from torch import nn
 
 import meshwright as mw
 from meshwright import DataError, LaunchError, ModelError
@@ -99,3 +100,17 @@ def _renormed():
 def test_replicas_whose_forward_changes_weights_by_their_own_samples_are_refused(ranks):
     """Weights of replicas would part without a word: every rank scales the rows that it looks up."""
     ranks(2).run(_renormed)
+
+
+def on_meta_alone():
+    with torch.device("meta" if mw.rank() == 1 else "cpu"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(mw.MeshwrightError) as caught:
+        mw.accelerate(model, torch.optim.SGD, strategy=["fsdp"], sample_batch=torch.ones(2, 3))
+    return str(caught.value)
+
+
+def test_a_model_on_meta_on_one_rank_alone_is_refused(ranks):
+    texts = ranks(2).run(on_meta_alone)
+    assert texts[0] == texts[1]
+    assert "How the model gets its values" in texts[0]

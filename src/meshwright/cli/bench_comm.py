@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from meshwright.cli.ranks import DEVICES, check_choice, check_launched, num_ranks, progress_bar
+from meshwright.cli.ranks import DEVICES, check_choice, check_launched, num_ranks
 from meshwright.cli.run_files import check_writable, write_whole
 from meshwright.comm import Measurement, benchmark_collectives, benchmark_sizes
 from meshwright.comm.bandwidth import benchmark_table, check_benchmark, check_num_ranks, default_max_bytes
 from meshwright.comm.transport import members_of
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, settings, shutdown_distributed
-from meshwright.runtime.terminal import PlainConsole
+from meshwright.runtime.terminal import PlainConsole, progress_bar
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _STDOUT = "-"

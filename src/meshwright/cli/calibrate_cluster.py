@@ -9,13 +9,13 @@ from typing import get_args
 import torch
 from rich.table import Table
 
-from meshwright.cli.ranks import DEVICES, check_choice, check_launched, num_ranks, progress_bar
+from meshwright.cli.ranks import DEVICES, check_choice, check_launched, num_ranks
 from meshwright.cli.run_files import check_writable, write_whole
 from meshwright.cost import write_cluster
 from meshwright.errors import ConfigError
 from meshwright.planner.measure import Calibrated, Clock, calibrate
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, shutdown_distributed
-from meshwright.runtime.terminal import PlainConsole
+from meshwright.runtime.terminal import PlainConsole, progress_bar
 
 _CLOCKS = ("auto", *get_args(Clock))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,22 @@ import torch
 import typer
 from rich.table import Column, Table
 
-from meshwright.cli.run_files import ADAPTERS, CHECKPOINTS, MODEL_CONFIG
-from meshwright.errors import CheckpointError, MeshwrightError, readable_bytes
+from meshwright.cli.run_files import ADAPTERS, CHECKPOINTS, CONFIG, MODEL_CONFIG
+from meshwright.errors import CheckpointError, readable_bytes
+from meshwright.planner.config_models import config_path
+from meshwright.runtime import init_distributed, rank, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole
-from meshwright.store.folder import export_adapters, export_weights
+from meshwright.store.export import export_adapters, export_weights
 from meshwright.store.manifest import (
     MANIFEST,
     RECORD,
     Record,
     complete_checkpoints,
     damage_of,
+    newest_valid,
     nothing_valid,
     read_manifest,
     read_record,
-    verify,
 )
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,19 +99,41 @@ def verify_checkpoints(directory: Path, as_json: bool) -> int:
 
 
 def export_checkpoint(directory: Path, out: Path, dtype: str | None) -> int:
-    """Write the weights of the newest whole checkpoint; return the exit status."""
+    """Write the weights of the newest whole checkpoint, with all ranks of the launch; return the exit status."""
     if dtype is not None and dtype not in _DTYPES:
         raise CheckpointError("--dtype is not known", expected=", ".join(_DTYPES), got=dtype, fix="use one of these")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_distributed(backend="gloo")
     path = _newest_whole(_found(directory))
-    adapters_file = path.parent.parent / ADAPTERS
-    if adapters_file.is_file() and not out.suffix:
-        names, adapter_config = read_adapters(adapters_file)
+    run = path.parent.parent
+    if (run / ADAPTERS).is_file() and not out.suffix:
+        names, adapter_config = read_adapters(run / ADAPTERS)
         weights = export_adapters(path, out, names=names, config=adapter_config, dtype=_DTYPES.get(dtype or ""))
-        return _say_exported(out, weights, path, "; adapters for peft")
-    config_file = path.parent.parent / MODEL_CONFIG
-    config = config_file.read_text(encoding="utf-8") if config_file.is_file() else None
-    weights = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), config=config)
-    return _say_exported(out, weights, path, "" if config is None or out.suffix else "; a transformers folder")
+        kind = "; adapters for peft"
+    else:
+        config_file = run / MODEL_CONFIG
+        config = config_file.read_text(encoding="utf-8") if config_file.is_file() else None
+        pretrained = _pretrained_folder(run / CONFIG)
+        weights = export_weights(
+            path, out, dtype=_DTYPES.get(dtype or ""), config=config, pretrained=pretrained if config else None
+        )
+        kind = "" if config is None or out.suffix else "; a transformers folder"
+    if rank() == 0:
+        _say_exported(out, weights, path, kind)
+    shutdown_distributed()
+    return 0
+
+
+def _pretrained_folder(run_config: Path) -> Path | None:
+    """Return the folder that a run's model came from; None if it is gone, or there was none."""
+    try:
+        found = json.loads(run_config.read_text(encoding="utf-8"))
+        folder, source, weights = Path(found["file"]).parent, found["model"]["source"], found["model"].get("weights")
+        candidates = [folder / weights if isinstance(weights, str) else None, config_path(source, folder)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    folders = [path if path.is_dir() else path.parent for path in candidates if path is not None and path.exists()]
+    return folders[0] if folders else None
 
 
 def read_adapters(path: Path) -> tuple[dict[str, str], str]:
@@ -133,21 +158,16 @@ def read_adapters(path: Path) -> tuple[dict[str, str], str]:
     return names, config
 
 
-def _say_exported(out: Path, weights: Mapping[str, torch.Tensor], path: Path, kind: str) -> int:
+def _say_exported(out: Path, weights: Mapping[str, torch.Tensor], path: Path, kind: str) -> None:
     size = readable_bytes(sum(tensor.numel() * tensor.element_size() for tensor in weights.values()))
     typer.echo(f"{out}: {len(weights)} tensors, {size}, of {path}{kind}")
-    return 0
 
 
 def _newest_whole(paths: list[Path]) -> Path:
-    """Return the newest checkpoint that is whole; report newer ones that are not."""
-    damaged: list[MeshwrightError] = []
-    for path in reversed(paths):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            damaged.append(error)
-            typer.echo(f"meshwright: passed over: {error}", err=True)
-        else:
-            return path
-    raise damaged[0]
+    """Return the newest checkpoint that is whole; report newer ones that are not; collective."""
+    path, damaged = newest_valid(paths[::-1])
+    if path is None:
+        raise damaged[0]
+    for error in damaged if rank() == 0 else ():
+        typer.echo(f"meshwright: passed over: {error}", err=True)
+    return path

@@ -176,7 +176,7 @@ def plan(options: PlanOptions) -> int:
     else:
         console = PlainConsole()
         console.print(ranked_table(found.plans, _title(request, found), console.width))
-        console.print(reasons(why(found), what_ifs))
+        console.print(reasons(why(found), what_ifs, building=found.plans[0]))
         if machine := _measured_machine(request):
             console.print(machine, markup=False, highlight=False)
         for gap in found.plans[0].gaps:

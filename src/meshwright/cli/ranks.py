@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshwright.errors import ConfigError, did_you_mean
-from meshwright.runtime import rank
-from meshwright.runtime.terminal import PlainConsole
 
 DEVICES = ("auto", "cpu")
 
@@ -69,16 +65,3 @@ def check_launched(option: str, asked: int | None) -> None:
             got=str(asked),
             fix=f"leave {option} out under a launcher",
         )
-
-
-def progress_bar(width: int) -> Progress:
-    """Return a progress bar for rank 0's terminal, on standard error so that it never mixes with the result.
-
-    Args:
-        width: Characters of the description before the bar.
-    """
-    console = PlainConsole(file=sys.stderr)
-    columns = (
-        TextColumn(f"{{task.description:<{width}}}"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn()
-    )  # fmt: skip
-    return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Placed as Placed,
         Recomputed as Recomputed,
         SavedTensor as SavedTensor,
+        SplitBackward as SplitBackward,
         TracedModule as TracedModule,
         Transient as Transient,
         Work as Work,
@@ -45,9 +46,11 @@ if TYPE_CHECKING:
     from meshwright.cost.peak_memory import AVERAGING as AVERAGING, Peak as Peak, moments as moments, peak as peak
     from meshwright.cost.rank_memory import (
         MEMORY_LABELS as MEMORY_LABELS,
+        Building as Building,
         Memory as Memory,
         OffloadPlacement as OffloadPlacement,
         balanced_owners as balanced_owners,
+        building as building,
         local_shape as local_shape,
         memory as memory,
         offload_placements as offload_placements,

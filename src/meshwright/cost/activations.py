@@ -54,6 +54,30 @@ class Instant(NamedTuple):
     gradients: int
 
 
+class SplitBackward(NamedTuple):
+    """Memory of one place whose backward runs in two parts, first for inputs and later for weights.
+
+    Nothing that forward saved is free in between, and the gradients of what the weights' layers returned are held.
+
+    Args:
+        inputs: Instants of the first part, beside all that is saved and what later places keep.
+        cut: The same where a pipeline cuts the model behind this place.
+        kept: Bytes of gradients made here that are held until the second part.
+        received: Bytes of the gradient that comes from the place behind, if that is held, too.
+        freed: Bytes saved here that are free between the parts.
+        weights: Instants of the second part, beside what is held as it begins here.
+        change: Bytes that are held more when it has run here, beside gradients of weights; negative if it frees some.
+    """
+
+    inputs: tuple[Instant, ...]
+    cut: tuple[Instant, ...]
+    kept: int
+    received: int
+    freed: int
+    weights: tuple[Instant, ...]
+    change: int
+
+
 class Transient(NamedTuple):
     """Memory held for a moment at one place of a model: before its blocks, in one of them, or behind them.
 
@@ -67,6 +91,7 @@ class Transient(NamedTuple):
         remains: Bytes that are not free when its backward has run.
         cut: The instants of a place behind which a pipeline cuts the model: what comes from there counts as received.
         far: Bytes of parameters' gradients from behind the blocks that wait for parts from before them.
+        split: Of its backward in two parts, for schedules that split it; None: unknown.
     """
 
     place: int
@@ -78,6 +103,7 @@ class Transient(NamedTuple):
     remains: int = 0
     cut: tuple[Instant, ...] = ()
     far: int = 0
+    split: SplitBackward | None = None
 
     def most(self, *, with_gradients: bool, is_cut: bool = False) -> int:
         """Return the most bytes held beside what is saved.
@@ -140,6 +166,7 @@ class TracedModule:
     classes: tuple[str, ...]  # qualified names of its class and of the bases
     block: int | None = None  # the repeated block that it is or lies in, counted in the model's order
     working_bytes: int = 0  # what its backward needs, when it is recomputed, beside what it saves again
+    runs: int = 1  # how often a forward pass runs it: each is recomputed by itself
 
 
 Given = Literal["view", "copy"]
@@ -241,6 +268,10 @@ class BlockSaves:
     copied_bytes: int  # more where something is saved outside of these blocks, too
 
 
+BackwardPart = Literal["both", "inputs", "weights"]
+"""What backward computes gradients of."""
+
+
 class BackwardAt(NamedTuple):
     """A moment at which a micro-batch runs backward in one stage of a pipeline rank, whose stages count from 0."""
 
@@ -248,6 +279,10 @@ class BackwardAt(NamedTuple):
     held: tuple[int, ...]  # micro-batches of each stage that are kept
     accumulated: tuple[bool, ...]  # whether each stage has gradients of micro-batches before
     done: tuple[int, ...] = ()  # micro-batches of which each stage has sent gradients; none: not counted
+    part: BackwardPart = "both"
+    halfway: tuple[
+        int, ...
+    ] = ()  # of ``held``, those with the gradients of inputs alone; none: the stages split nothing
 
 
 @dataclass(frozen=True)
@@ -288,6 +323,16 @@ class Activations:
         again = sum(work.flops for work in self.work if work.is_recomputed(recomputed, to_the_end=to_the_end))
         return dataclasses.replace(self, recomputed=recomputed).settled(), again
 
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether a schedule runs backward in two parts, and what either holds is known.
+
+        Where anything is recomputed, the engine runs both parts at once.
+        """
+        in_blocks = [each for each in self.transients if each.place >= 0]
+        known = bool(in_blocks) and all(each.split is not None for each in in_blocks)
+        return known and not self.recomputed and any(now.part != "both" for now in self.backward_at)
+
     def settled(self) -> Activations:
         """Return the activations with all sums recomputed from tensors and modules."""
         working: dict[int, int] = {}
@@ -308,10 +353,10 @@ class Activations:
                     continue
                 for module in {_cover(running, self.recomputed) for running in tensor.savers}:
                     assert module is not None, "it would be kept"
-                    before = working.get(module, self.modules[module].working_bytes)
-                    working[module], places[module] = before + tensor.num_bytes, place
+                    working[module], places[module] = working.get(module, 0) + tensor.num_bytes, place
         most: dict[int, int] = {}
         for module, size in working.items():
+            size = working[module] = self.modules[module].working_bytes + -(-size // self.modules[module].runs)
             most[places[module]] = max(most.get(places[module], 0), size)
         return dataclasses.replace(
             self,

@@ -130,9 +130,11 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
     known = step.activations
     assert known is not None
     behind = step.stages.num_blocks if step.stages is not None else known.transients[-1].place
-    single = BackwardAt(0, (1,), (step.num_micro_batches > 1,))
-    for now in known.backward_at or (single,):
-        held = sum(count * sum(size for _, size in kept) for count, kept in zip(now.held, known.kept_at, strict=True))
+    for now in _moments_of_backward(step, known):
+        if now.part != "both" and known.splits_backward:
+            yield from _backward_in_parts(step, known, whole, now)
+            continue
+        held = _held_bytes(step, known, now)
         kept = {place: size for (place,), size in known.kept_at[now.stage]}
         buffers, own = _received_bytes(step, now), _of_stage(step, known, now.stage)
         left, returned = sum(each.left for each in own), sum(each.returned for each in own)
@@ -177,6 +179,76 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                         gathered=at_peak.gathered + last_gathered_bytes(step),
                     ),
                 )
+
+
+def _moments_of_backward(step: Step, known: Activations) -> Iterator[BackwardAt]:
+    """Yield the moments of backward as the engine runs it: in one part where blocks are recomputed."""
+    for now in known.backward_at or (BackwardAt(0, (1,), (step.num_micro_batches > 1,)),):
+        if now.part == "both" or not (known.recomputed or known.splits_backward):
+            yield now
+        elif known.recomputed and now.part == "inputs":
+            whole = tuple(held - half for held, half in zip(now.held, now.halfway, strict=True))
+            yield now._replace(held=whole, halfway=(), part="both")
+        elif not known.recomputed:
+            assert step.stages is not None, "only schedules of a pipeline split backward"
+            # The first stage has no gradient of inputs to compute, so that all is done in the second part.
+            is_first = step.stages.own[now.stage] == 0
+            if not is_first or now.part == "weights":
+                yield now._replace(part="both") if is_first else now
+
+
+def _held_bytes(step: Step, known: Activations, now: BackwardAt) -> int:
+    """Return what the micro-batches of all stages of a rank have saved, and the gradients of those that are halfway."""
+    held = sum(count * sum(size for _, size in kept) for count, kept in zip(now.held, known.kept_at, strict=True))
+    if step.stages is None or not known.splits_backward:
+        return held
+    for stage, count in enumerate(now.halfway):
+        parts = [each.split for each in _of_stage(step, known, stage) if each.split is not None]
+        if step.stages.own[stage] > 0 and parts:
+            # The gradient that comes from the stage behind lies in a buffer, which is counted apart.
+            received = sum(each.received for each in parts[:-1])
+            held += count * (received + sum(each.kept - each.freed for each in parts))
+    return held
+
+
+def _backward_in_parts(step: Step, known: Activations, whole: Memory, now: BackwardAt) -> Iterator[tuple[bool, Memory]]:
+    """Yield the same as :func:`backward_by_place` of one of the two parts of a backward."""
+    assert step.stages is not None
+    own, behind = _of_stage(step, known, now.stage), step.stages.num_blocks
+    end, accumulates = own[-1].place, _accumulates(step, now)
+    beside = _held_bytes(step, known, now) + _received_bytes(step, now) + known.inputs.held
+    beside += sum(each.left for each in own)
+    found = _Gradients(step, whole, known, now)
+    for each in own:
+        if each.split is None:
+            continue
+        earlier = [other.split for other in own if other.split is not None and other.place < each.place]
+        later = [other for other in own if other.split is not None and other.place > each.place]
+        if now.part == "inputs":
+            instants = each.split.cut if each.place == end < behind else each.split.inputs
+            activations = beside + max(instant.activations for instant in instants)
+            activations += sum(other.split.kept for other in later if other.split is not None)
+            activations += sum(other.split.received for other in later[:-1] if other.split is not None)
+            complete = 0
+        else:
+            activations = beside + sum(other.change for other in earlier)
+            activations += max(
+                instant.activations + instant.weights + (0 if accumulates else instant.gradients)
+                for instant in each.split.weights
+            )
+            complete = sum(other.gradients for other in own if other.place < each.place)
+        gradients, gathered = found.with_complete(each, complete)
+        yield (
+            each.place == behind,
+            dataclasses.replace(
+                whole,
+                gradients=gradients,
+                gathered=gathered + _weights(step, each.place, behind),
+                activations=activations,
+                recomputation=0,
+                host_gradients=0 if step.num_micro_batches == 1 else whole.host_gradients,
+            ),
+        )
 
 
 def _received_bytes(step: Step, now: BackwardAt) -> int:
@@ -231,9 +303,13 @@ class _Gradients:
     def at(self, place: Transient) -> tuple[int, int]:
         """Return the bytes of lasting gradients, and of whole ones on their way to shards."""
         own = _of_stage(self.step, self.known, self.now.stage)
-        later = sum(each.gradients for each in own if each.place > place.place)
+        return self.with_complete(place, sum(each.gradients for each in own if each.place > place.place))
+
+    def with_complete(self, place: Transient, complete: int) -> tuple[int, int]:
+        """Return the same where gradients of so many bytes of the running stage are complete."""
+        own = _of_stage(self.step, self.known, self.now.stage)
         if self.step.shard_axis is not None:
-            return self._sharded(place, later)
+            return self._sharded(place, complete)
         total = sum(each.gradients for each in self.known.transients)
         if averages_in_buckets(self.step):
             return total * (2 if self.step.num_micro_batches > 1 else 1), 0
@@ -244,8 +320,8 @@ class _Gradients:
             for each in _of_stage(self.step, self.known, stage)
         )
         if all(self.now.accumulated):
-            return self.whole.gradients, 0
-        return others + (sum(each.gradients for each in own) if self.now.accumulated[self.now.stage] else later), 0
+            return self.whole.gradients if self.step.master is None else _in_model(self.step), 0
+        return others + (sum(each.gradients for each in own) if self.now.accumulated[self.now.stage] else complete), 0
 
     def _sharded(self, place: Transient, later: int) -> tuple[int, int]:
         every = whole_gradients(self.step)
@@ -265,6 +341,11 @@ class _Gradients:
             before = sum(size for block, size in every if block.name == "outside")  # of the micro-batch before
             return self.whole.gradients, on_way if later > waiting else on_way + before
         return self.whole.gradients * (later - waiting) // max(total, 1), on_way
+
+
+def _in_model(step: Step) -> int:
+    """Return the bytes of gradients of the model's own weights; those of master weights are made at the update."""
+    return sum(count * held_bytes(step, p) for count, p in step.every_parameter() if p.trainable)
 
 
 def _exchanged_bytes(step: Step) -> int:
@@ -391,7 +472,7 @@ def _at_update(step: Step, most: Memory) -> Memory:
     real = known is not None and bool(known.transients)
     gathered = 0 if real or step.gathered != "model" else whole_weights_bytes(step)
     beside = real and step.master is not None and averages_in_buckets(step)
-    buffers = sum(count * held_bytes(step, p) for count, p in step.every_parameter() if p.trainable) if beside else 0
+    buffers = _in_model(step) if beside else 0
     return dataclasses.replace(
         most,
         gradients=most.gradients + buffers,

@@ -5,14 +5,17 @@ plan and the methods see shapes only. Buffers, which are small and which models 
 values first (:meth:`Birth.give_buffers`). The parameters follow when the methods have decided on their layout:
 ``shard`` in methods/zero.py calls :func:`give_parameters` for shards, and ``apply_strategy`` for everything else,
 before anything holds references to the parameters: hooks, replicas, masters, the optimizer. Every rank computes, or
-reads, the elements that it holds, and nothing is sent.
+reads, the elements that it holds, and nothing is sent. On torch's fake process group, where the other ranks are
+pretended, parameters stay on ``meta``: a start of any size can be tried in one process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +29,7 @@ from meshwright.errors import ModelError, join_names
 from meshwright.nn import RankOrder, is_on_meta, parameter_groups, rank_orders
 from meshwright.nn.initial_values import InitialValues, record, record_reset, remembered
 from meshwright.optim import local_tensor
-from meshwright.runtime import gather_objects, rank
+from meshwright.runtime import gather_objects, is_pretended, rank, same_on_every_rank
 from meshwright.runtime.torch_internals.dtensor import StridedShard
 from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 from meshwright.store.entries import stored_name, unwrapped
@@ -41,8 +44,8 @@ class Weights(Protocol):
     def __contains__(self, name: object) -> bool:
         """Return whether a tensor of the model is stored."""
 
-    def read(self, name: str, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """Read a part of a tensor."""
+    def read(self, name: str, index: Index, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a part of a tensor into ``out``, a tensor on the host, or a new one."""
 
 
 @dataclass
@@ -124,29 +127,52 @@ class Birth:
     def _is_stored(self, name: str) -> bool:
         return self.weights is not None and name in self.weights
 
-    @torch.no_grad()
-    def fill(self, model: nn.Module) -> None:
-        """Fill the tensors of a model that have memory, but no values; each rank its own elements."""
+    def targets(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, Index]]:
+        """Return this rank's part of every tensor without values, and which elements of the whole it has, by name."""
         orders, along = rank_orders(model), functools.cache(index_along)
-        targets = {
+        return {
             stored_name(name): (local_tensor(tensor), part_of_tensor(tensor, orders.get(id(tensor)), along))
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if stored_name(name) not in self.given
         }
-        for name in filter(self._is_stored, targets):
-            assert self.weights is not None
-            local, index = targets[name]
-            local.copy_(self.weights.read(name, index, local.dtype))
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Fill the tensors of a model that have memory, but no values; each rank its own elements."""
+        targets = self.targets(model)
         drawn = [name for name in targets if name in self.values.places and not self._is_stored(name)]
-        if drawn:
+        with _advancing("filling tensors", len(targets)) as advance:
+            for name in filter(self._is_stored, targets):
+                assert self.weights is not None
+                local, index = targets[name]
+                if local.device.type == "cpu":
+                    self.weights.read(name, index, local.dtype, local)
+                else:
+                    local.copy_(self.weights.read(name, index, local.dtype))
+                advance()
 
             def deliver(name: str, whole: torch.Tensor) -> None:
                 local, index = targets[name]
                 local.copy_(_cut(whole, index))
+                advance()
 
-            skipped = [name for name in self.values.places if self._is_stored(name)]
-            self.values.compute(drawn, deliver, skipped=skipped)
+            if drawn:
+                skipped = [name for name in self.values.places if self._is_stored(name)]
+                self.values.compute(drawn, deliver, skipped=skipped)
         self.given |= targets.keys()
+
+
+@contextlib.contextmanager
+def _advancing(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a progress bar on rank 0's terminal; the function given advances it by one."""
+    if rank() != 0 or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from meshwright.runtime.terminal import progress_bar  # late: most runs have no terminal
+
+    with progress_bar(len(what)) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
 
 
 def birth_of(model: nn.Module, values: InitialValues | None, weights: Weights | None) -> Birth | None:
@@ -204,7 +230,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def give_parameters(
-    model: nn.Module, birth: Birth | None, device: torch.device, is_on_host: Callable[[str], bool] = lambda name: False
+    model: nn.Module, birth: Birth, device: torch.device, is_on_host: Callable[[str], bool] = lambda name: False
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Give a model's parameters memory and values where they lack them; return the new parameters by the old.
 
@@ -212,14 +238,19 @@ def give_parameters(
 
     Args:
         model: As the methods have left it; its layout on this rank is final.
-        birth: The sources of its values; None for a model that has them.
+        birth: The sources of its values.
         device: Device of the parameters.
         is_on_host: Whether the sharded parameter of this name lives on the host.
     """
-    if birth is None or birth.is_over:
+    if birth.is_over:
+        return {}
+    if is_pretended():
+        birth.targets(unwrapped(model))
+        birth.is_over = True
         return {}
     new_of = _with_memory(model, device, is_on_host)
-    birth.fill(unwrapped(model))
+    with same_on_every_rank():  # a file that one rank cannot read
+        birth.fill(unwrapped(model))
     birth.is_over = True
     birth.values = InitialValues()  # which may hold numbers that the code has read
     return new_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from meshwright.methods.gradient_averaging import GradientHooks, broadcast_state
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.planner_hooks import Role
 from meshwright.methods.replace.model_changes import Replacement
-from meshwright.nn import move_to, part_of_whole, rank_orders, wrap_method
+from meshwright.nn import class_with, move_to, part_of_whole, rank_orders, wrap_method
 from meshwright.optim import ParameterPlacement, set_placement
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.store.entries import stored_name, unwrapped
@@ -395,7 +395,8 @@ def apply_strategy(job: Job) -> None:
     for method in methods:
         if method.phase < Phase.REPLICATE:
             method.apply(job)
-    give_parameters(job.model, job.birth, job.device)
+    if job.birth is not None:
+        give_parameters(job.model, job.birth, job.device)
     if job.pipeline is None:
         replicate(job)
     else:
@@ -410,6 +411,7 @@ def apply_strategy(job: Job) -> None:
     hooks.carry_over(job.model)
     set_parameter_placements(job)
     refuse_own_saving(job)
+    refuse_deep_copies(job)
 
 
 def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before: Phase | None = None) -> Step:
@@ -475,3 +477,22 @@ def _saving(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             fix="call save_folder(job.model, FOLDER) on every rank: it writes what from_pretrained reads",
         )
     return save(*args, **kwargs)
+
+
+def refuse_deep_copies(job: Job) -> None:
+    """Make ``copy.deepcopy`` refuse a model of whose layers a rank has a part, as FSDP2 does for what it shards.
+
+    Its blocks would go on exchanging values, and sums of shared gradients, for the model that was copied.
+    """
+    if job.is_split or job.pipeline is not None:
+        model = unwrapped(job.model)
+        model.__class__ = class_with(type(model), "__deepcopy__", _refuse_copy)
+
+
+def _refuse_copy(model: nn.Module, memo: object) -> NoReturn:
+    raise ModelError(
+        "A model that is divided over ranks cannot be deep-copied",
+        expected="a model that every rank has whole",
+        got=f"a {type(model).__name__} whose layers, experts or stages lie on several ranks",
+        fix="copy its state_dict(), or accelerate a second model and load that into it",
+    )

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError, join_names
 from meshwright.optim import local_tensor
-from meshwright.runtime import rank, world_size
+from meshwright.runtime import flat_bytes, rank, world_size
 from meshwright.runtime.torch_internals.autograd import (
     BACKWARD_HOOKS,
     accumulation_hooks_of,
@@ -52,36 +52,47 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> 
     """Overwrite tensors by rank 0's, in messages of 64 MiB; nothing is sent if some are on ``meta``.
 
     Args:
-        tensors: In one order, of the same shapes and types on all ranks; sparse ones stay as they are.
+        tensors: Dense, in one order, of the same shapes and types on all ranks.
         device: Device whose links carry the values.
     """
-    dense = [tensor.detach() for tensor in tensors if tensor.layout == torch.strided]
-    if world_size() == 1 or any(tensor.is_meta for tensor in dense):
+    plain = [tensor.detach() for tensor in tensors]
+    if world_size() == 1 or any(tensor.is_meta for tensor in plain):
         return
     parts: list[torch.Tensor] = []
-    for tensor in dense:
-        values = tensor.contiguous()
-        for part in values.reshape(-1).view(torch.uint8).split(_MESSAGE_BYTES):
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor in plain:
+        values = flat_bytes(tensor)
+        for part in values.split(_MESSAGE_BYTES):
             if parts and (parts[0].device != part.device or sum(map(len, parts)) + len(part) > _MESSAGE_BYTES):
-                _broadcast_together(parts, device)
-                parts = []
+                _broadcast_together(parts, copies, device)
             parts.append(part)
-        if values is not tensor:
-            _broadcast_together(parts, device)
-            parts = []
-            tensor.copy_(values)
-    _broadcast_together(parts, device)
+        if values.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            copies.append((tensor, values))
+    _broadcast_together(parts, copies, device)
 
 
-def _broadcast_together(parts: list[torch.Tensor], device: torch.device) -> None:
-    """Overwrite flat bytes that lie on one device by rank 0's, in one message."""
-    if not sum(map(len, parts)):
-        return
-    message = torch.cat(parts).to(device) if len(parts) > 1 else parts[0].to(device)
-    dist.broadcast(message, src=0)
-    if message is not parts[0] and rank() != 0:
-        for part, values in zip(parts, message.split([len(part) for part in parts]), strict=True):
-            part.copy_(values)
+def _broadcast_together(
+    parts: list[torch.Tensor], copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+) -> None:
+    """Overwrite flat bytes that lie on one device by rank 0's, in one message; empties both lists.
+
+    Args:
+        parts: The bytes.
+        copies: Tensors that are not contiguous, and the copies of their bytes that end with these parts.
+        device: Device whose links carry the message.
+    """
+    if sum(map(len, parts)):
+        message = torch.cat(parts).to(device) if len(parts) > 1 else parts[0].to(device)
+        dist.broadcast(message, src=0)
+        if message is not parts[0] and rank() != 0:
+            for part, values in zip(parts, message.split([len(part) for part in parts]), strict=True):
+                part.copy_(values)
+    for tensor, values in copies:
+        # What ``expand`` repeats lies in memory once, and can be written once.
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor[once].copy_(values.view(tensor.dtype).view(tensor.shape)[once])
+    parts.clear()
+    copies.clear()
 
 
 class GradientAverager:
@@ -132,6 +143,10 @@ class GradientAverager:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes over: its parameters, copies themselves, have no hooks yet."""
+        return {**vars(self), "_hooked": set(), "_trains": [], "_works": [], "_running": _NONE}
 
     def average(self) -> None:
         """Average the gradients now, outside of backward."""
@@ -222,25 +237,26 @@ def average_every_backward(replicas: DistributedDataParallel) -> None:
     Averaging gradients that are averaged already changes nothing. Where parameters may be unused DDP would need the
     output again, which is gone: there only the first backward is averaged, as in DDP itself.
     """
-
-    def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or not replicas.require_backward_grad_sync or torch.compiler.is_compiling():
-            return
-        passes: set[int] = set()
-
-        def begin(gradient: torch.Tensor) -> None:
-            backward = current_graph_task_id()
-            if passes and backward not in passes and _is_at_rest(replicas):
-                rebuild_buckets(replicas.reducer)  # as before a forward: in the order of one pass, not of two
-                replicas.reducer.prepare_for_backward([])
-            passes.add(backward)
-
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(begin)
-
     if not (replicas.find_unused_parameters or replicas.static_graph):
-        replicas.register_forward_hook(after_forward)
+        replicas.register_forward_hook(_prepare_each_backward)
+
+
+def _prepare_each_backward(replicas: nn.Module, args: Any, output: Any) -> None:
+    assert isinstance(replicas, DistributedDataParallel)
+    if not torch.is_grad_enabled() or not replicas.require_backward_grad_sync or torch.compiler.is_compiling():
+        return
+    passes: set[int] = set()
+
+    def begin(gradient: torch.Tensor) -> None:
+        backward = current_graph_task_id()
+        if passes and backward not in passes and _is_at_rest(replicas):
+            rebuild_buckets(replicas.reducer)  # as before a forward: in the order of one pass, not of two
+            replicas.reducer.prepare_for_backward([])
+        passes.add(backward)
+
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(begin)
 
 
 def _is_at_rest(replicas: DistributedDataParallel) -> bool:
@@ -258,18 +274,19 @@ def refuse_frozen(model: nn.Module) -> None:
     The error is a :class:`ModelError` that names the parameters.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # No closure, since a deep copy of the model must watch its own parameters.
+    model.register_forward_pre_hook(functools.partial(_check_frozen, trained))
 
-    def check(*_: object) -> None:
-        frozen = [name for name, parameter in trained.items() if not parameter.requires_grad]
-        if frozen and torch.is_grad_enabled():
-            raise ModelError(
-                "Parameters were frozen after their gradients had been promised to all replicas",
-                expected="the parameters that trained when the strategy was applied",
-                got=join_names(frozen),
-                fix="pass find_unused_parameters=True, freeze them before, or set their learning rate to 0",
-            )
 
-    model.register_forward_pre_hook(check)
+def _check_frozen(trained: dict[str, nn.Parameter], *_: object) -> None:
+    frozen = [name for name, parameter in trained.items() if not parameter.requires_grad]
+    if frozen and torch.is_grad_enabled():
+        raise ModelError(
+            "Parameters were frozen after their gradients had been promised to all replicas",
+            expected="the parameters that trained when the strategy was applied",
+            got=join_names(frozen),
+            fix="pass find_unused_parameters=True, freeze them before, or set their learning rate to 0",
+        )
 
 
 def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -28,6 +29,7 @@ from meshwright.methods.job import Job, MicroBatchContext, guards_are_on
 from meshwright.optim import guard_of
 from meshwright.optim.guarded_step import call_around
 from meshwright.runtime import AXES, agreed, build_mesh, check_axes
+from meshwright.runtime.torch_internals.ddp import COMM_HOOKS
 
 # --- The method
 
@@ -148,8 +150,20 @@ def replicate(job: Job) -> None:
 class Replicas(DistributedDataParallel):
     """DDP that passes on the attributes of its model, such as ``config``, and the method ``generate``.
 
-    Other methods of the model are refused: they would compute gradients that are not averaged.
+    Other methods of the model are refused: they would compute gradients that are not averaged. A deep copy averages its
+    own gradients, over the same ranks.
     """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
+        """Copy the model; DDP itself copies over the default process group only, and drops its communication hooks."""
+        memo[id(self.process_group)] = self.process_group  # hooks inside refer to it, too
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        uncopied = ("reducer", "logger", COMM_HOOKS)
+        state = {name: value for name, value in vars(self).items() if name not in uncopied}
+        twin.__setstate__({**copy.deepcopy(state, memo), COMM_HOOKS: []})
+        for hook, hook_state in getattr(self, COMM_HOOKS):
+            twin.register_comm_hook(copy.deepcopy(hook_state, memo), hook)
+        return twin
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of DDP, else of the model, unless it is a method that may train."""

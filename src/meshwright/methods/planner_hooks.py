@@ -107,6 +107,11 @@ class PlannerHooks(MethodConfig):
         return False
 
     @property
+    def splits_backward(self) -> bool:
+        """Return whether gradients of a micro-batch's inputs are computed first, and those of weights later."""
+        return False
+
+    @property
     def moves_parameters(self) -> bool:
         """Return whether parameters live on the host, and return to the device as a sharding method gathers them."""
         return False

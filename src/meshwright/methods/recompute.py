@@ -157,6 +157,7 @@ def _unknown(value: Any) -> StrategyError:
 _RESPECT = "respect_saved_tensors_hooks"
 _AS_EVER: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(torch_checkpoint).parameters else {}
 
+_RECOMPUTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _KEEPING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that keep results of operators
 
 
@@ -168,10 +169,16 @@ def recompute(modules: Sequence[nn.Module], kept: frozenset[str], *, no_reentran
         kept: Operators whose results are kept; only without reentrant autograd.
         no_reentrant: False uses torch's reentrant implementation.
     """
+    _RECOMPUTED.update(modules)
     run = functools.partial(_selective, kept) if kept else _whole
     if kept and no_reentrant:
         _KEEPING.update(modules)
     wrap_methods(modules, "forward", functools.partial(_recomputed, run if no_reentrant else _reentrant))
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Return whether :func:`recompute` has wrapped a module of the model."""
+    return any(module in _RECOMPUTED for module in model.modules())
 
 
 def keeps_results(model: nn.Module) -> bool:

@@ -162,9 +162,9 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
             parameter.data = parameter.data.contiguous()
     ignored = units.ignored | _shard_experts(config, job, reshard_after_forward)
     _shard_units(config, job, units, ignored, blocks, reshard_after_forward)
-    offloaded = job.sharding.offloaded_units
-    new_of = give_parameters(model, job.birth, job.device, lambda name: unit_of(name, blocks) in offloaded)
-    if new_of:
+    if job.birth is not None:
+        offloaded = job.sharding.offloaded_units
+        new_of = give_parameters(model, job.birth, job.device, lambda name: unit_of(name, blocks) in offloaded)
         ignored = {new_of.get(parameter, parameter) for parameter in ignored}
         units = dataclasses.replace(units, ignored={new_of.get(each, each) for each in units.ignored})
     share_hooks(model)

@@ -13,7 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from meshwright.cost import MEMORY_LABELS, Calibration, Cluster, Peak, Step, StepTime, copies, memory, peak, simulate
+from meshwright.cost import (
+    MEMORY_LABELS,
+    Building,
+    Calibration,
+    Cluster,
+    Peak,
+    Step,
+    StepTime,
+    building,
+    copies,
+    memory,
+    peak,
+    simulate,
+)
+from meshwright.cost.rank_memory import DRAWN_PER_S
 from meshwright.errors import readable_bytes
 from meshwright.methods import besides_mesh, with_micro_batches
 
@@ -134,6 +148,16 @@ class Plan:
     def needed_bytes(self) -> int:
         """Return the predicted bytes of limited memory: of the device, with the host's where they are one."""
         return self.taken_bytes if self.taken_bytes is not None else needed_bytes(self.step, self.memory)
+
+    @functools.cached_property
+    def building(self) -> Building:
+        """Return what building the model takes, before the first step."""
+        steps = self.steps or (self.step,)
+        if self.forecast is None:
+            return building(steps)
+        cluster = self.forecast.cluster
+        local = min(cluster.num_devices, cluster.devices_per_node)
+        return building(steps, ranks_per_host=local, disk_bytes_per_s=cluster.disk.bytes_per_s * local)
 
     @property
     def complete_strategy(self) -> Strategy:
@@ -331,12 +355,33 @@ def forecast(
     return Forecast(cluster, simulate(steps, cluster, calibration), every, samples, tokens_per_sample, calibration)
 
 
+def building_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return what building the model takes, as labels and figures."""
+    built = plan.building
+    device = [("born sharded, on the device", readable_bytes(built.device_bytes))] if built.device_bytes else []
+    ordinary = readable_bytes(built.ordinary_host_bytes)
+    if built.ranks_per_host > 1:
+        ordinary += f", {readable_bytes(built.ordinary_host_bytes * built.ranks_per_host)} per host"
+    rows = [
+        *device,
+        ("born sharded, on the host, initialised", readable_bytes(built.host_bytes_initialised)),
+        ("born sharded, on the host, from stored weights", readable_bytes(built.host_bytes_read)),
+        ("built whole on every rank, on the host", ordinary),
+        (f"to draw {number(built.num_drawn)} numbers, at an assumed {number(DRAWN_PER_S)}/s", seconds(built.draw_s)),
+    ]
+    if built.read_s is not None and plan.forecast is not None:
+        rate = built.read_bytes_per_host / built.read_s
+        size = readable_bytes(built.read_bytes_per_host)
+        rows.append((f"to read {size} of weights per host, at {number(rate)}B/s of its disks", seconds(built.read_s)))
+    return rows
+
+
 MEMORY_CLASSES = tuple(MEMORY_LABELS.items())
 _ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
 
 
 def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
-    """Build the table of a plan: memory per rank by class, seconds, copies and collectives.
+    """Build the table of a plan: memory per rank by class, seconds, copies, building the model, and collectives.
 
     Args:
         plan: The plan.
@@ -366,6 +411,9 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     for copy in copies(plan.step):
         what = f"copies from {copy.source} to {copy.target} in {copy.moment}, per step"
         table.add_row(what, readable_bytes(copy.bytes_per_step), *(() if measured is None else ("",)))
+    table.add_section()
+    for what, figure in building_rows(plan):
+        table.add_row(what, figure, *(() if measured is None else ("",)))
     if plan.step.traffic:
         table.add_section()
         for traffic in plan.step.traffic:

@@ -234,7 +234,8 @@ class Workload:
         split, fp8 = self._split(resolved), self._fp8(resolved)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
         blocks = pipeline.blocks if pipeline is not None else ()
-        return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, _widens(resolved))
+        in_parts = any(getattr(each, "splits_backward", False) for each in resolved.strategy.methods)
+        return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, in_parts, _widens(resolved))
 
     def _traced_step(self, resolved: Resolved, micro_batches: int, traced: Traced) -> Step:
         on_cpu = self.device.type == "cpu"

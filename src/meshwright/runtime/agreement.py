@@ -332,6 +332,19 @@ _ROWS = 64  # parts of a tensor whose order counts
 _ODD = 0x5851F42D4C957F2D  # Knuth's multiplier of MMIX
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's bytes in the order of its elements: a view if it is contiguous, else of a copy."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # A single element may have any stride.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def _words_ahead(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes for a view as words, which have to begin where the storage begins."""
+    each_byte = flat_bytes(tensor)
+    return each_byte.clone() if each_byte.storage_offset() % _WORD else each_byte
+
+
 @torch.no_grad()
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 64-bit checksum of a tensor's bits: int64, 0-dim, on its device.
@@ -344,17 +357,13 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: Plain, of any type: of a DTensor, the local part.
     """
-    flat = tensor.detach().reshape(-1).contiguous()
-    if flat.storage_offset() * flat.element_size() % _WORD:
-        # Words have to begin where the storage begins.
-        flat = flat.clone()
-    each_byte = flat.view(torch.uint8)
+    each_byte = _words_ahead(tensor)
     words = each_byte[: each_byte.numel() // _WORD * _WORD].view(torch.int64)
     whole = words.numel() // _ROWS * _ROWS
     sums = words[:whole].view(_ROWS, -1).sum(1)
-    total = (sums * torch.arange(1, 2 * _ROWS, 2, device=flat.device)).sum() + words[whole:].sum() * _ODD
+    total = (sums * torch.arange(1, 2 * _ROWS, 2, device=words.device)).sum() + words[whole:].sum() * _ODD
     rest = each_byte[words.numel() * _WORD :].to(torch.int64)
-    return total + (rest << torch.arange(0, 8 * rest.numel(), 8, device=flat.device)).sum()
+    return total + (rest << torch.arange(0, 8 * rest.numel(), 8, device=words.device)).sum()
 
 
 def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -381,10 +390,7 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
     Of the first 61 lines the first, of the next 61 the second, and so on: no column of a matrix is always left out.
     What is left at the end is taken whole.
     """
-    flat = tensor.detach().reshape(-1)
-    if flat.storage_offset() * flat.element_size() % _WORD:
-        flat = flat.clone()
-    each_byte = flat.view(torch.uint8)
+    each_byte = _words_ahead(tensor)
     covered = each_byte.numel() // (_PERIOD**2 * _LINE) * _PERIOD**2 * _LINE
     lines = each_byte[:covered].view(torch.int64).view(-1, _PERIOD, _PERIOD, _LINE // _WORD)
     rest = each_byte[covered:]
@@ -439,22 +445,21 @@ def outvoted(values: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...
 def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference | None:
     """Find the first tensor that differs between ranks; None where all are equal. Collective.
 
-    Costs one all-reduce, and more only where something differs. Tensors on ``meta`` have no values, and sparse ones are
-    not compared. See [Note: equal weights] for what is found in large tensors.
+    Costs one all-reduce, and more only where something differs. Tensors on ``meta`` have no values that could differ.
+    See [Note: equal weights] for what is found in large tensors.
 
     Args:
-        tensors: The same names, shapes and types on every rank.
+        tensors: Dense; the same names, shapes and types on every rank, and all on ``meta`` or none.
     """
-    dense = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
-    if world_size() == 1 or any(tensor.is_meta for tensor in dense.values()):
+    if world_size() == 1 or any(tensor.is_meta for tensor in tensors.values()):
         return None
-    sums = _fingerprints(list(dense.values()))
+    sums = _fingerprints(list(tensors.values()))
     if all_equal(repr(sums).encode()):
         return None
     every: list[list[int]] = gather_objects(sums)
     differing = [place for place, held in enumerate(zip(*every, strict=True)) if len(set(held)) > 1]
     odd, majority = outvoted({rank: own[differing[0]] for rank, own in enumerate(every)})
-    names = list(dense)
+    names = list(tensors)
     return Difference(names[differing[0]], odd, majority, tuple(names[place] for place in differing[1:]))
 
 

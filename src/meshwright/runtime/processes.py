@@ -312,6 +312,11 @@ def world_size() -> int:
     return group.size() if group is not None else dist.get_world_size() if dist.is_initialized() else 1
 
 
+def is_pretended() -> bool:
+    """Return whether the other ranks do not exist: on torch's fake process group a start is tried in one process."""
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
 def print_rank(*values: Any, rank: int = 0, **print_options: Any) -> None:
     """Print on one rank only, with the arguments of ``print``."""
     if (dist.get_rank() if dist.is_initialized() else 0) == rank:

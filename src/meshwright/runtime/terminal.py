@@ -1,14 +1,17 @@
-"""A console for untrusted text: it shows control characters and markup instead of obeying them."""
+"""A console for untrusted text, which shows control characters and markup instead of obeying them; progress bars."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 
 from meshwright.errors import printable
+from meshwright.runtime.processes import rank
 
 
 class PlainConsole(Console):
@@ -25,3 +28,16 @@ class PlainConsole(Console):
         """Render as :class:`rich.console.Console` does, with control characters escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def progress_bar(width: int) -> Progress:
+    """Return a progress bar for rank 0's terminal, on standard error so that it never mixes with the result.
+
+    Args:
+        width: Characters of the description before the bar.
+    """
+    console = PlainConsole(file=sys.stderr)
+    columns = (
+        TextColumn(f"{{task.description:<{width}}}"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn()
+    )  # fmt: skip
+    return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)

@@ -5,23 +5,32 @@ Beside weights lie the configs that ``from_pretrained`` reads; a checkpoint's we
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.errors import CheckpointError, ConfigError, join_names
-from meshwright.runtime import rank, same_on_every_rank
-from meshwright.store.entries import dtype_named
-from meshwright.store.manifest import TENSORS, Record, storage_errors, verify
-from meshwright.store.tensor_files import load_shards, make_folder, read_file, run_later, write_file, write_text
+from meshwright.runtime import gather_objects, rank, same_on_every_rank
+from meshwright.runtime.processes import agreeing_over, background_group
+from meshwright.store.tensor_files import (
+    make_folder,
+    put_in_place,
+    read_file,
+    run_later,
+    write_beside,
+)
 from meshwright.store.transfer import collect
 
 INDEX = ".index.json"
@@ -37,53 +46,160 @@ def write_folder(
     shard_bytes: int,
     metadata: Mapping[str, Any],
     non_blocking: bool = False,
-    gather: Callable[[str], torch.Tensor | None] | None = None,
+    gather: Callable[[str, int], torch.Tensor | None] | None = None,
+    beside: Sequence[Any] = (),
 ) -> None:
-    """Write tensors into files of at most ``shard_bytes`` each (or one tensor), then the index; collective.
+    """Write tensors into files of at most ``shard_bytes`` each (or one tensor), and their index; collective.
 
-    Rank 0 gathers and writes one file after the other, so it holds one file's tensors at a time (all of them when
-    ``non_blocking``). The index appears last: a folder without it was not finished.
+    Ranks take turns: each gathers the tensors of every so many-th file and writes it, so it holds one file's tensors at
+    a time (all of its files' when ``non_blocking``). Files get their names when all are written, and the index last: a
+    folder without it was not finished. Files of the same stem that lay there are replaced only then.
 
     Args:
         tensors: The same names on every rank: plain tensors, equal on all ranks, or DTensors.
-        folder: Made if it is missing; files of the same stem are replaced.
+        folder: Made if it is missing.
         stem: ``stem-00001-of-00002.safetensors`` … and ``stem.safetensors.index.json``.
         shard_bytes: Largest size of a file.
         metadata: What the index holds beside the names, in JSON types.
         non_blocking: Write in the background.
-        gather: Brings a tensor to the host of rank 0, where ``tensors`` are on ``meta`` and give only shapes and types.
+        gather: Brings a tensor to the host of a rank, where ``tensors`` are on ``meta`` and give only shapes and types.
+        beside: Configs and tokenizers, whose ``save_pretrained`` writes more files; rank 0's count.
 
     Raises:
-        CheckpointError: On every rank, when the folder cannot be written.
+        CheckpointError: On every rank, when the folder cannot be written; it is then as it was.
     """
-    folder = folder.absolute()  # the working directory may change before a file is written in the background
-    gather = gather or (lambda name: collect(tensors[name]))
+    gather = gather or (lambda name, to: collect(tensors[name], to))
     shards = _cut(tensors, shard_bytes)
     files = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    total = sum(_bytes(tensor) for tensor in tensors.values())
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    text = json.dumps({"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}, indent=1) + "\n"
+    writers = _ranks_that_see(folder, stem)
+    # The working directory may change before a file is written in the background.
+    new = _NewFolder(folder.absolute(), stem, files, text)
+    new.write_configs(beside)
+    for number, (file, names) in enumerate(zip(files, shards, strict=True), start=1):
+        turn = (number - 1) % len(writers)
+        writer = writers[turn]
+        gathered = {name: gather(name, writer) for name in names}
+        if rank() == writer:
+            new.gathered[file] = gathered
+        del gathered
+        if not non_blocking and (turn == len(writers) - 1 or number == len(files)):
+            new.write()
+    if non_blocking:
+        run_later(_finish_later, new, background_group())
+    else:
+        new.finish()
+
+
+def _ranks_that_see(folder: Path, stem: str) -> list[int]:
+    """Make a folder on rank 0, and return the ranks to which it is the same one; collective.
+
+    Hosts may have disks of their own: the ranks of the others do not write then.
+    """
+    trace: Path | None = None
     with same_on_every_rank():
         if rank() == 0:
             make_folder(folder)
-            _remove_old(folder, stem)
-    for file, names in zip(files, shards, strict=True):
-        gathered = {name: gather(name) for name in names}
-        with same_on_every_rank():
+            trace = write_beside(folder / stem, "")
+    name = gather_objects(trace and trace.name)[0]
+    seen = gather_objects((folder / name).exists())
+    if trace is not None:
+        trace.unlink(missing_ok=True)
+    return [number for number, sees in enumerate(seen) if sees]
+
+
+class _NewFolder:
+    """A folder in the making, as one rank sees it. Its methods are collective."""
+
+    def __init__(self, folder: Path, stem: str, files: Sequence[str], index: str) -> None:
+        self.gathered: dict[str, Any] = {}
+        """Tensors of this rank's files that are not written yet."""
+        self._folder, self._stem, self._files, self._index = folder, stem, files, index
+        self._apart = folder / f".{stem}.{os.getpid()}.unfinished"
+        self._unfinished: dict[Path, Path] = {}
+        """Files that are written under another name yet."""
+
+    def write_configs(self, beside: Sequence[Any]) -> None:
+        """Let things save themselves, in a folder of their own."""
+        with self._agreed():
+            if rank() != 0 or not beside:
+                return
+            try:
+                for each in beside:
+                    each.save_pretrained(self._apart)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"The model's config was not written into {self._folder}",
+                    expected="a writable folder, and a config and generation_config that transformers accepts",
+                    got=f"{type(error).__name__}: {error}",
+                    fix="correct what it names, or choose another folder",
+                ) from error
+            files = [path for path in self._apart.rglob("*") if path.is_file()]
+            self._unfinished |= {self._folder / path.relative_to(self._apart): path for path in files}
+
+    def write(self) -> None:
+        """Write the gathered files, under other names."""
+        with self._agreed():
+            for file in list(self.gathered):
+                self._write(file, self.gathered.pop(file))
+
+    def finish(self) -> None:
+        """Write the index, and give all files their names."""
+        index = f"{self._stem}.safetensors{INDEX}"
+        with self._agreed():
             if rank() == 0:
-                _now_or_later(non_blocking, write_file, folder / file, gathered)
-        del gathered
-    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    total = sum(_bytes(tensor) for tensor in tensors.values())
-    index = {"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}
-    with same_on_every_rank():
-        if rank() == 0:
-            text = json.dumps(index, indent=1) + "\n"
-            _now_or_later(non_blocking, write_text, folder / f"{stem}.safetensors{INDEX}", text)
+                self._write(index, self._index)
+        with self._agreed():
+            if rank() == 0:
+                self._remove([self._folder / index])
+        with self._agreed():
+            for path in [path for path in self._unfinished if path.name != index]:
+                make_folder(path.parent)
+                put_in_place(self._unfinished.pop(path), path)
+        with self._agreed():
+            if rank() == 0:
+                written = {self._folder / file for file in self._files}
+                old = {*self._folder.glob(f"{self._stem}-?????-of-?????.safetensors")} - written
+                # from_pretrained would prefer a single file.
+                self._remove([*old, self._folder / f"{self._stem}.safetensors"])
+                put_in_place(self._unfinished.pop(self._folder / index), self._folder / index)
+                shutil.rmtree(self._apart, ignore_errors=True)
+
+    def _write(self, file: str, content: Any) -> None:
+        path = self._folder / file
+        self._unfinished[path] = write_beside(path, content)
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        try:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"An earlier checkpoint in {self._folder} cannot be replaced",
+                expected="a folder whose files may be deleted",
+                got=str(error),
+                fix="save into another folder",
+            ) from error
+
+    @contextlib.contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """Raise an error of one rank on all, without what they have written."""
+        try:
+            with same_on_every_rank():
+                yield
+        except BaseException:
+            for unfinished in self._unfinished.values():
+                unfinished.unlink(missing_ok=True)
+            shutil.rmtree(self._apart, ignore_errors=True)
+            raise
 
 
-def _now_or_later(later: bool, function: Any, *arguments: Any) -> None:
-    if later:
-        run_later(function, *arguments)
-    else:
-        function(*arguments)
+def _finish_later(new: _NewFolder, group: ProcessGroup | None) -> None:
+    with agreeing_over(group):
+        new.write()
+        new.finish()
 
 
 def _cut(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
@@ -101,19 +217,6 @@ def _cut(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.element_size()
-
-
-def _remove_old(folder: Path, stem: str) -> None:
-    try:
-        for old in (folder / f"{stem}.safetensors{INDEX}", *folder.glob(f"{stem}-?????-of-?????.safetensors")):
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"An earlier checkpoint in {folder} cannot be replaced",
-            expected="a folder whose files may be deleted",
-            got=str(error),
-            fix="save into another folder",
-        ) from error
 
 
 def is_folder(path: Path) -> bool:
@@ -208,35 +311,14 @@ def _damaged(index: Path, got: str) -> CheckpointError:
 # --- The configs that ``from_pretrained`` reads beside weights: config.json and generation_config.json
 
 
-def write_config(model: nn.Module, folder: Path) -> None:
-    """Write a transformers model's configs, on one process; nothing for other models, and around adapters.
+def configs_of(model: nn.Module) -> list[Any]:
+    """Return a transformers model's configs, to be saved beside its weights; none of other models and around adapters.
 
     They name the model's own class, and the present dtype of its weights: ``from_pretrained`` uses both.
 
     Args:
         model: Without DDP and torch.compile around it.
-        folder: Made if it is missing.
-
-    Raises:
-        CheckpointError: When they cannot be written, or transformers refuses them.
     """
-    configs = _configs(model)
-    if not configs:
-        return
-    make_folder(folder)
-    try:
-        for config in configs:
-            config.save_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"The model's config was not written into {folder}",
-            expected="a writable folder, and a config and generation_config that transformers accepts",
-            got=f"{type(error).__name__}: {error}",
-            fix="correct what it names, or choose another folder",
-        ) from error
-
-
-def _configs(model: nn.Module) -> list[Any]:
     config: Any = getattr(model, "config", None)
     generation: Any = getattr(model, "generation_config", None)
     # Names of adapted layers are peft's: with a config beside them, from_pretrained would leave those layers random.
@@ -255,99 +337,7 @@ def _can_save(thing: Any) -> bool:
     return callable(getattr(thing, "save_pretrained", None))
 
 
-# --- The weights of a checkpoint alone: one safetensors file, or a folder that transformers or peft loads
-
-_MODEL = "model."
-_SHARD_BYTES = 5 * 10**9  # as transformers writes them
-
-
-def export_weights(
-    checkpoint: Path, out: Path, *, dtype: torch.dtype | None = None, config: str | None = None
-) -> dict[str, torch.Tensor]:
-    """Write the weights and buffers of a checkpoint of any layout of ranks as whole tensors, on one process.
-
-    Args:
-        checkpoint: Directory of one checkpoint; verified first.
-        out: A file that ends in ``.safetensors``, or a folder: ``model-00001-of-….safetensors`` and their index.
-        dtype: Type of the floating-point tensors; None keeps the saved one, which is fp32 where there are masters.
-        config: Text of a transformers ``config.json`` to write beside them; with it the folder is one that
-            ``from_pretrained`` loads.
-
-    Returns:
-        The tensors written, by the model's names.
-
-    Raises:
-        CheckpointError: When the checkpoint is damaged, ``out`` exists already or cannot be written.
-    """
-    record = verify(checkpoint)
-    _check_new(out)
-    targets = _loaded(checkpoint, record, [name for name in record.tensors if name.startswith(_MODEL)])
-    weights = {name.removeprefix(_MODEL): _in_dtype(tensor, dtype) for name, tensor in targets.items()}
-    if out.suffix == ".safetensors":
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_file(out, dict(weights))
-        return weights
-    write_folder(weights, out, "model", shard_bytes=_SHARD_BYTES, metadata={})
-    if config is not None:
-        with storage_errors(f"{out} cannot be written", "make room, or choose another folder"):
-            (out / "config.json").write_text(config, encoding="utf-8")
-    return weights
-
-
-def export_adapters(
-    checkpoint: Path, out: Path, *, names: Mapping[str, str], config: str, dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """Write the adapters of a checkpoint as a folder that peft's ``PeftModel.from_pretrained`` loads.
-
-    Args:
-        checkpoint: Directory of one checkpoint; verified first.
-        out: A new folder.
-        names: Names of the adapters in peft's file, and for each the name in the model that was trained.
-        config: Text of peft's ``adapter_config.json``.
-        dtype: As for :func:`export_weights`.
-
-    Returns:
-        The tensors written, by peft's names.
-
-    Raises:
-        CheckpointError: When the checkpoint is damaged or has other tensors, ``out`` exists or cannot be written.
-    """
-    record = verify(checkpoint)
-    _check_new(out)
-    absent = [name for name in names.values() if _MODEL + name not in record.tensors]
-    if absent:
-        raise CheckpointError(
-            f"{checkpoint} does not hold the adapters of its run",
-            expected=f"{len(names)} tensors",
-            got=f"none of the name {join_names(absent, 3)}",
-            fix="name a checkpoint of the run that the directory describes",
-        )
-    found = _loaded(checkpoint, record, [_MODEL + name for name in names.values()])
-    adapters = {name: _in_dtype(found[_MODEL + stored], dtype) for name, stored in names.items()}
-    with storage_errors(f"{out} cannot be written", "make room, or choose another folder"):
-        out.mkdir(parents=True)
-        (out / "adapter_config.json").write_text(config, encoding="utf-8")
-        write_file(out / "adapter_model.safetensors", dict(adapters))
-    return adapters
-
-
-def _check_new(out: Path) -> None:
-    if out.exists():
-        raise CheckpointError(
-            f"{out} exists already", expected="a new file or folder", got="nothing was overwritten", fix="name another"
-        )
-
-
-def _loaded(checkpoint: Path, record: Record, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Read whole tensors of a checkpoint."""
-    wanted = {name: record.tensors[name] for name in names}
-    targets = {name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype)) for name, entry in wanted.items()}
-    load_shards(targets, checkpoint / TENSORS)
-    return targets
-
-
-def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+# --- Adapters, by the names in peft's files
 
 
 def adapter_names(model: nn.Module, named: dict[str, torch.Tensor]) -> dict[str, str]:

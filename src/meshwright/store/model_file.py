@@ -17,7 +17,7 @@ from meshwright.optim.guarded_step import masters_of, weights_were_loaded
 from meshwright.optim.mixed_precision import MasterWeights
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank, wait_for_all_ranks
 from meshwright.store.entries import ModelEntries, in_model_order, model_entries, stored_name, to_rank_order_
-from meshwright.store.folder import is_folder, read_folder, write_config, write_folder
+from meshwright.store.folder import configs_of, is_folder, read_folder, write_folder
 from meshwright.store.optimizer_state import refuse_parts
 from meshwright.store.tensor_files import (
     check_tensors,
@@ -85,17 +85,20 @@ def save_folder(
     prefix: str | None = None,
     shard_bytes: int = 2**30,
     non_blocking: bool = False,
+    tokenizer: Any = None,
 ) -> None:
     """Write what :func:`save` writes into a folder of safetensors files with an index; collective.
 
     :func:`load` reads it, and transformers' ``from_pretrained``: beside the files of its models lie their configs.
+    Ranks take turns with the files: none holds more than one of them. An earlier folder stays until all are written.
 
     Args:
         model: As for :func:`save`.
         folder: Made if it is missing.
         prefix: Files are named ``prefix.model-00001-of-….safetensors``; None leaves it out.
         shard_bytes: Largest size of a file in bytes; a larger tensor has a file of its own.
-        non_blocking: Write in the background, as :func:`save` does.
+        non_blocking: Write in the background, as :func:`save` does. Each rank then holds all of its files at once.
+        tokenizer: A tokenizer or processor, whose files and chat template ``save_pretrained`` writes beside.
 
     Raises:
         CheckpointError: On every rank, when the folder cannot be written, or the model holds more than tensors.
@@ -107,8 +110,7 @@ def save_folder(
         refuse_stages(model, "save_folder")
         entries = model_entries(model)
         check_tensors(Path(folder), entries.raw)
-        if rank() == 0:
-            write_config(entries.module, Path(folder))
+        beside = [*configs_of(entries.module), *([tokenizer] if tokenizer is not None else [])]
     whole = _whole(entries, {}, "save_folder")
     own, owners = in_model_order(entries, entries.tensors), whole.owners
     outlines = {name: owner.empty("meta") for name, owner in owners.items()} or own
@@ -120,7 +122,8 @@ def save_folder(
         shard_bytes=shard_bytes,
         metadata={"format": "pt"},
         non_blocking=non_blocking,
-        gather=lambda name: collect_named(whole.first[name], own, owners),
+        beside=beside,
+        gather=lambda name, to: collect_named(whole.first[name], own, owners, to),
     )
 
 

@@ -79,8 +79,8 @@ def save_optimizer(
         owners = owned_by_ranks(tensors)
         contents = _united_contents(contents, part.names)
 
-    def gather(name: str) -> torch.Tensor | None:
-        return collect_named(name, tensors, owners)
+    def gather(name: str, to: int = 0) -> torch.Tensor | None:
+        return collect_named(name, tensors, owners, to)
 
     outlines = {name: owner.empty("meta") for name, owner in owners.items()} or tensors
     if folder:

@@ -31,7 +31,7 @@ from meshwright.store.manifest import (
     read_manifest,
     read_record,
 )
-from meshwright.store.stored_tensors import Index, InFile, Pieces, SafetensorsFile, StoredTensor
+from meshwright.store.stored_tensors import Index, SafetensorsFile, StoredTensor, join_files
 from meshwright.store.tensor_files import wait_for_saves
 
 _SUFFIX = ".safetensors"
@@ -117,19 +117,20 @@ class StoredWeights:
         """Return whether there are values for an entry of the model."""
         return name in self._tensors
 
-    def read(self, name: str, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """Read a part of an entry into a new tensor on the host, reading only the bytes needed.
+    def read(self, name: str, index: Index, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a part of an entry into a tensor on the host, reading only the bytes needed.
 
         Args:
             name: Name of a parameter or persistent buffer; of tied ones any.
             index: For every dim of the whole tensor a slice of step 1, or int64 positions.
             dtype: Type to cast to.
+            out: Tensor of the part's shape and of this type to fill; None makes a new one.
 
         Raises:
             CheckpointError: When the file cannot be read any more.
         """
         try:
-            return self._tensors[name].read(index, dtype)
+            return self._tensors[name].read(index, dtype, out)
         except OSError as error:
             raise CheckpointError(
                 f"Reading {name} from {self._path} failed", got=str(error), fix=_COPY_AGAIN
@@ -268,7 +269,8 @@ def _find(path: Path) -> _Found:
         )
     if (path / MANIFEST).is_file():
         return _in_checkpoint(path)
-    if complete := complete_checkpoints(path):
+    # ``meshwright train`` makes a folder of its own for them.
+    if complete := complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"):
         return _in_checkpoint(complete[-1][1])
     if (path / METADATA).is_file():
         return _Found(path, open_dcp(path), in_state=True)
@@ -289,7 +291,7 @@ def _in_folder(path: Path) -> _Found:
         return _in_file(singles[0])
     files = [] if indices else [SafetensorsFile(file) for file in singles]
     if files and all(keys.CUSTOM_METADATA_KEY in file.metadata for file in files):
-        return _Found(path, _joined(files), files, _config(path), in_state=True)
+        return _Found(path, join_files(files), files, _config(path), in_state=True)
     pickles = [file for file in sorted(path.iterdir()) if file.suffix in _PICKLES and file.name != "training_args.bin"]
     if pickles and not singles:
         raise _pickle(pickles[0])
@@ -310,7 +312,7 @@ def _in_file(path: Path) -> _Found:
             got=path.suffix or "no suffix", fix="convert it to safetensors",
         )  # fmt: skip
     file = SafetensorsFile(path)
-    return _Found(path, _joined([file]), [file], _config(path.parent))
+    return _Found(path, join_files([file]), [file], _config(path.parent))
 
 
 def _pickle(path: Path) -> CheckpointError:
@@ -335,7 +337,7 @@ def _in_index(path: Path) -> _Found:
     if any(Path(name).suffix in _PICKLES for name in names):
         raise _pickle(path.parent / names[0])
     files = [SafetensorsFile(path.parent / name) for name in names]
-    tensors = _joined(files)
+    tensors = join_files(files)
     lacking = sorted(weight_map.keys() - tensors.keys())
     if lacking:
         raise CheckpointError(
@@ -354,13 +356,27 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _in_checkpoint(path: Path) -> _Found:
-    """Open a checkpoint of Meshwright. Its sizes are checked; hashes of the tensors would cost reading them all."""
+    tensors, files = checkpoint_tensors(path)
+    return _Found(path, tensors, files)
+
+
+def checkpoint_tensors(path: Path) -> tuple[dict[str, StoredTensor], list[SafetensorsFile]]:
+    """Open the weights and buffers in a checkpoint of Meshwright, by the model's names.
+
+    The sizes of its files are checked; the hashes of the tensors would cost reading all of them.
+
+    Returns:
+        The tensors, and their files.
+
+    Raises:
+        CheckpointError: When the checkpoint is damaged.
+    """
     manifest = read_manifest(path)
     check_present(path, manifest, folders=[TENSORS])
     check_contents(path, manifest, [RECORD])
     record = read_record(path)
     files = [SafetensorsFile(path / name) for name in sorted(manifest) if name.startswith(f"{TENSORS}/")]
-    stored = _joined(files)
+    stored = join_files(files)
     tensors = {}
     for name, entry in record.tensors.items():
         if name.startswith(_MODEL):
@@ -368,47 +384,7 @@ def _in_checkpoint(path: Path) -> _Found:
             if found is None or found.shape != entry.shape or found.dtype != dtype_named(entry.dtype):
                 raise CheckpointError(f"{path} is damaged: {name} is not as its record says", fix=_COPY_AGAIN)
             tensors[name.removeprefix(_MODEL)] = found
-    return _Found(path, tensors, files)
-
-
-def _joined(files: Iterable[SafetensorsFile]) -> dict[str, StoredTensor]:
-    """Return the tensors of files, whole where ranks have written their shards of them."""
-    pieces: dict[str, dict[tuple[int, ...], StoredTensor]] = {}
-    for file in files:
-        offsets = _offsets(file)
-        for name, (at, dtype, shape) in file.tensors.items():
-            where = tuple(offsets.get(name, (0,) * len(shape)))
-            pieces.setdefault(name, {})[where] = InFile(file, at, shape, dtype)
-    tensors: dict[str, StoredTensor] = {}
-    for name, parts in pieces.items():
-        first = next(iter(parts.values()))
-        ends = [[a + b for a, b in zip(at, each.shape, strict=True)] for at, each in parts.items()]
-        shape = tuple(max(each) for each in zip(*ends, strict=True))
-        whole = Pieces(tuple(parts.items()), shape, first.dtype)
-        if sum(each.num_bytes for each in parts.values()) != whole.num_bytes:
-            raise CheckpointError(
-                f"{name} is not whole", expected=f"files with all parts of {shape}", got=f"{len(parts)} of its parts",
-                fix=_COPY_AGAIN,
-            )  # fmt: skip
-        tensors[name] = first if len(parts) == 1 else whole
-    return tensors
-
-
-def _offsets(file: SafetensorsFile) -> Mapping[str, tuple[int, ...]]:
-    if keys.CUSTOM_METADATA_KEY not in file.metadata:
-        return {}
-    try:
-        found = json.loads(file.metadata[keys.CUSTOM_METADATA_KEY])
-        offsets = {name: tuple(each[keys.SAVED_OFFSETS_KEY]) for name, each in found.items()}
-        wrong = [name for name, (_, _, shape) in file.tensors.items() if len(offsets[name]) != len(shape)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        wrong = [str(error)]
-    if wrong:
-        raise CheckpointError(
-            f"{file.path} is damaged", expected="the place of every shard in its tensor", got=join_names(wrong),
-            fix=_COPY_AGAIN,
-        )  # fmt: skip
-    return offsets
+    return tensors, files
 
 
 # --- Which of them fill the model

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, join_names
+from meshwright.runtime.torch_internals import checkpoint as keys
 
 Index = tuple[slice | torch.Tensor, ...]
 """A part of a tensor: per dim a slice of step 1, or positions as an int64 tensor."""
@@ -72,12 +73,14 @@ class StoredTensor(ABC):
     def read_into(self, out: torch.Tensor, start: Sequence[int]) -> None:
         """Fill ``out``, a host tensor of any dtype and strides, with the box of its shape that begins at ``start``."""
 
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """Read a part into a new host tensor."""
+    def read(self, index: Index, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a part into a host tensor: ``out``, or a new one."""
         runs = [_runs(each, size) for each, size in zip(index, self.shape, strict=True)]
         if not self.by_parts and any(len(each) > 1 for each in runs):
-            return self._read_bounds(index, dtype)
-        out = torch.empty([sum(length for _, length in each) for each in runs], dtype=dtype)
+            part = self._read_bounds(index, dtype)
+            return part if out is None else out.copy_(part)
+        if out is None:
+            out = torch.empty([sum(length for _, length in each) for each in runs], dtype=dtype)
         self._read_boxes(out, runs, ())
         return out
 
@@ -257,6 +260,50 @@ class Pieces(StoredTensor):
                 inside.append(begin - offset)
             if part.numel():
                 piece.read_into(part, inside)
+
+
+def join_files(files: Iterable[SafetensorsFile]) -> dict[str, StoredTensor]:
+    """Return the tensors of files, whole where ranks have written their shards of them.
+
+    Raises:
+        CheckpointError: When parts are absent.
+    """
+    pieces: dict[str, dict[tuple[int, ...], StoredTensor]] = {}
+    for file in files:
+        offsets = _offsets(file)
+        for name, (at, dtype, shape) in file.tensors.items():
+            where = tuple(offsets.get(name, (0,) * len(shape)))
+            pieces.setdefault(name, {})[where] = InFile(file, at, shape, dtype)
+    tensors: dict[str, StoredTensor] = {}
+    for name, parts in pieces.items():
+        first = next(iter(parts.values()))
+        ends = [[a + b for a, b in zip(at, each.shape, strict=True)] for at, each in parts.items()]
+        shape = tuple(max(each) for each in zip(*ends, strict=True))
+        whole = Pieces(tuple(parts.items()), shape, first.dtype)
+        if sum(each.num_bytes for each in parts.values()) != whole.num_bytes:
+            raise CheckpointError(
+                f"{name} is not whole", expected=f"files with all parts of {shape}", got=f"{len(parts)} of its parts",
+                fix="copy the weights again from their source, to every host",
+            )  # fmt: skip
+        tensors[name] = first if len(parts) == 1 else whole
+    return tensors
+
+
+def _offsets(file: SafetensorsFile) -> Mapping[str, tuple[int, ...]]:
+    if keys.CUSTOM_METADATA_KEY not in file.metadata:
+        return {}
+    try:
+        found = json.loads(file.metadata[keys.CUSTOM_METADATA_KEY])
+        offsets = {name: tuple(each[keys.SAVED_OFFSETS_KEY]) for name, each in found.items()}
+        wrong = [name for name, (_, _, shape) in file.tensors.items() if len(offsets[name]) != len(shape)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        wrong = [str(error)]
+    if wrong:
+        raise CheckpointError(
+            f"{file.path} is damaged", expected="the place of every shard in its tensor", got=join_names(wrong),
+            fix="copy the weights again from their source, to every host",
+        )  # fmt: skip
+    return offsets
 
 
 # --- Tensors made of others

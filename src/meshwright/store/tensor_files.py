@@ -58,10 +58,7 @@ def write_file(path: Path, state_dict: dict[str, Any]) -> None:
     Raises:
         CheckpointError: When the file cannot be written, or holds what safetensors cannot.
     """
-    if path.suffix == _SAFETENSORS:
-        _write(path, lambda to: save_file(_separate(path, state_dict), to, metadata={"format": "pt"}))
-    else:
-        _write(path, lambda to: torch.save(state_dict, to))
+    put_in_place(write_beside(path, state_dict), path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -70,16 +67,49 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CheckpointError: When the file cannot be written.
     """
-    _write(path, lambda to: to.write_text(text, encoding="utf-8"))
+    put_in_place(write_beside(path, text), path)
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
+def write_beside(path: Path, content: dict[str, Any] | str) -> Path:
+    """Write a state dict of host tensors, or text, under another name: :func:`put_in_place` moves it to ``path``.
+
+    Raises:
+        CheckpointError: As :func:`write_file` does; nothing is left then.
+    """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        write(unfinished)
-        with open(unfinished, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(unfinished, path)
+        with _writing(path):
+            if isinstance(content, str):
+                unfinished.write_text(content, encoding="utf-8")
+            elif path.suffix == _SAFETENSORS:
+                save_file(_separate(path, content), unfinished, metadata={"format": "pt"})
+            else:
+                torch.save(content, unfinished)
+            with open(unfinished, "rb") as written:
+                os.fsync(written.fileno())
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return unfinished
+
+
+def put_in_place(unfinished: Path, path: Path) -> None:
+    """Give a file of :func:`write_beside` its name.
+
+    Raises:
+        CheckpointError: When that fails; the file is then deleted.
+    """
+    try:
+        with _writing(path):
+            os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -89,8 +119,6 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
             got=str(error),
             fix="choose another place, or make room; a file of that name is as it was",
         ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _separate(path: Path, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:

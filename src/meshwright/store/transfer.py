@@ -24,17 +24,17 @@ from meshwright.store.entries import ModelEntries, dtype_named, model_entries, s
 from meshwright.store.manifest import TensorRecord, tensor_records
 
 
-def collect(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Copy the whole tensor to the host of rank 0; return None elsewhere. Collective for a DTensor."""
+def collect(tensor: torch.Tensor, to: int = 0) -> torch.Tensor | None:
+    """Copy the whole tensor to the host of a rank; return None elsewhere. Collective for a DTensor."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return tensor.to("cpu", copy=True) if rank() == 0 else None
+        return tensor.to("cpu", copy=True) if rank() == to else None
     if not _in_rows_over_the_world(tensor):
         whole = whole_tensor(tensor)
-        return whole.to("cpu", copy=True) if rank() == 0 else None
+        return whole.to("cpu", copy=True) if rank() == to else None
     part = _padded(tensor.to_local().to(tensor.device_mesh.device_type), tensor)  # offloaded ones are on the host
-    parts = [torch.empty_like(part) for _ in range(world_size())] if rank() == 0 else None
-    dist.gather(part, parts, dst=0)
+    parts = [torch.empty_like(part) for _ in range(world_size())] if rank() == to else None
+    dist.gather(part, parts, dst=to)
     return torch.cat(parts)[: tensor.shape[0]].cpu() if parts is not None else None
 
 
@@ -135,22 +135,23 @@ def owned_by_ranks(
 
 
 @torch.no_grad()
-def collect_owned(tensor: torch.Tensor | None, owner: OwnedTensor) -> torch.Tensor | None:
-    """Copy the whole tensor to the host of rank 0; return None elsewhere. Every rank calls it.
+def collect_owned(tensor: torch.Tensor | None, owner: OwnedTensor, to: int = 0) -> torch.Tensor | None:
+    """Copy the whole tensor to the host of a rank; return None elsewhere. Every rank calls it.
 
     Args:
         tensor: This rank's; not read where others hold it.
         owner: Who holds it.
+        to: The rank that gets it.
     """
-    first, whole = owner.homes[0], None
+    first, whole = to if to in owner.homes else owner.homes[0], None
     if tensor is not None and rank() in owner.homes:
         whole = whole_tensor(tensor)
-    if rank() == first != 0:
+    if rank() == first != to:
         assert whole is not None
-        dist.send(whole.to(settings().device).contiguous(), dst=0)
-    if rank() > 0:
+        dist.send(whole.to(settings().device).contiguous(), dst=to)
+    if rank() != to:
         return None
-    if first > 0:
+    if first != to:
         whole = owner.empty(settings().device)
         dist.recv(whole, src=first)
     assert whole is not None
@@ -247,17 +248,18 @@ def spread_to_stage(source: torch.Tensor | None, target: torch.Tensor, owner: Ow
 
 
 def collect_named(
-    name: str, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, OwnedTensor]
+    name: str, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, OwnedTensor], to: int = 0
 ) -> torch.Tensor | None:
-    """Copy a whole tensor to the host of rank 0; return None elsewhere. Every rank calls it.
+    """Copy a whole tensor to the host of a rank; return None elsewhere. Every rank calls it.
 
     Args:
         name: Name of the tensor.
         tensors: This rank's tensors.
         owners: Who holds the tensors that are not on every rank.
+        to: The rank that gets it.
     """
     owner = owners.get(name)
-    return collect(tensors[name]) if owner is None else collect_owned(tensors.get(name), owner)
+    return collect(tensors[name], to) if owner is None else collect_owned(tensors.get(name), owner, to)
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def accelerate(
     world = settings()
 
     # Born sharded: a function, or a model on meta, has no values yet. [Note: models born sharded]
-    model, birth, born = _conceive(model, weights)
+    model, birth = _conceive(model, weights)
 
     # Ask: the arguments become one value. What cannot work is refused before anything changes.
     if num_micro_batches is None:
@@ -196,6 +196,7 @@ def accelerate(
 
     # Agree: ranks that differ would wait for each other for ever, or train different models without an error.
     check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines(), request.training_claims())
+    born = _share_birth(model, birth)
     difference = difference_between_ranks({**dict(model.named_parameters()), **dict(model.named_buffers())})
 
     # Plan: rank 0 predicts for all ranks. Candidates that are measured run on all of them.
@@ -227,14 +228,14 @@ def accelerate(
 
 def _conceive(
     model: nn.Module | Callable[[], nn.Module], weights: str | os.PathLike[str] | None
-) -> tuple[nn.Module, Birth | None, list[str]]:
-    """Return the model, where its values come from if it lacks them, and notices; collective."""
+) -> tuple[nn.Module, Birth | None]:
+    """Return the model, and where its values come from if it lacks them; collective."""
     with same_on_every_rank():
         values = None
         if not isinstance(model, nn.Module) and callable(model):
             model, values = record(model)
         if not isinstance(model, nn.Module):
-            return model, None, []  # refused later, with all other arguments
+            return model, None  # refused later, with all other arguments
         if values is None and is_on_meta(model):
             values = remembered(model)
         check_model(model, settings().device)
@@ -243,15 +244,20 @@ def _conceive(
             from meshwright.store.pretrained import StoredWeights  # what only a start from stored weights needs
 
             stored = StoredWeights.open(weights, model)
-        birth = birth_of(model, values, stored)
+        is_built = values is None and stored is None and not is_on_meta(model)
+        return model, None if is_built else birth_of(model, values, stored)
+
+
+def _share_birth(model: nn.Module, birth: Birth | None) -> list[str]:
+    """Let all ranks start from the same values, and give buffers theirs; return notices. Collective."""
     if birth is None:
-        return model, None, []
-    notices = [f"weights from {stored}"] if stored is not None else []
+        return []
+    notices = [f"weights from {birth.weights}"] if birth.weights is not None else []
     notices += [notice] if (notice := birth.share_seed()) is not None else []
     if is_on_meta(model):
         with same_on_every_rank():
             birth.give_buffers(model)
-    return model, birth, notices
+    return notices
 
 
 # --- Ask
@@ -275,6 +281,20 @@ def _check_request(request: Request, world: Settings) -> None:
                 fix="build the model anew; its weights can be taken over with state_dict and load_state_dict",
             )
         check_no_renorm(request.model, world_size())
+        _check_dense(request.model)
+
+
+def _check_dense(model: nn.Module) -> None:
+    """Refuse sparse parameters and buffers, which ranks can neither compare nor send."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    found = next((f"{name} ({each.layout})" for name, each in tensors if each.layout != torch.strided), None)
+    if found is not None and world_size() > 1:
+        raise ModelError(
+            "A tensor of the model is sparse, and ranks compare and exchange dense ones",
+            expected="dense parameters and buffers",
+            got=found,
+            fix="keep it as an attribute that is no buffer, on the device of the forward, or make it dense",
+        )
 
 
 # --- Agree

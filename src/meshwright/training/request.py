@@ -353,7 +353,13 @@ class Request:
         )  # fmt: skip
         rest = {name: getattr(self, name) for name in names}
         rest |= {name: getattr(self, name) is not None for name in ("loss_weight", "time_limit")}
+        weights = self.birth.weights if self.birth is not None else None
         return [
+            (
+                "How the model gets its values",
+                "it has them" if self.birth is None else "on meta" if weights is None else f"from {weights}",
+                "build it on meta, or with values, on every rank alike, and name the same weights",
+            ),
             ("The optimizer", optimizer, "pass equal optim_func and optim_args on every rank"),
             (
                 "The learning-rate schedule",

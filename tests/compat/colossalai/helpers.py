@@ -1,5 +1,6 @@
 """One small task, trained by plain torch in one process and by a Booster on any number of ranks."""
 
+import contextlib
 import itertools
 
 import torch
@@ -26,10 +27,11 @@ def dataset():
     return TensorDataset(inputs, torch.stack([inputs.sum(1), inputs[:, 0].sin(), inputs[:, 1] ** 2], 1))
 
 
-def build(optimizer="adamw", seed=3):
-    """A plain model, an optimizer with two groups over it, and a scheduler over that."""
+def build(optimizer="adamw", seed=3, context=None):
+    """A plain model, built in a context, an optimizer with two groups over it, and a scheduler over that."""
     torch.manual_seed(seed)
-    model = tiny.Mlp()
+    with context or contextlib.nullcontext():
+        model = tiny.Mlp()
     biases = [p for name, p in model.named_parameters() if "bias" in name]
     weights = [p for name, p in model.named_parameters() if "bias" not in name]
     optimizer = OPTIMIZERS[optimizer]([{"params": weights}, {"params": biases, "lr": 0.03}])
@@ -53,9 +55,9 @@ def plain_run(optimizer="adamw", clip=None, steps=STEPS):
     return losses, whole(model)
 
 
-def boosted(plugin, optimizer="adamw", seed=3, **options):
+def boosted(plugin, optimizer="adamw", seed=3, context=None, **options):
     booster = Booster(plugin=plugin, **options)
-    model, optim, schedule = build(optimizer, seed)
+    model, optim, schedule = build(optimizer, seed, context)
     loader = plugin.prepare_dataloader(dataset(), BATCH // mw.world_size())
     return booster, *booster.boost(model, optim, nn.MSELoss(), loader, schedule)
 

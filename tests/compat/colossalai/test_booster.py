@@ -1,14 +1,18 @@
 """Every plugin trains as one process does."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload
 
+import meshwright as mw
 from meshwright.compat.colossalai import (
     Booster,
     GeminiPlugin,
     HybridParallelPlugin,
+    LazyInitContext,
     LowLevelZeroPlugin,
     MoeHybridParallelPlugin,
     TorchDDPPlugin,
@@ -67,6 +71,26 @@ def test_fp32_is_that_of_one_process(ranks, cases):
             wanted_losses, wanted = expected[optimizer]
             assert losses == pytest.approx(wanted_losses, rel=1e-5), plugin
             assert (weights - wanted).norm() < 1e-4 * (wanted - start).norm(), plugin
+
+
+def lazily():
+    results = []
+    for plugin, optimizer, accumulate in FP32:
+        if optimizer != "adagrad":
+            job = helpers.boosted(plugin, optimizer, context=LazyInitContext())
+            assert not any(parameter.is_meta for parameter in job[1].parameters())
+            results.append((optimizer, helpers.train(*job, accumulate=accumulate), helpers.whole(job[1])))
+    return results
+
+
+def test_models_of_a_lazy_context_train_as_built_ones(ranks):
+    start = helpers.start()
+    expected = {name: helpers.plain_run(name) for name in helpers.OPTIMIZERS}
+    for found in ranks(2).run(lazily):
+        for optimizer, losses, weights in found:
+            wanted_losses, wanted = expected[optimizer]
+            assert losses == pytest.approx(wanted_losses, rel=1e-5)
+            assert (weights - wanted).norm() < 1e-4 * (wanted - start).norm()
 
 
 HALF = [
@@ -183,3 +207,50 @@ def test_the_loss_scale_has_patience_and_bounds(ranks):
     for scales, skipped in ranks(2).run(scale_moves):
         assert scales == [64, 64, 32, 16, 16, 16, 32]
         assert skipped == [False, True, True, True, True, False, False]
+
+
+def copied():
+    """Losses of a boosted model and of its copy, each in a loop of its own."""
+    _, model, optim, criterion, loader, _ = helpers.boosted(TorchDDPPlugin(), "sgd")
+    twin = copy.deepcopy(model)
+    assert twin.unwrap() is twin.module
+    assert twin.module is not model.unwrap()
+    copied_optim = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    told = []
+    for each, stepped, backward in ((twin, copied_optim, torch.Tensor.backward), (model, optim, optim.backward)):
+        for group in stepped.param_groups:
+            group["lr"] = 0.1
+        losses = []
+        for inputs, targets in loader:
+            loss = criterion(each(inputs), targets)
+            backward(loss)
+            stepped.step()
+            stepped.zero_grad()
+            losses.append(mw.sum_loss(loss.detach()).item())
+        told.append((losses, helpers.whole(each)))
+    return told
+
+
+def test_a_boosted_model_is_deep_copied(ranks):
+    for (losses, weights), (expected_losses, expected) in ranks(2).run(copied):
+        assert losses == expected_losses
+        assert torch.equal(weights, expected)
+
+
+def drawn(plugin):
+    """What a script draws after boost, on ranks that it has seeded alike."""
+    launched = torch.get_rng_state()
+    try:
+        model, optim, _ = helpers.build()
+        torch.manual_seed(11)
+        Booster(plugin=plugin).boost(model, optim)
+        return torch.randn(5)
+    finally:
+        torch.set_rng_state(launched)
+
+
+@pytest.mark.parametrize("plugin", [TorchDDPPlugin(), LowLevelZeroPlugin(precision="fp32")], ids=["ddp", "zero"])
+def test_boost_leaves_the_generators_alone(ranks, plugin):
+    torch.manual_seed(11)
+    expected = torch.randn(5)
+    assert all(torch.equal(each, expected) for each in ranks(2).run(drawn, plugin))

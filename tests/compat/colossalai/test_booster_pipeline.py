@@ -51,12 +51,12 @@ def reference(name, clip, steps=STEPS):
     return losses, norms, before, {key: value.detach() for key, value in model.named_parameters()}
 
 
-def boosted(name, **options):
+def boosted(name, loss=criterion, **options):
     booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", "num_microbatches": 4, **options}))
     plain = build(name)
     optim = sgd(plain)
     loader = booster.plugin.prepare_dataloader(Labelled(), BATCH)
-    model, boosted_optim, *rest = booster.boost(plain, optim, criterion, loader)
+    model, boosted_optim, *rest = booster.boost(plain, optim, loss, loader)
     assert boosted_optim.unwrap() is optim
     assert rest[1:] == [loader, None]
     booster.own_criterion = rest[0]
@@ -86,7 +86,35 @@ def test_stages_take_the_weights_of_rank_0(ranks):
     assert "weights differ between ranks" in answers[0][1]
 
 
-def step(booster, model, optim, batches):
+def criterion_of_another_model():
+    """Losses of a model whose criterion was boosted with another before, by the schedule and by a plain loop; and of
+    that other model with the same criterion, by the schedule alone, before and behind a refused loss."""
+    first, other, other_optim, _ = boosted("tied", pp_size=2, max_norm=1e6)
+    second, model, optim, loader = boosted("tied", pp_size=2, max_norm=1e6, loss=first.own_criterion)
+    losses, others = [], []
+    for index, batch in enumerate(itertools.islice(loader, STEPS)):
+        others.append(step(first, other, other_optim, iter([batch]), second.own_criterion)[0])
+        if index % 3:
+            losses.append(second.execute_pipeline(iter([batch]), model, second.own_criterion, optim)["loss"].item())
+        else:
+            with pytest.raises(mw.ModelError, match="loss is of another model's output"):
+                second.own_criterion(other(**batch), batch)
+            loss = second.own_criterion(model(**batch), batch)
+            second.backward(loss, optim)
+            losses.append(loss.item())
+        optim.step()
+        optim.zero_grad()
+    return losses, others
+
+
+def test_a_criterion_serves_a_second_pipeline(ranks):
+    expected, *_ = reference("tied", 1e6)
+    for results in ranks(2).run(criterion_of_another_model):
+        for losses in results:
+            assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def step(booster, model, optim, batches, criterion=criterion):
     result = booster.execute_pipeline(batches, model, criterion, optim)
     assert result["outputs"] is None
     optim.step()

@@ -121,6 +121,7 @@ def refusals(folder):
         (lambda: booster.save_model(model, folder / "x.pt", use_safetensors=True), "ends in .safetensors"),
         (lambda: booster.save_model(model, folder / "x", shard=True, size_per_shard=0), "size_per_shard"),
         (lambda: booster.save_optimizer(optim.unwrap(), folder / "x"), "not boosted"),
+        (lambda: booster.save_optimizer(optim, folder / "x.safetensors", use_async=True), "does not fit into one"),
     ]
     for call, text in cases:
         with pytest.raises(mw.MeshwrightError, match=text):

@@ -287,7 +287,7 @@ def misuse():
         (lambda: booster.boost(model, torch.optim.LBFGS(model.parameters())), "references of its own"),
         (lambda: booster.boost(model, optim, None, None, other), "another optimizer"),
         (lambda: booster.boost(model, None, None, None, schedule), "no optimizer"),
-        (lambda: booster.boost(print), "not a module"),
+        (lambda: booster.boost(print), "returns no module"),
         (lambda: Booster(plugin=TorchDDPPlugin(methods=[("gradient_accumulation", 2)])).boost(model), "calls backward"),
         (lambda: Booster(plugin=TorchDDPPlugin(methods=["loss_spike"])).boost(model), "losses of Accelerated.step"),
         (lambda: two_norms.boost(helpers.build()[0]), "name different norms"),

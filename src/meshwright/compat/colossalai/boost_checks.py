@@ -152,6 +152,17 @@ def check_save(checkpoint: Path, shard: bool, gather_dtensor: bool, size_per_sha
         )
 
 
+def check_optimizer_file(checkpoint: Path, shard: bool) -> None:
+    """Check that an optimizer is not written to one safetensors file, which holds nothing but tensors."""
+    if not shard and checkpoint.suffix == ".safetensors":
+        raise ConfigError(
+            "An optimizer does not fit into one .safetensors file: its groups and loss scale are no tensors",
+            expected="another suffix, or shard=True",
+            got=checkpoint.name,
+            fix="rename it, to .pt for one; or pass shard=True for a folder of safetensors",
+        )
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Check that ``boost`` returned the optimizer."""
     if not isinstance(optimizer, BoostedOptimizer):

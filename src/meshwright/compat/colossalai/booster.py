@@ -36,6 +36,7 @@ from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.nn.batches import batch_size_of, micro_batches, to_device, usual_input_format
 from meshwright.nn.fsdp_units import reshard
 from meshwright.runtime import (
+    GeneratorState,
     difference_between_ranks,
     gather_objects,
     print_rank,
@@ -104,6 +105,9 @@ class Booster(CheckpointVerbs):
     ) -> tuple[nn.Module, BoostedOptimizer | None, Callable[..., Any] | None, Any, LRScheduler | None]:
         """Distribute a model, and give its optimizer the new parameters.
 
+        Random generators stay as they are, as in ColossalAI: seed ranks apart for other dropout masks on each. Only
+        where ranks share a replica (stages, layers or tokens divided) are they seeded, each replica apart.
+
         Args:
             model: Plain, initialised, equal on every rank.
             optimizer: Built over ``model.parameters()`` and not stepped; its groups and hyperparameters stay.
@@ -134,6 +138,7 @@ class Booster(CheckpointVerbs):
         sample = None
         if needs_sample(strategy, model):
             sample = sample_of(dataloader, model, strategy, has_criterion=criterion is not None)
+        generators = GeneratorState.now()
         with _default_dtype(torch.float32), self._advice():
             accelerated = accelerate(
                 model,
@@ -145,6 +150,10 @@ class Booster(CheckpointVerbs):
                 sample_batch=sample,
                 model_input_format=usual_input_format(sample),
             )
+        if accelerated.num_replicas == world_size():
+            # Scripts that seed once go on drawing alike on all ranks: weights of a second model, or samples. Ranks that
+            # share a replica keep accelerate's seeds, since they must draw alike whatever the script has drawn.
+            generators.restore()
         if isinstance(optimizer, FusedLAMB):
             optimizer.clips_elsewhere()
         self._print(notices)

@@ -106,6 +106,7 @@ class CheckpointVerbs:
         """
         checks.check_optimizer(optimizer)
         checks.check_save(Path(checkpoint), shard, gather_dtensor, size_per_shard, use_safetensors=False)
+        checks.check_optimizer_file(Path(checkpoint), shard)
         options: dict[str, Any] = {"prefix": prefix, "shard_bytes": size_per_shard * _MIB, "non_blocking": use_async}
         save_optimizer(optimizer, optimizer.model, checkpoint, folder=shard, **options)
 

@@ -59,6 +59,7 @@ class StageOutput:
     """The model's output on ranks without the last stage; the loss function turns it into the loss."""
 
     token: torch.Tensor  # 0-dim; its backward waits for the gradient of what this rank has sent
+    pipeline: int  # id of the PipelineRank whose output it is; precisions rebuild the output around its values
 
     def __getattr__(self, name: str) -> Any:
         raise ModelError(
@@ -142,7 +143,7 @@ def run_chain(
         if stage != rank.last_stage and not rank.holds(stage + 1):
             token = _send(rank, stage, token, result, boundaries.get(stage) if failure is None else None)
     _raise_together(rank, failure)
-    return (result if rank.holds(rank.last_stage) else StageOutput(token)), boundaries
+    return (result if rank.holds(rank.last_stage) else StageOutput(token, id(rank))), boundaries
 
 
 def shared_output(rank: PipelineRank, output: Any) -> Any:
@@ -280,26 +281,35 @@ class _Known(torch.autograd.Function):
         return torch.zeros_like(gradient, dtype=torch.float32), None
 
 
-def shared_loss(rank: PipelineRank, token: torch.Tensor | None, loss: torch.Tensor | None) -> torch.Tensor:
+def shared_loss(rank: PipelineRank, output: StageOutput | None, loss: torch.Tensor | None) -> torch.Tensor:
     """Return the last stage's loss on every rank of the pipeline; in fp32 on the other ranks.
 
     Args:
         rank: This rank.
-        token: The token of this rank's :class:`StageOutput`; None on the rank of the last stage.
+        output: This rank's output; None on the rank of the last stage.
         loss: The loss on the rank of the last stage; None there reports to the others that it failed.
 
     Raises:
-        ModelError: On the other ranks, when the loss failed.
+        ModelError: On every rank, when the output is that of another pipeline; on the other ranks, when the loss
+            failed.
     """
-    message = torch.zeros(2, device=rank.device)  # the loss, and whether it failed
+    message = torch.zeros(3, device=rank.device)  # the loss, whether it failed, whose output is another pipeline's
     if loss is not None:
         message[0] = loss.detach()
-    elif token is None:
-        message[1] = 1
+    message[1] = float(loss is None and output is None)
+    message[2] = float(output is not None and output.pipeline != id(rank))
     dist.all_reduce(message, group=rank.group)
-    if token is None:
+    _, failed, is_strange = message.tolist()
+    if is_strange:
+        raise ModelError(
+            "pipeline_parallel: this loss is of another model's output, whose gradients it would not finish",
+            expected="the output of the model that was accelerated with this loss function",
+            got="the output of another pipeline",
+            fix="compute the loss with the function that accelerating that model returned",
+        )
+    if output is None:
         return loss if loss is not None else message[0]
-    if message[1].item():
+    if failed:
         raise _failed_elsewhere("the loss function", "an error on the rank of the last stage")
-    known: torch.Tensor = _Known.apply(token, message[0])
+    known: torch.Tensor = _Known.apply(output.token, message[0])
     return known

@@ -30,7 +30,14 @@ from meshwright.methods.pipeline.chain import (
     shared_output,
 )
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
-from meshwright.methods.pipeline.splice import HiddenState, Splice, draw_seeds, drawing
+from meshwright.methods.pipeline.splice import (
+    HiddenState,
+    Splice,
+    draw_seeds,
+    drawing,
+    keeping_loss_here,
+    loss_stays_here,
+)
 from meshwright.nn import abandon_units, reshard
 from meshwright.nn.batches import leaves_of, tensors_of
 from meshwright.optim import local_tensor
@@ -191,7 +198,6 @@ class PipelineEngine:
         self._boundaries: dict[int, Boundary] = {}
         self._schedules: dict[Any, tuple[Any, list[StageModule]]] = {}
         self.saved_bytes = 0
-        self._shares_loss = False  # inside a loss function: one called within it is left alone
         self._shares_output = False  # while generating: every rank needs the logits
         self._reduces = True  # False: the gradients of a plain backward pass only accumulate
 
@@ -245,22 +251,19 @@ class PipelineEngine:
         """Wrap a loss function so that every rank gets the loss, and its backward reaches every stage."""
 
         def everywhere(inputs: Any, output: Any) -> Any:
-            if self._splice.is_running or self._shares_loss:
+            if loss_stays_here():
                 return loss_func(inputs, output)
             (seed,) = draw_seeds(1)
             if isinstance(output, StageOutput):
                 hand_over_stages({})
-                return self._finishing(shared_loss(self.rank, output.token, None))
-            self._shares_loss = True
+                return self._finishing(shared_loss(self.rank, output, None))
             try:
-                with captured() as records, drawing(seed):
+                with captured() as records, drawing(seed), keeping_loss_here():
                     loss = loss_func(inputs, output)
             except Exception:
                 # The other ranks wait for a loss.
                 shared_loss(self.rank, None, None)
                 raise
-            finally:
-                self._shares_loss = False
             hand_over_stages({self.rank.last_stage: records})
             first = loss[0] if isinstance(loss, list | tuple) else loss
             first = self._finishing(shared_loss(self.rank, None, first))
@@ -366,13 +369,13 @@ class PipelineEngine:
     def _build(self, num_micro_batches: int) -> tuple[Any, list[StageModule]]:
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-        from meshwright.methods.pipeline.stage_module import Stage, StageModule
+        from meshwright.methods.pipeline.stage_module import Stage, StageModule, dw_builder
 
-        stages, modules = [], []
+        stages, modules, builder = [], [], dw_builder(self._model)
         for number in self.rank.stages:
             own = functools.partial(self._parameters_of, number)
             modules.append(StageModule(self._splice, number, self._boundaries, own, self.rank.device))
-            stages.append(Stage.build(modules[-1], self.rank))
+            stages.append(Stage.build(modules[-1], self.rank, builder))
         kind = get_schedule_class(SCHEDULES[self._schedule].torch_name)
         schedule = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],  # type: ignore[arg-type]

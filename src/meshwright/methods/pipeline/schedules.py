@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.cost import BackwardAt
+from meshwright.cost.activations import BackwardPart
 from meshwright.errors import StrategyError
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -165,6 +166,8 @@ def in_flight_peaks(
 
 # Micro-batches in flight after an action; the gradients of weights are the last to need what forward saved.
 _CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
+_HALFWAY = {"B": 0, "I": 1, "W": -1}  # the same of those with the gradients of inputs alone
+_PARTS: dict[str, BackwardPart] = {"B": "both", "I": "inputs", "W": "weights"}
 
 
 @functools.cache
@@ -178,13 +181,15 @@ def backward_moments(
     for row in actions(name, ranks, stages_per_rank, micro_batches):
         own = sorted({stage for _, stage, _ in row})
         in_flight, begun, done = dict.fromkeys(own, 0), dict.fromkeys(own, False), dict.fromkeys(own, 0)
+        halfway = dict.fromkeys(own, 0)
         moments = set()
         for kind, stage, _ in row:
             if kind != "F":
                 held = tuple(in_flight.values()), tuple(begun.values()), tuple(done.values())
-                moments.add(BackwardAt(own.index(stage), *held))
+                moments.add(BackwardAt(own.index(stage), *held, _PARTS[kind], tuple(halfway.values())))
                 begun[stage] |= kind != "I"
                 done[stage] += kind != "W"
+                halfway[stage] += _HALFWAY[kind]
             in_flight[stage] += _CHANGE[kind]
         found.append(tuple(m for m in sorted(moments) if not any(_is_covered(m, other) for other in moments)))
     return tuple(found)
@@ -198,7 +203,9 @@ def _of_one_stage(name: str, stages_left: int, micro_batches: int) -> tuple[Back
 
 
 def _is_covered(one: BackwardAt, other: BackwardAt) -> bool:
-    if one.stage != other.stage or not all(map(operator.le, one.held, other.held)):
+    if (one.stage, one.part, one.halfway) != (other.stage, other.part, other.halfway):
+        return False
+    if not all(map(operator.le, one.held, other.held)):
         return False
     are_less = map(operator.le, (*one.accumulated, *one.done), (*other.accumulated, *other.done))
     return one != other and all(are_less)

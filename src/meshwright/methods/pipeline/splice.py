@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,6 +58,21 @@ def drawing(seed: int) -> Iterator[None]:
     with preserved_rng():
         seed_in_use(seed)
         yield
+
+
+# Of any model: a criterion may belong to another pipelined model than the one whose stage calls it.
+_LOSS_STAYS_HERE: ContextVar[bool] = ContextVar("_LOSS_STAYS_HERE", default=False)
+loss_stays_here = _LOSS_STAYS_HERE.get
+
+
+@contextlib.contextmanager
+def keeping_loss_here() -> Iterator[None]:
+    """Leave the losses computed inside to the caller, who tells the other ranks of the pipeline."""
+    token = _LOSS_STAYS_HERE.set(True)
+    try:
+        yield
+    finally:
+        _LOSS_STAYS_HERE.reset(token)
 
 
 class BlockDraws:
@@ -171,7 +187,7 @@ class Splice:
     @contextlib.contextmanager
     def _stage(self, stage: int, inbox: HiddenState | None, draws: BlockDraws) -> Iterator[None]:
         first, end = self.cut.bounds[stage : stage + 2]
-        with captured() as records:
+        with captured() as records, keeping_loss_here():
             self._running = _Running(first, end, inbox, draws, records=records)
             try:
                 yield

@@ -18,6 +18,7 @@ from torch.torch_version import TorchVersion
 
 from meshwright.methods.pipeline.chain import Boundary, PipelineRank
 from meshwright.methods.pipeline.splice import HiddenState, Splice
+from meshwright.methods.recompute import recomputes
 from meshwright.nn.batches import tensors_of
 from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.pipelining import AnyStage
@@ -28,13 +29,17 @@ def _no_weight_backward() -> Callable[..., None]:
 
 
 _IS_SPLIT_RIGHTLY = TorchVersion(torch.__version__) >= (2, 13)  # type: ignore[operator]  # compares with tuples, too
-DW_BUILDER = None if _IS_SPLIT_RIGHTLY else _no_weight_backward
-"""A stage's ``dw_builder``; None lets torch compute the gradients of weights apart where a schedule asks for it.
 
-Before torch 2.13 that silently counted a weight used twice more than once, and mixed up the outputs of operations with
-several (pytorch issues 180952 and 170277). There all gradients are computed together with those of inputs, and nothing
-is left for the weights' turn.
-"""
+
+def dw_builder(model: nn.Module) -> Callable[[], Callable[..., None]] | None:
+    """Return a stage's ``dw_builder``; None lets torch compute gradients of weights apart where a schedule asks for it.
+
+    Before torch 2.13 that silently counted a weight used twice more than once, and mixed up the outputs of operations
+    with several (pytorch issues 180952 and 170277). And a block that is recomputed would run again for each of its
+    layers' weights, and be held as often. There all gradients are computed together with those of inputs, and nothing
+    is left for the weights' turn.
+    """
+    return None if _IS_SPLIT_RIGHTLY and not recomputes(model) else _no_weight_backward
 
 
 # --- One stage as a module: from hidden states to hidden states, or to the loss
@@ -117,7 +122,7 @@ class StageModule(nn.Module):
             handed_on = [] if self.after is None else result.tensors  # torch keeps them for backward, too
             self.saved_bytes = saved.bytes - sum(given.values()) + saved.bytes_beside(handed_on, tensors)
         if self.after is None:
-            return result.reshape(1)
+            return _own(result.reshape(1))
         self.after.check(result)
         return tuple(_own(tensor.contiguous()) for tensor in result.tensors)  # ready to be sent
 
@@ -136,8 +141,9 @@ class StageModule(nn.Module):
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same memory for the schedule alone.
 
-    Schedules that split backward detach in place what a stage returns. A view refuses that, and a tensor that a block
-    passes on unchanged (T5's position bias) would be without a gradient when the block runs again.
+    Schedules that split backward detach in place what a stage returns. A view refuses that, so that torch would keep
+    the graph behind a loss until the step's end; and a tensor that a block passes on unchanged (T5's position bias)
+    would be without a gradient when the block runs again.
     """
     own: torch.Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()
     return own
@@ -159,7 +165,9 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
     """torch's stage, which leaves gradients to the engine and does not leave its peers waiting when it fails."""
 
     @classmethod
-    def build(cls, module: StageModule, rank: PipelineRank) -> Stage:
+    def build(
+        cls, module: StageModule, rank: PipelineRank, dw_builder: Callable[[], Callable[..., None]] | None
+    ) -> Stage:
         """Build a stage with known shapes, so that torch exchanges no metadata."""
         device = rank.device
 
@@ -176,7 +184,7 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
             input_args=described(module.before),
             output_args=loss if module.after is None else described(module.after),
             group=rank.group,
-            dw_builder=DW_BUILDER,
+            dw_builder=dw_builder,
         )
         stage.stage_index_to_group_rank = dict(enumerate(rank.stage_ranks))
         return stage

@@ -178,6 +178,7 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "time": time_entry(plan),
         "memory": _memory(plan),
+        "building": dataclasses.asdict(plan.building),
         "traffic": [
             {name: getattr(link, name) for name in _OF_LINK} | {"seconds_alone": link.seconds} for link in links(plan)
         ],

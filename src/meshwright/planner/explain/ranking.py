@@ -16,7 +16,7 @@ from meshwright.errors import readable_bytes
 from meshwright.planner.explain.plan_difference import Difference
 from meshwright.planner.explain.plan_figures import plan_entry
 from meshwright.planner.explain.plan_reasons import WhatIf, Why, sentences
-from meshwright.planner.plans import MEMORY_CLASSES, Plan, number, part_name, percent, seconds
+from meshwright.planner.plans import MEMORY_CLASSES, Plan, building_rows, number, part_name, percent, seconds
 
 _BINDS = {"tensor or sequence collectives": "blocks' collectives", "pipeline bubble": "bubble"}
 _LEAST_S = 1e-6  # smaller differences are not shown
@@ -120,13 +120,14 @@ def _binds(entry: Mapping[str, Any]) -> str:
     return "" if binds is None else _BINDS.get(binds, binds)
 
 
-def reasons(why: Why, what_ifs: Sequence[WhatIf] = (), most: int = 5) -> Group:
+def reasons(why: Why, what_ifs: Sequence[WhatIf] = (), most: int = 5, building: Plan | None = None) -> Group:
     """Lay out reasons under their headings, with the first few of longer lists.
 
     Args:
         why: Result of :func:`~meshwright.planner.explain.why`.
         what_ifs: Result of :func:`~meshwright.planner.explain.what_if`.
         most: Maximum number of lines under each heading.
+        building: A plan, to say below what building its model takes.
     """
     parts: list[RenderableType] = []
     for heading, lines in sentences(why):
@@ -135,6 +136,8 @@ def reasons(why: Why, what_ifs: Sequence[WhatIf] = (), most: int = 5) -> Group:
         parts += _section(heading, (*shown, *rest))
     if what_ifs:
         parts += _section("What if", [f"{each.change}: {each.outcome}" for each in what_ifs])
+    if building is not None:
+        parts += _section("Building the model", [f"{what}: {figure}" for what, figure in building_rows(building)])
     return Group(*parts)
 
 

@@ -45,12 +45,13 @@ from meshwright.planner.trace.repeated_blocks import (
     continued_boundaries,
     continued_ops,
 )
+from meshwright.planner.trace.split_backward import BackwardInParts
 from meshwright.runtime.lazy import paused_collection
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 from meshwright.runtime.torch_internals.tensors import storage_identity
 
 if TYPE_CHECKING:
-    from meshwright.cost import Activations, Boundary, Placed, Transient
+    from meshwright.cost import Activations, Boundary, Placed, SplitBackward, Transient
     from meshwright.cost.activations import Given
     from meshwright.methods import Resolved, SampleRun, TokensTrace
     from meshwright.methods.fp8_torchao import Fp8Trace
@@ -162,6 +163,7 @@ class Pass:
         fp8: Layers that multiply in 8 bits.
         device: Device that it will train on; None: that of its parameters.
         views_batch: Whether the model input is views of a batch in the same memory.
+        splits_backward: Whether backward runs in two parts, first for inputs and later for weights.
     """
 
     model: nn.Module
@@ -175,6 +177,7 @@ class Pass:
     fp8: Fp8Trace | None = None
     device: torch.device | None = None
     views_batch: bool = False
+    splits_backward: bool = False
 
     def predict(self) -> Predicted:
         """Run the whole model.
@@ -228,9 +231,17 @@ class Pass:
         named = model_ops(self.model, recorded.ops)
         return Predicted(activations, named.flops, recorded.boundaries, named, recorded.idle)
 
+    def _record(self) -> _Recorded:
+        recorded = self._recorded(None)
+        if not (self.splits_backward and recorded.transients and recorded.blocks):
+            return recorded
+        found = self._recorded(BackwardInParts(recorded.blocks)).parts
+        transients = (each._replace(split=found.get(each.place)) for each in recorded.transients)
+        return recorded._replace(transients=tuple(transients))
+
     # Without pauses, circles of references would be freed at random operators.
     @paused_collection()
-    def _record(self) -> _Recorded:
+    def _recorded(self, parts: BackwardInParts | None) -> _Recorded:
         device = device_of_pass(self.model, self.device)
         fakes = FakeTensors(device)
         state, inputs = self._state(fakes), _FakeInputs(self, fakes)
@@ -238,19 +249,23 @@ class Pass:
         blocks = self._blocks_here()
         work = PlacedWork(self.model, blocks, counter)
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
-        found = record_saved(self.model, counter=counter, blocks=blocks)
+        found = record_saved(self.model, counter=counter, blocks=blocks, retains_graph=parts is not None)
         held = LiveBytes(state.values(), tensors_in(inputs.tree))
         with fakes.running(), counter, autocast, found as saved:
             saved.given = inputs.given
             recorder = self._recorder(saved, held)
 
             def pass_of(model: nn.Module, inputs: Any) -> tuple[tuple[Boundary, ...], Placed, bool]:
-                with self._as_one_rank(saved.log), work.counting(), self._casting_output(model):
+                cutting = parts.cutting() if parts is not None else _nothing()
+                with self._as_one_rank(saved.log), work.counting(), self._casting_output(model), cutting:
                     loss = self.forward(model, inputs)
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
                 saved.complete = True
                 saved.forget_freed()
-                backward = _Backward(loss, device.type)
+                run = (
+                    functools.partial(parts.run, state=state, held=held) if parts is not None else torch.Tensor.backward
+                )
+                backward = _Backward(loss, device.type, run)
                 del loss
                 return boundaries, work.everything(backward), backward.has_run  # type: ignore[arg-type]
 
@@ -259,11 +274,12 @@ class Pass:
                 # The tensors are swapped in backward, too: a model that recomputes by itself runs again.
                 boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs.tree)
             held.add_kept(saved)
-            transients = held.transients(saved) if has_run else ()
+            transients = held.transients(saved) if has_run and parts is None else ()
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
         idle = _idle(state) if has_run else ()
-        return _Recorded(saved, boundaries, ops, blocks, placed, transients, idle, inputs.sizes)
+        found_in_parts = parts.by_place(held, saved) if has_run and parts is not None else {}
+        return _Recorded(saved, boundaries, ops, blocks, placed, transients, idle, inputs.sizes, found_in_parts)
 
     def _blocks_here(self) -> list[nn.Module]:
         """Return the blocks that the model has now; a list may be cut short."""
@@ -321,6 +337,7 @@ class _Recorded(NamedTuple):
     transients: tuple[Transient, ...]
     idle: tuple[str, ...]
     inputs: Inputs
+    parts: Mapping[int, SplitBackward] = {}  # of a backward in two parts, by places
 
 
 class _FakeInputs:
@@ -405,13 +422,13 @@ def _leaves(loss: Any) -> list[torch.Tensor]:
 class _Backward:
     """Backward of a loss, and whether it could run without data."""
 
-    def __init__(self, loss: Any, device_type: str) -> None:
-        self._loss, self._device_type = loss, device_type
+    def __init__(self, loss: Any, device_type: str, run: Callable[[Any], object]) -> None:
+        self._loss, self._device_type, self._run = loss, device_type, run
         self.has_run = False
 
     def backward(self) -> None:
         """Run backward outside of autocast, which frees the weights that it has cast."""
         torch.clear_autocast_cache()
         with torch.autocast(self._device_type, enabled=False), _own_gradients(self._loss):
-            self._loss.backward()
+            self._run(self._loss)
         self.has_run = True

@@ -115,7 +115,11 @@ class SavedTensors:
 
 @contextlib.contextmanager
 def record_saved(
-    model: nn.Module, *, counter: FlopCount | None = None, blocks: Sequence[nn.Module] = ()
+    model: nn.Module,
+    *,
+    counter: FlopCount | None = None,
+    blocks: Sequence[nn.Module] = (),
+    retains_graph: bool = True,
 ) -> Iterator[SavedTensors]:
     """Record what a forward pass inside the block saves for backward, with results that ``checkpoint`` keeps.
 
@@ -124,8 +128,10 @@ def record_saved(
         counter: Counts FLOPs. With it operators are recorded, too, and the address of every storage is kept until
             the end of the record: only for fake tensors, which hold no data.
         blocks: Blocks of the list that a pipeline cuts, in the order in which they run; they are the places.
+        retains_graph: Whether a backward may leave saved tensors in the graph. An operator that saves its own result
+            would then refer to itself for ever, so what is saved is detached.
     """
-    recorder = _Recorder(counter, blocks)
+    recorder = _Recorder(counter, blocks, detaches=retains_graph)
     hooks = [
         hook
         for module in outside_compiled(model)
@@ -150,8 +156,9 @@ def record_saved(
 class _Recorder:
     """The hooks of :func:`record_saved`, called by autograd, modules and operators."""
 
-    def __init__(self, counter: FlopCount | None, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, counter: FlopCount | None, blocks: Sequence[nn.Module], *, detaches: bool) -> None:
         self.saved = SavedTensors()
+        self._detaches = detaches
         self._counter = counter
         self._index = {block: number for number, block in enumerate(blocks)}
         self._stack = self.saved.running
@@ -159,8 +166,9 @@ class _Recorder:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves."""
         saved, running = self.saved, tuple(self._stack)
+        packed = tensor.detach() if self._detaches else tensor
         if saved.complete:
-            return tensor
+            return packed
         key, size = storage_of(tensor)
         saved.sizes[key] = size
         saved.savers.setdefault(key, []).append(running)
@@ -170,7 +178,7 @@ class _Recorder:
             saved.met.append(_reference(tensor))
         else:
             saved.references[key] = _reference(tensor)
-        return tensor
+        return packed
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module begins to run."""
@@ -258,7 +266,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 # --- The bytes that a pass without data holds, operator by operator, as one with data would.
 
-Pass = Literal["forward", "loss", "backward"]
+Pass = Literal["forward", "loss", "backward", "weights"]
+"""The part of a pass that runs; ``weights`` is the second part of a backward in two."""
 
 
 class _Made(NamedTuple):
@@ -295,7 +304,8 @@ class LiveBytes:
         self._at_the_end: dict[int, _Made] = {}  # of forward
         self._before_backward: dict[int, _Made] = {}
         self._held = 0
-        self._moments: list[_Moment] = []  # of each operator
+        self.moments: list[_Moment] = []  # of each operator
+        self.backward_part: Pass = "backward"
         self._gradients: list[_Gradient] = []
         for tensor in state:
             self._is_other(tensor)
@@ -313,9 +323,9 @@ class LiveBytes:
             place: Place in the model where it ran, or whose backward it is.
             during: The part of the pass that runs.
         """
-        if self._moments and during != self._moments[-1].during:
+        if self.moments and during != self.moments[-1].during:
             self._at_the_end = self._at_the_end or dict(self._live)
-        begins = during == "backward" and self._moments and self._moments[-1].during != during
+        begins = during == "backward" and self.moments and self.moments[-1].during != during
         arguments: set[int] | None = None
         for tensor in tensors_in(result):
             key, size = storage_of(tensor)
@@ -326,20 +336,35 @@ class LiveBytes:
             if key in arguments:
                 self._is_other(tensor)
             else:
-                self._live[key] = _Made(StorageWeakRef(tensor.untyped_storage()), size, len(self._moments))
+                self._live[key] = _Made(StorageWeakRef(tensor.untyped_storage()), size, len(self.moments))
                 self._held += size
+        self.settle()
+        if begins:
+            before = len(self.moments)
+            self._before_backward = {key: made for key, made in self._live.items() if made.operator < before}
+        self.moments.append(_Moment(place, during, self._held, self._made_behind(place, during)))
+
+    def settle(self) -> int:
+        """Forget what is free by now, and return the bytes held."""
         for key in [key for key, made in self._live.items() if has_expired(made.reference.cdata)]:
             self._held -= self._live.pop(key).num_bytes
-        if begins:
-            before = len(self._moments)
-            self._before_backward = {key: made for key, made in self._live.items() if made.operator < before}
-        self._moments.append(_Moment(place, during, self._held, self._made_behind(place, during)))
+        return self._held
+
+    @property
+    def num_operators(self) -> int:
+        """Return the number of operators that have run."""
+        return len(self.moments)
+
+    def alive(self) -> dict[int, tuple[int, int]]:
+        """Return the storages that are held now: the operator that made each, and its bytes."""
+        self.settle()
+        return {key: (made.operator, made.num_bytes) for key, made in self._live.items()}
 
     def _made_behind(self, place: int, during: Pass) -> dict[int, int]:
         found: dict[int, int] = {}
         for made in self._live.values() if during == "backward" else ():
-            if made.operator < len(self._moments):
-                there = self._moments[made.operator]
+            if made.operator < len(self.moments):
+                there = self.moments[made.operator]
                 if there.during == "backward" and there.place > place:
                     found[there.place] = found.get(there.place, 0) + made.num_bytes
         return found
@@ -355,8 +380,8 @@ class LiveBytes:
         if found is not None:
             self._held -= size
             self._is_other(parameter.grad)
-            place = self._moments[-1].place
-            self._gradients.append(_Gradient(size, found.operator, len(self._moments), place))
+            place = self.moments[-1].place
+            self._gradients.append(_Gradient(size, found.operator, len(self.moments), place))
 
     def add_kept(self, saved: SavedTensors) -> None:
         """Add what the graph keeps without saving it, and frees in backward.
@@ -365,7 +390,7 @@ class LiveBytes:
         """
         for key, made in self._before_backward.items():
             if key not in saved.sizes and key not in self._live:
-                saved.add(key, made.num_bytes, self._moments[made.operator].place, made.reference)
+                saved.add(key, made.num_bytes, self.moments[made.operator].place, made.reference)
 
     def transients(self, saved: SavedTensors) -> tuple[Transient, ...]:
         """Return the temporary tensors of every place; none if backward has not run.
@@ -373,17 +398,17 @@ class LiveBytes:
         Args:
             saved: Record of the same pass.
         """
-        if not any(moment.during == "backward" for moment in self._moments):
+        if not any(moment.during == "backward" for moment in self.moments):
             return ()
         weights, complete = self._gradients_by_operator()
-        last = max(moment.place for moment in self._moments)
+        last = max(moment.place for moment in self.moments)
         returned, (left, remains, hung) = self._returned(saved, last), self._left_over(saved, last)
         first = self._up_to(saved)
         found: defaultdict[int, set[Instant]] = defaultdict(set)
         cut: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
         forward: set[Instant] = set()
-        for (place, during, held, behind), coming, done in zip(self._moments, weights, complete, strict=True):
+        for (place, during, held, behind), coming, done in zip(self.moments, weights, complete, strict=True):
             if during == "forward" and place == last:
                 forward.add(Instant(held - coming - first(place) - sum(returned.values()), coming, done))
             elif during == "backward" or place == last:
@@ -422,7 +447,7 @@ class LiveBytes:
         """Return by blocks the bytes that forward made there and nobody saved, at the end of forward."""
         found: dict[int, int] = {}
         for key, made in self._at_the_end.items():
-            place = self._moments[made.operator].place
+            place = self.moments[made.operator].place
             if key not in saved.sizes and -1 < place < last:
                 found[place] = found.get(place, 0) + made.num_bytes
         return found
@@ -436,7 +461,7 @@ class LiveBytes:
         remains: dict[int, int] = {}
         hung: dict[int, int] = {}
         for key, made in self._live.items():
-            place, during, *_ = self._moments[made.operator]
+            place, during, *_ = self.moments[made.operator]
             if -1 < place < last and not made.reference.expired():
                 is_left = during == "forward" and key not in saved.sizes
                 for found in (left,) if is_left else (remains, hung) if during == "forward" else (remains,):
@@ -445,7 +470,7 @@ class LiveBytes:
 
     def _gradients_by_operator(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return after every operator the bytes of incomplete gradients, and of complete ones of its place."""
-        steps = [0] * (len(self._moments) + 1)
+        steps = [0] * (len(self.moments) + 1)
         completed: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for each in self._gradients:
             steps[each.made] += each.num_bytes
@@ -453,7 +478,7 @@ class LiveBytes:
             completed[each.complete].append((each.place, each.num_bytes))
         by_place: defaultdict[int, int] = defaultdict(int)
         done = []
-        for index, (place, *_) in enumerate(self._moments):
+        for index, (place, *_) in enumerate(self.moments):
             for own, size in completed[index]:
                 by_place[own] += size
             done.append(by_place[place])

@@ -103,7 +103,7 @@ class OpRecorder(FakeDispatchMode):
             if self._nodes and made > self._nodes[-1]:  # a part of forward runs again in backward, at its place
                 self._nodes.append(made)
                 self._made.append(self._latest)
-            self._held.note(result, (args, given), self._latest[2], "backward")
+            self._held.note(result, (args, given), self._latest[2], self._held.backward_part)
         return result
 
     def _note_forward(self, kernels: tuple[Op, ...], given: Any) -> None:
@@ -362,7 +362,10 @@ def summarise(model: nn.Module, saved: SavedTensors, transients: tuple[Transient
     block_of = {module: place for place, block in enumerate(blocks) for module in block.modules()}
     return Activations(
         saved.bytes,
-        modules=tuple(TracedModule(path, tuple(class_names(module)), block_of.get(module)) for path, module in named),
+        modules=tuple(
+            TracedModule(path, tuple(class_names(module)), block_of.get(module), runs=max(saved.runs[module], 1))
+            for path, module in named
+        ),
         blocks=tuple(numbers[block] for block in blocks),
         stages=(_tensors(saved, numbers),),
         work=_work(saved, numbers),

@@ -196,6 +196,7 @@ class Conditions:
     split: Trace | None  # how axes divide layers, tokens or experts
     blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts; empty: those that the model repeats
     fp8: Fp8Trace | None = None  # the layers that multiply in 8 bits
+    splits_backward: bool = False  # whether a schedule computes gradients of inputs first, and of weights later
     widened: bool = False  # whether products in bf16 are made in fp32 where the device is slow in bf16
 
 
@@ -306,6 +307,7 @@ class Tracer:
             fp8=now.fp8,
             device=self._device,
             views_batch=self._views_batch,
+            splits_backward=now.splits_backward,
         )
         assumed = stands_in(self._model, self._device)
         with now.fp8.running() if now.fp8 is not None else self._widened(now):

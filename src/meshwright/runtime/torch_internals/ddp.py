@@ -1,4 +1,4 @@
-"""DistributedDataParallel's reducer: order of its buckets, its state after a failure, and what it leaves alone."""
+"""DistributedDataParallel's reducer: its buckets, their hooks, its state after a failure, and what it leaves alone."""
 
 from operator import attrgetter, methodcaller
 
@@ -18,3 +18,6 @@ check_reducer_finalized = methodcaller("_check_reducer_finalized")
 # (``_set_params_and_buffers_to_ignore_for_model``), and replaces the list instead of adding to it.
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 ignored_names = attrgetter(IGNORED)
+
+# The hooks that average buckets, each with its state: DDP's own copy has them listed, and not in use.
+COMM_HOOKS = "_comm_hooks"

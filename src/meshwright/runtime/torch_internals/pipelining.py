@@ -7,8 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import (
+    stage_backward_input as stage_backward_input,
+    stage_backward_weight as stage_backward_weight,
+)
 
-ATTRIBUTES_OF = ("torch.distributed.pipelining.stage",)
+ATTRIBUTES_OF = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining._backward")
 
 
 class EarlierStage(PipelineStage):
