@@ -193,3 +193,33 @@ def test_reads_stored_weights(name, layout, ranks, tmp_path):
             parameter.mul_(1.1)  # no initial values
     model.save_pretrained(tmp_path, max_shard_size="30KB")
     check(ranks(ALL[layout].world).run(both, name, layout, "born", str(tmp_path)))
+
+
+def with_a_new_head(folder):
+    from transformers import LlamaForSequenceClassification
+
+    def build():
+        torch.manual_seed(3)
+        config = models.llama(2).config
+        config.num_labels, config.pad_token_id = 3, 0
+        return LlamaForSequenceClassification(config)
+
+    options = {
+        "strategy": ["fsdp"], "weights": folder, "sample_batch": {"input_ids": torch.ones(2, 4, dtype=torch.long)},
+        "model_input_format": "unpack_dict",
+    }  # fmt: skip
+    with pytest.raises(mw.MeshwrightError, match=r"score\.weight.*allow_missing_weights=True"):
+        mw.accelerate(build, torch.optim.SGD, None, lambda _, output: output.logits.mean(), **options)
+    result = mw.accelerate(
+        build, torch.optim.SGD, None, lambda _, output: output.logits.mean(), allow_missing_weights=True, **options
+    )
+    return whole_weights(result.model)
+
+
+def test_a_new_head_over_stored_weights_is_initialised(ranks, tmp_path):
+    model = models.build("llama", 2)
+    model.save_pretrained(tmp_path)
+    base, (first, other) = dict(model.named_parameters()), ranks(2).run(with_a_new_head, str(tmp_path))
+    assert all(torch.equal(value, other[name]) for name, value in first.items())
+    assert first["score.weight"].std() > 0
+    assert all(torch.equal(value, base[name]) for name, value in first.items() if name != "score.weight")

@@ -41,6 +41,10 @@ Index = tuple[slice | torch.Tensor, ...]
 class Weights(Protocol):
     """Stored weights under a model's names."""
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the model's tensors that are not stored."""
+
     def __contains__(self, name: object) -> bool:
         """Return whether a tensor of the model is stored."""
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwright.cost import Cluster
 from meshwright.data import GlobalBatchLoader
-from meshwright.errors import DataError, LaunchError, ModelError
+from meshwright.errors import DataError, LaunchError, ModelError, join_names
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.birth import Birth, birth_of
 from meshwright.methods.job import guards_are_on
@@ -87,6 +87,7 @@ def accelerate(
     lr_scheduler_cls: Callable[..., Any] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    allow_missing_weights: bool = False,
     excluded: Sequence[str] = (),
     included: Sequence[Any] = (),
     max_grad_norm: float | None = None,
@@ -140,6 +141,8 @@ def accelerate(
         lr_scheduler_args: Its keyword arguments.
         weights: Trained weights to start from: a folder that ``save_pretrained`` wrote, a safetensors file, a
             checkpoint of Meshwright, or a folder of ``torch.distributed.checkpoint``. Each rank reads its own part.
+        allow_missing_weights: Let the model's own initialisation fill what ``weights`` lacks, such as a new head over a
+            pretrained base; a notice names it. False refuses such weights.
         excluded: Methods that an automatic choice must not use.
         included: Methods that an automatic choice must use: names, or ``(name, config)`` with keys that stay as they
             are. Half precision without a dtype takes the one in which the device is fastest.
@@ -176,7 +179,7 @@ def accelerate(
     world = settings()
 
     # Born sharded: a function, or a model on meta, has no values yet. [Note: models born sharded]
-    model, birth = _conceive(model, weights)
+    model, birth = _conceive(model, weights, allow_missing=allow_missing_weights)
 
     # Ask: the arguments become one value. What cannot work is refused before anything changes.
     if num_micro_batches is None:
@@ -227,7 +230,7 @@ def accelerate(
 
 
 def _conceive(
-    model: nn.Module | Callable[[], nn.Module], weights: str | os.PathLike[str] | None
+    model: nn.Module | Callable[[], nn.Module], weights: str | os.PathLike[str] | None, *, allow_missing: bool
 ) -> tuple[nn.Module, Birth | None]:
     """Return the model, and where its values come from if it lacks them; collective."""
     with same_on_every_rank():
@@ -243,7 +246,7 @@ def _conceive(
         if weights is not None:
             from meshwright.store.pretrained import StoredWeights  # what only a start from stored weights needs
 
-            stored = StoredWeights.open(weights, model)
+            stored = StoredWeights.open(weights, model, allow_missing=allow_missing)
         is_built = values is None and stored is None and not is_on_meta(model)
         return model, None if is_built else birth_of(model, values, stored)
 
@@ -252,7 +255,10 @@ def _share_birth(model: nn.Module, birth: Birth | None) -> list[str]:
     """Let all ranks start from the same values, and give buffers theirs; return notices. Collective."""
     if birth is None:
         return []
-    notices = [f"weights from {birth.weights}"] if birth.weights is not None else []
+    notices = []
+    if birth.weights is not None:
+        missing = birth.weights.missing
+        notices.append(f"weights from {birth.weights}" + (f"; initialised: {join_names(missing)}" if missing else ""))
     notices += [notice] if (notice := birth.share_seed()) is not None else []
     if is_on_meta(model):
         with same_on_every_rank():
