@@ -96,6 +96,23 @@ def test_one_tensor_alone_has_the_same_values():
         assert torch.equal(computed(values, [name])[name], expected[name])
 
 
+def test_values_that_are_drawn_need_the_draws_before_them():
+    """Random buffers, as of Fourier features, are computed before the parameters."""
+
+    def build():
+        model = nn.Linear(4, 4)
+        model.register_buffer("features", torch.randn(3))
+        return model
+
+    torch.manual_seed(3)
+    expected = build()
+    torch.manual_seed(3)
+    before, (_, values), found = torch.get_rng_state(), record(build), {}
+    values.compute(["features"], lambda name, whole: found.update({name: whole.clone()}), draws=False)
+    assert torch.equal(found["features"], expected.features)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_tensor_is_freed_before_the_next_is_made(monkeypatch):
     """The peak is one tensor: what is drawn first and overwritten later does not stay until then."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from meshwright.errors import ModelError, join_names
 from meshwright.nn import RankOrder, is_on_meta, parameter_groups, rank_orders
 from meshwright.nn.initial_values import InitialValues, record, record_reset, remembered
 from meshwright.optim import local_tensor
-from meshwright.runtime import gather_objects, is_pretended, rank, same_on_every_rank
+from meshwright.runtime import all_equal, broadcast_object, is_pretended, rank, same_on_every_rank
 from meshwright.runtime.torch_internals.dtensor import StridedShard
 from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 from meshwright.store.entries import stored_name, unwrapped
@@ -66,10 +65,9 @@ class Birth:
     def share_seed(self) -> str | None:
         """Let all ranks draw rank 0's numbers; return a notice if they would have drawn others. Collective."""
         state = self.values.generator
-        digests = gather_objects(None if state is None else hashlib.sha256(state.numpy().tobytes()).hexdigest())
-        if len(set(digests)) == 1:
+        if all_equal(b"" if state is None else state.numpy().tobytes()):
             return None
-        self.values.generator = gather_objects(state if rank() == 0 else None)[0]
+        self.values.generator = broadcast_object(state)
         return "the ranks' random generators differ: the model is initialised with rank 0's"
 
     def check_values(self, model: nn.Module) -> None:

@@ -125,7 +125,8 @@ class InitialValues:
             names: The tensors wanted.
             deliver: Called with a name and the whole tensor on the CPU, which is freed afterwards; once for each name.
             draws: Whether to draw the numbers of all others, too, so that the values, and torch's generator
-                afterwards, are those of the ordinary build. False is faster, and leaves the generator as it is.
+                afterwards, are those of the ordinary build. False is faster where nothing wanted is drawn, and leaves
+                the generator as it is.
             skipped: Tensors for which no numbers are drawn, as where ``from_pretrained`` builds a model.
         """
         before = torch.get_rng_state()
@@ -173,8 +174,9 @@ class _Replay:
         skipped: set[int],
     ) -> None:
         self._values, self._wanted, self._deliver = values, wanted, deliver
-        self._draws, self._skipped = draws, skipped
         self._needed = _needed(values.operators, set(wanted))
+        is_random = any(each and op.is_random for each, op in zip(self._needed, values.operators, strict=True))
+        self._draws, self._skipped = draws or is_random, skipped  # a drawn value depends on all draws before it
         self._memory: dict[int, torch.UntypedStorage] = {}
         self._uses = self._count_uses()
 
