@@ -315,7 +315,7 @@ def test_attributes_of_foreign_blocks_stay_readable_and_hold_nothing():
 
 def test_an_embedding_of_another_stage_still_tells_its_device_and_type():
     table = torch.nn.Embedding(9, 4, dtype=torch.bfloat16)
-    parts._release(table, "weight", table.weight, "stands in", SimpleNamespace(dtype=None))
+    parts._release(table, "weight", table.weight, "stands in", SimpleNamespace(dtype=None), torch.device("cpu"))
     ids = torch.zeros(2, 3, dtype=torch.long).to(table.weight.device)  # as peft's prompt tuning does
     assert (table.weight.dtype, table.weight.shape) == (torch.bfloat16, (9, 4))
     assert table.weight.untyped_storage().nbytes() == 2

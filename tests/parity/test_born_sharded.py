@@ -129,7 +129,6 @@ def check(every):
 
 BUILT = [
     *itertools.product(("plain",), LAYOUTS),
-    *(("llama", each) for each in ("fsdp", "half", "tensor x zero", "pipeline x zero")),
     *zip(("gpt2", "qwen2", "bert", "t5"), ("tensor", "hybrid", "offload", "pipeline"), strict=True),
 ]
 
@@ -179,7 +178,7 @@ STORED = [
 
 
 READ = [
-    *(("llama", each) for each in ("data", "fsdp", "whole in half", "offload", "tensor x zero", "pipeline x zero")),
+    *(("llama", each) for each in ("fsdp", "whole in half", "offload", "tensor x zero")),
     *(("gpt2", "tensor"), ("qwen2", "hybrid"), ("bert", "fsdp"), ("t5", "pipeline"), ("vit", "fsdp")),
     ("mixtral", "expert x zero"),
 ]
