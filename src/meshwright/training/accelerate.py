@@ -28,7 +28,7 @@ from meshwright.errors import DataError, LaunchError, ModelError, join_names
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.birth import Birth, birth_of
 from meshwright.methods.job import guards_are_on
-from meshwright.nn import check_model, check_no_renorm, is_on_meta
+from meshwright.nn import check_initialized, check_model, check_no_renorm, is_on_meta
 from meshwright.nn.initial_values import record, remembered
 from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.guarded_step import follow_loads
@@ -239,6 +239,7 @@ def _conceive(
             model, values = record(model)
         if not isinstance(model, nn.Module):
             return model, None  # refused later, with all other arguments
+        check_initialized(model)
         if values is None and is_on_meta(model):
             values = remembered(model)
         check_model(model, settings().device)

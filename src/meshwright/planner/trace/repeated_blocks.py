@@ -212,6 +212,7 @@ class _Continued:
             saved,
             sizes=dict(saved.sizes),
             savers=dict(saved.savers),
+            runs=self._runs(saved),
             places={storage: self._at(found) for storage, found in saved.places.items()},
             run_at={module: self._at(found) for module, found in saved.run_at.items()},
             inputs={m: {} if m in self._number else dict(taken) for m, taken in saved.inputs.items()},
@@ -231,6 +232,11 @@ class _Continued:
 
     def _at(self, places: set[int], shift: int = 0) -> set[int]:
         return {self._places.of(place, shift) for place in places}
+
+    def _runs(self, saved: SavedTensors) -> collections.Counter[nn.Module]:
+        """Return how often every module has run; those of further blocks as often as the second and third block's."""
+        further = {twin: saved.runs[module] for each in self._shifted[1:] for module, twin in each.items()}
+        return collections.Counter({**further, **saved.runs})
 
     def _log(self, saved: SavedTensors) -> list[tuple[nn.Module, ...]]:
         """Return the saves, with copies of the third block's behind them."""
