@@ -128,8 +128,8 @@ def check(every):
 
 
 BUILT = [
-    *itertools.product(("plain",), LAYOUTS),
-    *zip(("gpt2", "qwen2", "bert", "t5"), ("tensor", "hybrid", "offload", "pipeline"), strict=True),
+    *(("plain", each) for each in ("zero1", "fsdp", "half", "tensor x pipeline")),
+    *zip(("gpt2", "qwen2", "llama", "t5"), ("tensor", "hybrid", "offload", "pipeline"), strict=True),
 ]
 
 
@@ -139,7 +139,7 @@ def test_equals_the_ordinary_build(name, layout, ranks):
 
 
 @pytest.mark.parametrize(
-    "layout", some([(each,) for each in (*EXPERTS, "fsdp", "tensor", "tensor x zero")], [("expert x zero",)])
+    "layout", some([(each,) for each in (*EXPERTS, "fsdp", "tensor", "tensor x zero")], [("tensor",)])
 )
 def test_experts(layout, ranks):
     check(ranks(ALL[layout].world).run(both, "mixtral", layout, "born"))
@@ -151,7 +151,8 @@ def test_images(layout, ranks):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), some(itertools.product(("plain", "llama"), FURTHER), [*itertools.product(("plain",), FURTHER)])
+    ("name", "layout"),
+    some(itertools.product(("plain", "llama"), FURTHER), [("plain", each) for each in ("ema", "outer", "fp8", "zbv")]),
 )
 def test_beside_other_methods(name, layout, ranks):
     check(ranks(ALL[layout].world).run(both, name, layout, "born"))
@@ -161,7 +162,7 @@ def test_beside_other_methods(name, layout, ranks):
     ("name", "layout"),
     some(
         itertools.product(("mixtral", "vit"), ("data", "fsdp", "tensor x zero")),
-        [("vit", "fsdp"), ("mixtral", "tensor x zero")],
+        [("vit", "fsdp")],
     ),
 )
 def test_built_on_meta_by_others(name, layout, ranks):
@@ -178,9 +179,8 @@ STORED = [
 
 
 READ = [
-    *(("llama", each) for each in ("fsdp", "whole in half", "offload", "tensor x zero")),
-    *(("gpt2", "tensor"), ("qwen2", "hybrid"), ("bert", "fsdp"), ("t5", "pipeline"), ("vit", "fsdp")),
-    ("mixtral", "expert x zero"),
+    *(("llama", each) for each in ("whole in half", "tensor x zero")),
+    *(("bert", "fsdp"), ("vit", "fsdp"), ("mixtral", "expert x zero")),
 ]
 
 

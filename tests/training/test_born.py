@@ -138,8 +138,8 @@ def tried(how, folder):
     return {name.removeprefix("module."): value for name, value in whole_weights(result.model).items()}
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("how", ["function", "meta"])
+@pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["function", pytest.param("meta", marks=pytest.mark.long)])
 def test_trials_leave_a_model_to_be_born(how, stored, ranks, tmp_path):
     folder = None
     if stored:

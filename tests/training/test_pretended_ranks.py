@@ -14,10 +14,14 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("strategy", "share"),
     [
-        (["fsdp"], 1 / 64),
+        pytest.param(["fsdp"], 1 / 64, marks=pytest.mark.long),
         ([["parallel_mode", {"axes": [["tensor", 8], ["zero", 8]]}], "tensor_parallel", "fsdp"], 1 / 64),
         # The first stage has one block of eight and the embeddings.
-        ([["parallel_mode", {"axes": [["pipeline", 8], ["data", 8]]}], "pipeline_parallel"], 0.213),
+        pytest.param(
+            [["parallel_mode", {"axes": [["pipeline", 8], ["data", 8]]}], "pipeline_parallel"],
+            0.213,
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_model_that_no_host_can_hold_starts_in_one_process(strategy, share):
