@@ -133,7 +133,7 @@ BUILT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), some(itertools.product(KINDS, LAYOUTS), BUILT))
+@pytest.mark.parametrize(("name", "layout"), some(itertools.product((*KINDS, "vit", "mixtral"), LAYOUTS), BUILT))
 def test_equals_the_ordinary_build(name, layout, ranks):
     check(ranks(LAYOUTS[layout].world).run(both, name, layout, "born"))
 
