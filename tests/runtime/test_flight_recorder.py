@@ -1,6 +1,6 @@
 """What torch's flight recorder tells: of gloo in real groups, of NCCL by what it would write."""
 
-import pickle
+import json
 import threading
 import time
 
@@ -26,6 +26,7 @@ def _recorded():
         called, pending = recorder.collectives(10.0)
         found = {key: counts for key, counts in called.items() if key not in others}
         ended = max(counts[1] for counts in found.values())
+    dist.barrier()  # in the world: rank 0 has looked
     if work is None:
         dist.all_reduce(torch.ones(3), group=pair)
     else:
@@ -53,7 +54,7 @@ def _entry(number, *, seconds=None, group=("0", "default_pg"), retired=True, p2p
 
 
 def _dump(entries, **status):
-    return pickle.dumps({"entries": entries, "pg_status": {"0": status}})
+    return json.dumps({"entries": entries, "pg_status": {"0": {name: str(each) for name, each in status.items()}}})
 
 
 def test_nccl_tells_the_first_collective_that_has_not_ended():
@@ -61,8 +62,8 @@ def test_nccl_tells_the_first_collective_that_has_not_ended():
     content = [_entry(6), _entry(7, retired=False, ago_s=0.9), _entry(8, retired=False, ago_s=0.8)]
     gone = _entry(3, group=("5", "destroyed"))
     recorder = FlightRecorder([lambda: _dump([*content, gone], **status)], lambda: {"0": [0, 1, 2, 3]})
-    assert recorder.collectives(5.0) == ({"0/0/4": (9, 6)}, "nccl:all_reduce 7 of group default_pg")
-    nothing = FlightRecorder([lambda: pickle.dumps({"version": "2.10"})], lambda: {"0": [0, 1]})
+    assert recorder.collectives(5.0) == ({"nccl:0/0/4": (9, 6)}, "nccl:all_reduce 7 of group default_pg")
+    nothing = FlightRecorder([lambda: json.dumps({"version": "2.10"})], lambda: {"0": [0, 1]})
     assert nothing.collectives(5.0) == ({}, "")
     assert nothing.wait_share(5.0) is None
 
@@ -72,7 +73,7 @@ def test_the_share_of_time_in_collectives(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(flight_recorder.time, "time", lambda: now[0])
     entries = []
-    recorder = FlightRecorder([lambda: _dump(entries)], lambda: {"0": [0, 1]})
+    recorder = FlightRecorder([lambda: _dump(entries)] * 2, lambda: {"0": [0, 1]})  # both show the same
     entries += [_entry(0, seconds=2.0, ago_s=0), _entry(1, ago_s=0), _entry(2, seconds=5.0, p2p=True, ago_s=0)]
     now[0] = 1010.0
     assert abs(recorder.wait_share(5.0) - 0.2) < 1e-6
@@ -103,5 +104,5 @@ def test_a_recorder_that_does_not_answer_is_asked_once():
     deadline_s = time.monotonic() + 20.0
     while not recorder.collectives(1.0).called and time.monotonic() < deadline_s:
         pass
-    assert recorder.collectives(5.0).called == {"0/0/2": (1, 1)}
+    assert recorder.collectives(5.0).called == {"nccl:0/0/2": (1, 1)}
     assert asked[:1] == [1]

@@ -6,7 +6,7 @@ numbers that are equal on all ranks of a group. With NCCL nothing else shows whe
 
 from __future__ import annotations
 
-import pickle
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +16,7 @@ from meshwright.runtime.rank_reports import group_key
 from meshwright.runtime.torch_internals.c10d import enable_timings, flight_recorders, ranks_of_groups
 
 Dump = Callable[[], bytes]
+_STATES = ("enqueued", "completed")
 
 
 class Collectives(NamedTuple):
@@ -31,7 +32,7 @@ class FlightRecorder:
     """The flight recorders of this process's groups.
 
     Args:
-        dumps: Functions that return a recorder's content, pickled; None takes those that this torch has.
+        dumps: Functions that return a recorder's content as JSON; None takes those that this torch has.
         ranks: Returns the global ranks of each living process group by its name; None asks torch.
     """
 
@@ -41,7 +42,7 @@ class FlightRecorder:
         self._dumps = flight_recorders() if dumps is None else dumps
         self._ranks = ranks
         self._reader: threading.Thread | None = None
-        self._counted: set[tuple[int, int]] = set()  # recorder and number of collectives whose seconds are counted
+        self._counted: set[tuple[str, int, int]] = set()  # collectives whose seconds are counted
         self._last_s = time.time()
 
     def collectives(self, patience_s: float) -> Collectives:
@@ -55,8 +56,10 @@ class FlightRecorder:
                 if name not in ranks:
                     continue
                 status = content["pg_status"].get(str(entry["pg_id"]), {})
-                ended = max(status.get("last_completed_collective", 0), 0)
-                called[group_key(name, ranks[name])] = max(status.get("last_enqueued_collective", 0), ended), ended
+                number, ended = (max(int(status.get(f"last_{each}_collective", 0)), 0) for each in _STATES)
+                # A group may have a backend for each kind of device, which count on their own.
+                backend = entry["profiling_name"].partition(":")[0]
+                called[group_key(f"{backend}:{name}", ranks[name])] = max(number, ended), ended
                 if not entry["retired"]:
                     where = name if description in ("", "undefined") else description
                     what = f"{entry['profiling_name']} {entry['collective_seq_id']} of group {where}"
@@ -70,16 +73,17 @@ class FlightRecorder:
         Sending and receiving, which in a pipeline depends on the stage, does not count.
         """
         enable_timings()
-        seconds, counted, since_s = 0.0, set[tuple[int, int]](), time.time()
-        for place, content in enumerate(self._contents(patience_s)):
+        seconds, counted, since_s = 0.0, set[tuple[str, int, int]](), time.time()
+        for content in self._contents(patience_s):
             for entry in content["entries"]:
                 if "duration_ms" not in entry or entry.get("is_p2p"):
                     continue
-                key = place, entry["record_id"]
-                counted.add(key)
-                if key not in self._counted:
+                # Some versions of torch show what NCCL has recorded in both recorders.
+                key = entry["profiling_name"], entry["record_id"], entry["time_created_ns"]
+                if key not in self._counted and key not in counted:
                     seconds += entry["duration_ms"] / 1000
                     since_s = min(since_s, entry["time_created_ns"] / 1e9)
+                counted.add(key)
         # A full recorder has lost the collectives of the first part of this time.
         elapsed_s = time.time() - max(self._last_s, since_s)
         self._counted, self._last_s = counted, time.time()
@@ -97,6 +101,5 @@ class FlightRecorder:
 
     def _read(self) -> Iterator[Mapping[str, Any]]:
         for dump in self._dumps:
-            # Bytes of this process's own, which no other has written.
-            content = pickle.loads(dump())
+            content = json.loads(dump())
             yield {"entries": content.get("entries", []), "pg_status": content.get("pg_status", {})}

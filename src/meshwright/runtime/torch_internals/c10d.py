@@ -38,16 +38,15 @@ ATTRIBUTES_OF = ("torch._C._distributed_c10d", "torch._C._distributed_c10d.Proce
 
 _enable_timings = methodcaller("_enable_collectives_timing")
 
-# What process groups have recorded of their collectives, as pickled bytes: NCCL's recorder, in builds for CUDA, and
-# gloo's. Both take whether to include collectives and stacks, and only what is under way. torch's own debug server
-# and ``torch.distributed.flight_recorder`` read them by these functions, too.
-_RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
+# What process groups have recorded of their collectives, as JSON: NCCL's recorder, in builds for CUDA, and gloo's. Both
+# take whether to include collectives, and only what is under way. torch's own debug server reads them so, too.
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def flight_recorders() -> list[Callable[[], bytes]]:
     """Return functions that dump the flight recorders that this torch has."""
     found = [getattr(_distributed_c10d, name, None) for name in _RECORDERS]
-    return [functools.partial(dump, True, False, False) for dump in found if dump is not None]
+    return [functools.partial(dump, True, False) for dump in found if dump is not None]
 
 
 def ranks_of_groups() -> dict[str, list[int]]:
