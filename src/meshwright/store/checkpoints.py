@@ -60,8 +60,9 @@ from meshwright.store.manifest import (
     write_manifest,
 )
 from meshwright.store.optimizer_state import names_of_others, names_on_rank, stored_names, united
-from meshwright.store.shards import INDEX, load_shards, open_shards, save_shards, shard_file, writable
+from meshwright.store.shards import INDEX, save_shards, shard_file, writable
 from meshwright.store.snapshot import begin, capture, completed, load_means, plan_restore
+from meshwright.store.stored_shards import load_shards, open_shards
 from meshwright.store.tensor_files import failed_before, run_later, wait_for_saves
 
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"

@@ -31,7 +31,8 @@ from meshwright.store.manifest import (
     read_manifest,
     read_record,
 )
-from meshwright.store.shards import INDEX as SHARD_INDEX, OpenFiles, ShardIndex
+from meshwright.store.shards import INDEX as SHARD_INDEX
+from meshwright.store.stored_shards import FolderIndex, OpenFiles
 from meshwright.store.stored_tensors import Index, SafetensorsFile, StoredTensor, join_files
 from meshwright.store.tensor_files import wait_for_saves
 
@@ -380,7 +381,7 @@ def checkpoint_tensors(path: Path) -> tuple[dict[str, StoredTensor], OpenFiles]:
     check_present(path, manifest, sorted(manifest)[rank() :: world_size()], listing=rank() == 0)
     check_contents(path, manifest, [name for name in (RECORD, f"{TENSORS}/{SHARD_INDEX}") if name in manifest])
     record = read_record(path)
-    stored, files = ShardIndex.read(path / TENSORS).open(path / TENSORS)
+    stored, files = FolderIndex.read(path / TENSORS).open(path / TENSORS)
     tensors = {}
     for name, entry in record.tensors.items():
         if name.startswith(_MODEL):

@@ -1,4 +1,4 @@
-"""Write each rank's shards of tensors into a file of its own, and read any part of them through one index.
+"""Write each rank's shards of tensors into a file of its own, and one index that says where everything is.
 
 [Note: shards and their index] A folder of shards holds one safetensors file for every rank that has something to write,
 and ``shards.json``, the index: for every tensor its type, its shape and the number of its layout; for every layout how
@@ -22,8 +22,6 @@ import heapq
 import json
 import math
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,26 +29,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from safetensors.torch import save_file
-from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import CheckpointError
 from meshwright.optim.dtensors import local_tensor
-from meshwright.runtime import broadcast_object, rank, same_on_every_rank, world_size
+from meshwright.runtime import rank, same_on_every_rank, world_size
 from meshwright.runtime.agreement import gather_distinct, gather_numbers
 from meshwright.runtime.torch_internals import checkpoint as keys
 from meshwright.runtime.torch_internals.dtensor import StridedShard
 from meshwright.store.entries import dtype_name, dtype_named
 from meshwright.store.manifest import storage_errors, wait_until_seen, write_durably
-from meshwright.store.stored_tensors import InFile, Pieces, SafetensorsFile, StoredTensor, join_files
 
 INDEX = "shards.json"
-_SCHEMA = 1
+SCHEMA = 1
 _LEAST_BYTES = 2**24  # of a replica's share of what all replicas hold
-_MOST_OPEN = 64  # files of one reader; a file of which more is read is opened again
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: where it begins, and its shape."""
@@ -74,7 +68,7 @@ def _cut(size: int, parts: int, number: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors are cut, and where their parts are."""
+    """A way of cutting tensors, and the files of their parts."""
 
     cuts: tuple[tuple[int, int], ...]
     """Dim and number of parts of each cut, in the order of cutting."""
@@ -112,20 +106,6 @@ class Layout:
             yield from self._descend(start, end, level + 1, number * parts + each, moved, cut)
 
 
-@dataclass(frozen=True)
-class ListedParts:
-    """The parts of one tensor of a folder without index."""
-
-    parts: tuple[tuple[str, Box], ...]
-
-    def parts_in(self, shape: Sequence[int], start: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[str, Box]]:
-        """Yield the parts that a box touches, each with the name of its file."""
-        for name, (at, size) in self.parts:
-            spans = zip(start, sizes, at, size, strict=True)
-            if all(first < begin + own and begin < first + length for first, length, begin, own in spans):
-                yield name, (at, size)
-
-
 class Entry(NamedTuple):
     """One tensor of an index."""
 
@@ -136,143 +116,14 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Where everything in a folder is; see [Note: shards and their index]."""
+    """All tensors of a folder and their places; see [Note: shards and their index]."""
 
-    layouts: Sequence[Layout | ListedParts]
-    tensors: Mapping[str, Entry]
+    layouts: list[Layout]
+    tensors: dict[str, Entry]
 
     def to_json(self) -> str:
         """Return JSON text."""
-        return json.dumps({"schema": _SCHEMA, **asdict(self)}) + "\n"
-
-    @classmethod
-    def read(cls, folder: Path) -> ShardIndex:
-        """Read the index of a folder, or the headers of all its files where there is none.
-
-        Raises:
-            CheckpointError: When it is damaged, or of another schema.
-        """
-        path = folder / INDEX
-        if not path.is_file():
-            return _index_of_headers(folder)
-        try:
-            found: dict[str, Any] = json.loads(path.read_bytes())
-            if (schema := found.pop("schema")) != _SCHEMA:
-                raise CheckpointError(
-                    f"{path} is of an unknown schema", expected=str(_SCHEMA), got=repr(schema),
-                    fix="load it with the version of Meshwright that wrote it",
-                )  # fmt: skip
-            layouts, tensors = _LAYOUTS.validate_python(found["layouts"]), _ENTRIES.validate_python(found["tensors"])
-            _check(layouts, tensors)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read",
-                expected=f"JSON of schema {_SCHEMA}",
-                got=f"{type(error).__name__}: {error}",
-                fix="copy the checkpoint again from its source, or name an older one to resume from",
-            ) from error
-        return cls(layouts, tensors)
-
-    def open(self, folder: Path) -> tuple[dict[str, StoredTensor], OpenFiles]:
-        """Return the tensors, and their files, each of which is opened when a part in it is read."""
-        layouts = [each for each in self.layouts if isinstance(each, Layout)]
-        files = OpenFiles(folder, len({number for layout in layouts for number in layout.files}))
-        return {
-            name: _Indexed(name, shape, dtype_named(dtype), self.layouts[number], files)
-            for name, (dtype, shape, number) in self.tensors.items()
-        }, files
-
-
-_LAYOUTS = TypeAdapter(list[Layout])
-_ENTRIES = TypeAdapter(dict[str, Entry])
-_MOST_CUTS = 32
-
-
-def _check(layouts: Sequence[Layout], tensors: Mapping[str, Entry]) -> None:
-    """Refuse what contradicts itself: only an index of foreign make can."""
-    for layout in layouts:
-        counts = [parts for _, parts in layout.cuts]
-        sound = len(counts) <= _MOST_CUTS and min(counts, default=1) >= 1 and min(layout.files, default=-1) >= 0
-        if not sound or math.prod(counts) != len(layout.files):
-            raise ValueError("a layout of other parts than files")
-    for name, (dtype, shape, number) in tensors.items():
-        dtype_named(dtype)
-        found = layouts[number] if 0 <= number < len(layouts) else None
-        if found is None or min(shape, default=0) < 0 or any(not 0 <= dim < len(shape) for dim, _ in found.cuts):
-            raise ValueError(f"{name} has no layout of its shape")
-
-
-def _index_of_headers(folder: Path) -> ShardIndex:
-    files = [SafetensorsFile(path) for path in sorted(folder.glob("*.safetensors"))]
-    layouts: list[ListedParts] = []
-    tensors: dict[str, Entry] = {}
-    for name, stored in join_files(files).items():
-        pieces = stored.pieces if isinstance(stored, Pieces) else (((0,) * len(stored.shape), stored),)
-        parts = [(piece.file.path.name, (at, piece.shape)) for at, piece in pieces if isinstance(piece, InFile)]
-        tensors[name] = Entry(dtype_name(stored.dtype), stored.shape, len(layouts))
-        layouts.append(ListedParts(tuple(parts)))
-    return ShardIndex(layouts, tensors)
-
-
-class OpenFiles:
-    """Files of a folder, opened when they are first read; no more than some at a time."""
-
-    def __init__(self, folder: Path, count: int) -> None:
-        self.count = count
-        """How many files the index names."""
-        self._folder = folder
-        self._headers: dict[str, SafetensorsFile] = {}
-        self._used: OrderedDict[str, None] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def piece(self, file: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> InFile:
-        """Return a part that a file holds.
-
-        Raises:
-            CheckpointError: When the file cannot be read, or holds something else.
-        """
-        with self._lock:
-            if file not in self._headers:
-                if self._folder.is_dir():  # else a run that goes on saving has deleted the checkpoint
-                    wait_until_seen(self._folder / file)
-                self._headers[file] = SafetensorsFile(self._folder / file)
-            self._used[file] = None
-            self._used.move_to_end(file)
-            if len(self._used) > _MOST_OPEN:
-                self._headers[self._used.popitem(last=False)[0]].close()
-            header = self._headers[file]
-        at, *form = header.tensors.get(name, (0, None, None))
-        if form != [dtype, shape]:
-            raise CheckpointError(
-                f"{header.path} is not the file that the index describes",
-                expected=f"{name} of {dtype} and shape {shape}",
-                got="no such tensor" if form == [None, None] else f"{form[0]} of shape {form[1]}",
-                fix="copy the checkpoint again from its source, or name an older one to resume from",
-            )
-        return InFile(header, at, shape, dtype)
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            for header in self._headers.values():
-                header.close()
-
-
-class _Indexed(StoredTensor):
-    """A tensor of a folder with an index."""
-
-    def __init__(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | ListedParts, files: OpenFiles
-    ) -> None:
-        self.name, self.shape, self.dtype, self.layout, self.files = name, shape, dtype, layout, files
-
-    def read_into(self, out: torch.Tensor, start: Sequence[int]) -> None:
-        """Read what the box needs of each part."""
-        if not out.numel():
-            return
-        found = self.layout.parts_in(self.shape, start, out.shape)
-        pieces = [(at, self.files.piece(file, self.name, shape, self.dtype)) for file, (at, shape) in found]
-        Pieces(tuple(pieces), self.shape, self.dtype).read_into(out, start)
+        return json.dumps({"schema": SCHEMA, **asdict(self)}) + "\n"
 
 
 # --- Which part of a tensor a rank holds
@@ -326,7 +177,7 @@ def own_box(tensor: torch.Tensor) -> Box:
 
 
 class _Spot(NamedTuple):
-    """How a tensor lies on ranks that hold the same names."""
+    """The layout of a tensor on ranks that hold the same names."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -462,7 +313,7 @@ def _deal_out(spots: Mapping[str, _Spot], num_replicas: int) -> dict[str, int]:
     return dealt
 
 
-# --- Writing and reading; collective
+# --- Writing; collective
 
 
 def writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -517,7 +368,7 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 def _own_parts(index: ShardIndex, tensors: Mapping[str, torch.Tensor]) -> dict[str, Box]:
     """Return what this rank is to write."""
-    layouts = {n: each for n, each in enumerate(index.layouts) if isinstance(each, Layout) and rank() in each.files}
+    layouts = {n: each for n, each in enumerate(index.layouts) if rank() in each.files}
     numbers = {n: each.files.index(rank()) for n, each in layouts.items()}
     own = {}
     for name, tensor in tensors.items():
@@ -542,60 +393,3 @@ def _write_own(own: Mapping[str, Box], tensors: Mapping[str, torch.Tensor], path
     )
     with path.open("rb") as written:
         os.fsync(written.fileno())
-
-
-def open_shards(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder, of which rank 0 alone reads the index; collective.
-
-    Raises:
-        CheckpointError: On every rank, when the index cannot be read.
-    """
-    index: ShardIndex | None = None
-    with same_on_every_rank():
-        if rank() == 0:
-            index = ShardIndex.read(folder)
-    shared: ShardIndex = broadcast_object(index)
-    return shared.open(folder)[0]
-
-
-def load_shards(
-    targets: Mapping[str, torch.Tensor], folder: Path, stored: Mapping[str, StoredTensor] | None = None
-) -> None:
-    """Fill tensors in place from a folder that :func:`save_shards` wrote in any layout; collective.
-
-    Each rank opens the files that hold parts of its own shards.
-
-    Args:
-        targets: This rank's; the names may differ between ranks.
-        folder: Of the shards.
-        stored: Its tensors, if they are open already.
-
-    Raises:
-        CheckpointError: On every rank, when any of them cannot read. The targets may then be partly filled.
-    """
-    fix = "the model is partly loaded: build it anew before going on; then check the disk"
-    stored = open_shards(folder) if stored is None else stored
-    with same_on_every_rank(), storage_errors(f"Reading tensors from {folder} failed (rank {rank()})", fix):
-        for name, target in targets.items():
-            if name not in stored or stored[name].shape != tuple(target.shape):
-                raise CheckpointError(
-                    f"{folder} does not hold what is to be loaded",
-                    expected=f"{name} of shape {tuple(target.shape)}",
-                    got="no such tensor" if name not in stored else f"shape {stored[name].shape}",
-                    fix=fix,
-                )
-        for name, target in targets.items():
-            _fill(target.detach(), stored[name])
-
-
-@torch.no_grad()
-def _fill(target: torch.Tensor, stored: StoredTensor) -> None:
-    start, _ = own_box(target)
-    local = local_tensor(target)
-    if local.device.type == "cpu":
-        stored.read_into(local, start)
-        increment_version(local)  # bytes are read into it behind torch's back
-        return
-    host = torch.empty(local.shape, dtype=local.dtype)
-    stored.read_into(host, start)
-    local.copy_(host)

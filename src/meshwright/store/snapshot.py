@@ -55,7 +55,7 @@ from meshwright.store.optimizer_state import (
     updatable,
 )
 from meshwright.store.scheduler_file import restore_scheduler
-from meshwright.store.shards import load_shards
+from meshwright.store.stored_shards import load_shards
 from meshwright.store.stored_tensors import StoredTensor
 
 
