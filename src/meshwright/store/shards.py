@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import CheckpointError
 from meshwright.optim.dtensors import local_tensor
-from meshwright.runtime import rank, same_on_every_rank, world_size
+from meshwright.runtime import agreed, rank, same_on_every_rank, world_size
 from meshwright.runtime.agreement import gather_distinct, gather_numbers
 from meshwright.runtime.torch_internals import checkpoint as keys
 from meshwright.runtime.torch_internals.dtensor import StridedShard
@@ -246,10 +246,13 @@ def plan_shards(tensors: Mapping[str, torch.Tensor]) -> ShardIndex:
     entries: dict[str, Entry] = {}
     for (mesh_shape, cuts, *where), names in alike.items():
         found = {name: next(its[name] for _, its in sets if name in its) for name in names}
-        if places is None and cuts:
-            rows = _rows(np.array([meshes.ranks[where[0][1]]]), mesh_shape, cuts)
+        if places is None and mesh_shape:
+            every = np.array([meshes.ranks[where[0][1]]])
         else:
-            rows = _rows(_meshes_of(where, sets, places, math.prod(mesh_shape)), mesh_shape, cuts)
+            every = _meshes_of(where, sets, places, math.prod(mesh_shape))
+        if not every.size:
+            raise agreed(_in_part(names[0]))
+        rows = _rows(every, mesh_shape, cuts)
         counts = tuple((dim, mesh_shape[mesh_dim]) for mesh_dim, dim in cuts)
         of_row: dict[int, int] = {}
         for name, row in _deal_out(found, len(rows)).items():
@@ -267,7 +270,7 @@ def _places_in_meshes(sets: Sequence[tuple[list[int], Mapping[str, _Spot]]], mes
     """
     if len(sets) == 1 and all(len(ranks) == world_size() for ranks in meshes.ranks):
         return None
-    count = 1 + max(spot.mesh for _, its in sets for spot in its.values())
+    count = max(1, *(1 + spot.mesh for _, its in sets for spot in its.values()))
     own = [number for ranks in meshes.ranks for number in (ranks[0], ranks.index(rank()))]
     return np.array(gather_numbers([*own, *[-1] * (2 * count - len(own))])).reshape(world_size(), count, 2)
 
@@ -289,7 +292,16 @@ def _meshes_of(
             first, place = (each, 0) if mesh < 0 or places is None else places[each, mesh].tolist()
             found.setdefault(first, [-1] * size)[place] = each
     # A mesh that some of its ranks do not use for these tensors has not all parts of them.
-    return np.array([ranks for _, ranks in sorted(found.items()) if -1 not in ranks] or [[0] * size])
+    return np.array([ranks for _, ranks in sorted(found.items()) if -1 not in ranks])
+
+
+def _in_part(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} cannot be saved: not all ranks of its mesh have it",
+        expected="a name under which every rank of a DTensor's mesh holds its shard",
+        got="some of the ranks only",
+        fix="give the parameter or buffer the same name on all ranks of its mesh",
+    )
 
 
 def _rows(meshes: np.ndarray, mesh_shape: Sequence[int], cuts: Sequence[tuple[int, int]]) -> np.ndarray:
