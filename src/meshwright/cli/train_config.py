@@ -49,7 +49,7 @@ class ModelTable(Table):
     )
     allow_missing_weights: bool = Field(
         default=False,
-        description="let the model's own initialisation fill what the weights lack, such as a new head; a line names it",
+        description="let the model's own initialisation fill what the weights lack, such as a new head, and name it",
     )
     dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None,
