@@ -316,27 +316,22 @@ def measure(num_ranks: int) -> dict[str, float]:
 # --- One process as a rank of many
 
 
-def pretended(num_ranks: int) -> dict[str, Any]:
-    """Return seconds and memory of a start as rank 0 of many, under three layouts; nothing is exchanged."""
-    from large_models import mesh
+def pretended(num_ranks: int) -> list[dict[str, Any]]:
+    """Start a Llama of the width of 70B and 16 layers as rank 0 of many, under three layouts; nothing is exchanged."""
+    import large_models as large
 
-    layouts = {
-        "fsdp": ["fsdp"],
-        "HSDP": [mesh(zero=64, data=num_ranks // 64), "fsdp"],
-        "tensor 8, pipeline 8, zero": [
-            mesh(tensor=8, pipeline=8, zero=num_ranks // 64), "tensor_parallel", "pipeline_parallel", "zero1",
-        ],
-    }  # fmt: skip
-    found = {}
-    script = Path(__file__).with_name("large_models.py")
-    for name, strategy in layouts.items():
-        command = [
-            sys.executable, str(script), "--model", "70b", "--layers", "16", "--ranks", str(num_ranks),
-            "--strategy", json.dumps(strategy),
-        ]  # fmt: skip
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            subprocess.run([*command, "--json", file.name], check=True, stdout=subprocess.DEVNULL)
-            found[name] = json.loads(Path(file.name).read_text())
+    cases = (
+        large.case("70b", num_ranks, "fsdp", layers=16),
+        large.case("70b", num_ranks, large.mesh(zero=64, data=num_ranks // 64), "fsdp", layers=16),
+        large.case(
+            "70b", num_ranks, large.mesh(tensor=8, pipeline=8, zero=num_ranks // 64), "tensor_parallel",
+            "pipeline_parallel", "zero1", layers=16,
+        ),
+    )  # fmt: skip
+    found = []
+    for case in cases:
+        found.append(large.measured_apart(case))
+        print(large.row(found[-1]), flush=True)
     return found
 
 
