@@ -32,7 +32,7 @@ from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.planner import FamilyModel, FamilyWorkload, PlanRequest, parse_family
 from meshwright.planner.config_models import transformers_model
-from meshwright.runtime.watch import Report, verdict
+from meshwright.runtime.rank_reports import Report, verdict
 from meshwright.store import CheckpointStore
 from meshwright.store.folder import read_folder
 from meshwright.store.manifest import damage_of, describe, read_manifest, read_record, write_manifest
@@ -278,7 +278,7 @@ def _texts() -> dict[str, str]:
         "earlier.json": json.dumps(EARLIER),
         "hf/config.json": json.dumps(GPT2),
         "header.json": bytes(Header.of("broadcast(src=0)", torch.ones(2, 3)).encode().tolist()).decode(),
-        "report.json": Report(4, 5, "all_reduce", "train.py:12", 0.5).to_json(),
+        "report.json": Report(4, 5, "all_reduce", "train.py:12", 0.5, {"0/0/2": (4, 3)}, "nccl:all_reduce 4").to_json(),
     }
 
 

@@ -41,8 +41,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MODEL = "model."
 _COPY_AGAIN = "copy the weights again from their source, to every host"
 _ALLOW = (
-    "name weights that have them; or pass allow_missing_weights=True to accelerate, and the model's own initialisation "
-    "fills them; or build the model without them"
+    "name weights that have them; or pass allow_missing_weights=True to accelerate (in a training file: "
+    "model.allow_missing_weights = true), and the model's own initialisation fills them; or build it without them"
 )
 # The tensors that quantized layers keep beside, or in place of, their weights.
 _QUANTIZED = re.compile(
