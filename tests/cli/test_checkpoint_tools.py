@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from meshwright.cli import app, checkpoint_tools, train_loop as training
 from meshwright.cli.run_files import MODEL_CONFIG
 from meshwright.cli.train_options import Options
 from meshwright.store import CheckpointStore, TrainingState, export, folder as folders
+from meshwright.store.pretrained import StoredWeights
 from tests.cli.helpers import losses, project
 
 
@@ -165,9 +167,33 @@ def test_all_ranks_of_a_launch_export(gpt2_run, ranks, tmp_path):
         assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
 
 
+def _exported_to_dcp(run, out):
+    with mock.patch.object(checkpoint_tools, "shutdown_distributed"):
+        result = _run("export", run, out, "--format", "dcp", "--dtype", "bf16")
+    return result.exit_code, result.stdout + result.stderr
+
+
+def test_torchs_distributed_checkpoint_is_written_by_all_ranks_and_read(gpt2_run, ranks, tmp_path):
+    run, model = gpt2_run
+    answers = ranks(2).run(_exported_to_dcp, run, tmp_path / "dcp")
+    assert [status for status, _ in answers] == [0, 0], answers
+    assert "; for torch's DCP" in answers[0][1]
+    assert sorted(path.name for path in (tmp_path / "dcp").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert _run("export", run, tmp_path / "one.safetensors").exit_code == 0
+    entries = load_file(tmp_path / "one.safetensors")
+    wanted = {name: torch.zeros_like(each, dtype=torch.bfloat16) for name, each in entries.items()}
+    dcp.load(wanted, checkpoint_id=tmp_path / "dcp")
+    assert all(torch.equal(wanted[name], each.bfloat16()) for name, each in entries.items())
+    weights = StoredWeights.open(tmp_path / "dcp", model)
+    whole = weights.read("transformer.wpe.weight", (slice(0, 8), slice(0, 8)), torch.bfloat16)
+    assert torch.equal(whole, wanted["transformer.wpe.weight"])
+    assert "writes a folder" in _run("export", run, tmp_path / "x.safetensors", "--format", "dcp").stderr
+
+
 def test_what_cannot_be_exported_is_said(gpt2_run, tmp_path):
     run, _ = gpt2_run
     newest = run / "checkpoints" / "step-00000002"
+    assert "--format is not known" in _run("export", newest, tmp_path / "x", "--format", "gguf").stderr
     assert "--dtype is not known" in _run("export", newest, tmp_path / "x", "--dtype", "int3").stderr
     assert "exists already" in _run("export", newest, run).stderr
     assert "no checkpoint in" in _run("list", tmp_path / "nowhere").stderr

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from meshwright import runtime
 from meshwright.errors import CheckpointError
 from meshwright.runtime.torch_internals.dtensor import StridedShard
-from meshwright.store import CheckpointStore, TrainingState, manifest, shards
+from meshwright.store import CheckpointStore, TrainingState, checkpoints, manifest, shards
 from meshwright.store.manifest import describe, write_manifest
 from meshwright.store.shards import Layout, own_box, plan_shards, save_shards, shard_file
 from meshwright.store.stored_shards import load_shards, open_shards
@@ -183,6 +183,24 @@ def test_what_a_rank_is_told_does_not_grow_with_the_ranks(ranks, tmp_path):
         *(shard_file(number) for number in range(4)), "manifest.json", "rng-00000.safetensors", "shards.json",
         "state.json",
     ])  # fmt: skip
+
+
+def _draws_again(directory):
+    state = build("ddp")
+    runtime.seed_replica(3, runtime.rank())
+    with mock.patch.object(checkpoints, "_RANKS_PER_FILE", 2):
+        CheckpointStore(directory).save(state)
+    drawn = torch.rand(3)
+    assert CheckpointStore(directory).load(state).rng_restored
+    return torch.equal(drawn, torch.rand(3)), drawn[0].item()
+
+
+def test_generators_of_neighbours_are_in_one_file(ranks, tmp_path):
+    answers = ranks(3).run(_draws_again, tmp_path)
+    assert all(same for same, _ in answers)
+    assert len({first for _, first in answers}) == 3
+    names = sorted(path.name for path in tmp_path.rglob("rng-*"))
+    assert names == ["rng-00000.safetensors", "rng-00002.safetensors"]
 
 
 def _as_of_before(path):

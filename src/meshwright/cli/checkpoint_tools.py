@@ -30,6 +30,7 @@ from meshwright.store.manifest import (
     read_record,
 )
 
+_FORMATS = ("safetensors", "dcp")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -98,15 +99,27 @@ def verify_checkpoints(directory: Path, as_json: bool) -> int:
     return 1 if any(damage.values()) else 0
 
 
-def export_checkpoint(directory: Path, out: Path, dtype: str | None) -> int:
+def export_checkpoint(directory: Path, out: Path, dtype: str | None, file_format: str = _FORMATS[0]) -> int:
     """Write the weights of the newest whole checkpoint, with all ranks of the launch; return the exit status."""
-    if dtype is not None and dtype not in _DTYPES:
-        raise CheckpointError("--dtype is not known", expected=", ".join(_DTYPES), got=dtype, fix="use one of these")
+    for option, given, known in (("--dtype", dtype, [*_DTYPES]), ("--format", file_format, [*_FORMATS])):
+        if given is not None and given not in known:
+            raise CheckpointError(
+                f"{option} is not known", expected=", ".join(known), got=given, fix="use one of these"
+            )
+    if file_format == "dcp" and out.suffix == ".safetensors":
+        raise CheckpointError(
+            "--format dcp writes a folder",
+            expected="the name of one",
+            got=str(out),
+            fix="leave the suffix or --format out",
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_distributed(backend="gloo")
     path = _newest_whole(_found(directory))
     run = path.parent.parent
-    if (run / ADAPTERS).is_file() and not out.suffix:
+    if file_format == "dcp":
+        weights, kind = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), as_dcp=True), "; for torch's DCP"
+    elif (run / ADAPTERS).is_file() and not out.suffix:
         names, adapter_config = read_adapters(run / ADAPTERS)
         weights = export_adapters(path, out, names=names, config=adapter_config, dtype=_DTYPES.get(dtype or ""))
         kind = "; adapters for peft"

@@ -52,16 +52,20 @@ def export_command(
     dtype: Annotated[
         str | None, typer.Option(metavar="fp32|bf16|fp16", help="Type of the weights.", show_default="as saved")
     ] = None,
+    file_format: Annotated[
+        str, typer.Option("--format", metavar="safetensors|dcp", help="dcp: a folder of torch.distributed.checkpoint.")
+    ] = "safetensors",
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest that is whole) as safetensors.
 
-    If the run trained a transformers model, a folder gets a config.json, too: from_pretrained loads it. If the run
+    With --format dcp, torch.distributed.checkpoint and torchtitan load the folder, and no config lies beside it. If the
+    run trained a transformers model, a folder gets a config.json, too: from_pretrained loads it. If the run
     trained adapters of peft, the folder gets these alone: PeftModel.from_pretrained loads them.
     """
     from meshwright.cli.checkpoint_tools import export_checkpoint
     from meshwright.cli.failures import exit_status
 
-    raise typer.Exit(exit_status(lambda: export_checkpoint(directory, out, dtype)))
+    raise typer.Exit(exit_status(lambda: export_checkpoint(directory, out, dtype, file_format)))
 
 
 # --- ``meshwright plan`` and ``meshwright compare``

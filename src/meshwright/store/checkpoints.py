@@ -1,7 +1,8 @@
 """Save and load a directory of checkpoints, each of them complete or absent.
 
-[Note: verified checkpoints] A checkpoint of step 12 is the directory ``step-00000012``: tensors in safetensors shards,
-``state.json`` for everything else, one file of random generators per rank, and ``manifest.json``.
+[Note: verified checkpoints] A checkpoint of step 12 is the directory ``step-00000012``: tensors in safetensors shards
+with an index (see [Note: shards and their index] in ``store/shards.py``), ``state.json`` for everything else, a file of
+random generators for every 64 ranks, and ``manifest.json``.
 
 - **Commit.** All files are written into ``.step-00000012.tmp``, then the manifest, then the directory is renamed
   (:func:`commit`). Each of these waits for the disk before the next begins. A run that is killed at any moment leaves
@@ -9,7 +10,10 @@
 - **Checksums.** Every rank hashes the files it wrote while they are still in its machine's memory; rank 0 gathers size
   and SHA-256 of all files into the manifest. The manifest holds a digest of itself and has exactly one valid
   form, so that any changed byte shows. Loading reads and hashes every file before anything is changed; the ranks
-  divide the files. Of several checkpoints the newest whole one is loaded, and damaged ones are named.
+  divide the files, so that a rank hashes those that it loads where the layout has not changed. Of several checkpoints
+  the newest whole one is loaded, and damaged ones are named.
+- **One reader.** Rank 0 alone lists directories and reads manifest, record and index; the others are told. What rank 0
+  has seen and another rank does not see yet is waited for, 30 s at most: network file systems show files late.
 - **Retention.** After the commit, the oldest are deleted until ``keep`` are left. Each is renamed first, so that a
   deletion that is killed half way leaves no half checkpoint under a good name.
 - **One writer.** A lock on the directory keeps two processes from mixing their files (:class:`Claim`).

@@ -1,26 +1,28 @@
-"""Read parts of tensors in folders of torch's distributed checkpoint (``.metadata`` and ``.distcp``).
+"""Read and write folders of torch's distributed checkpoint (DCP): ``.metadata`` and ``.distcp`` files.
 
-The tensors go through torch's own reader, which loads every saved chunk that a part touches. The metadata is a pickle;
-it is read with a list of the classes that torch writes, so that it cannot run code.
+The tensors go through torch's own reader and writer; the reader loads every saved chunk that a part touches. The
+metadata is a pickle; it is read with a list of the classes that torch writes, so that it cannot run code.
 """
 
 from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshwright.errors import CheckpointError, join_names
+from meshwright.runtime import rank, world_size
 from meshwright.store.stored_tensors import StoredTensor
 
 # Imported late below: it brings torch's launcher along.
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 METADATA = ".metadata"
 _PLAIN = {
@@ -76,7 +78,8 @@ def open_dcp(folder: Path) -> dict[str, StoredTensor]:
             got=f"{type(error).__name__}: {error}",
             fix="copy the folder again from its source",
         ) from error
-    absent = sorted(file for file in files if not (folder / file).is_file())
+    # Each rank looks for its share of the files: thousands of ranks that all did would stall a shared file system.
+    absent = [file for file in sorted(files)[rank() :: world_size()] if not (folder / file).is_file()]
     if absent:
         raise CheckpointError(
             f"{folder} is not whole", expected=f"the files that its {METADATA} names",
@@ -122,3 +125,49 @@ class _InDcp(StoredTensor):
         box = ChunkStorageMetadata(torch.Size(start), out.shape)
         items = create_read_items_for_chunk_list(self.name, self.record, [box])
         self.reader.read_data(LoadPlan(items), Planner()).wait()
+
+
+def write_dcp(outlines: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor], folder: Path) -> None:
+    """Write whole tensors as torch's distributed checkpoint, which torchtitan and others load; collective.
+
+    The ranks divide the tensors. Each reads its own one after the other, so it never holds more than one.
+
+    Args:
+        outlines: All tensors without values, by name; the same on every rank.
+        read: Returns the values of one, on the host.
+        folder: An empty folder that all ranks share.
+
+    Raises:
+        CheckpointError: On every rank, when any of them cannot read or write.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    class Planner(DefaultSavePlanner):
+        def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+            return read(index.fqn)
+
+    try:
+        with warnings.catch_warnings():
+            # A world of one needs no process group.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            own = {name: outlines[name] for name in _share(outlines)}
+            save(own, storage_writer=FileSystemWriter(folder), planner=Planner())
+    except CheckpointException as error:  # a BaseException, which no ``except Exception`` catches
+        number, (cause, _) = min(error.failures.items())
+        raise CheckpointError(
+            f"{folder} cannot be written", got=f"{type(cause).__name__}: {cause} (rank {number})",
+            fix="make room, or choose another folder",
+        ) from error  # fmt: skip
+
+
+def _share(outlines: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names that this rank writes: of all bytes, laid end to end, its part."""
+    total, at, own = max(1, sum(each.nbytes for each in outlines.values())), 0, []
+    for name, each in outlines.items():
+        if at * world_size() // total == rank():
+            own.append(name)
+        at = min(at + each.nbytes, total - 1)
+    return own

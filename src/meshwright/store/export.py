@@ -12,6 +12,7 @@ import torch
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.runtime import rank, same_on_every_rank
+from meshwright.store.dcp_folder import write_dcp
 from meshwright.store.folder import write_folder
 from meshwright.store.manifest import storage_errors
 from meshwright.store.pretrained import checkpoint_tensors
@@ -34,6 +35,7 @@ def export_weights(
     dtype: torch.dtype | None = None,
     config: str | None = None,
     pretrained: Path | None = None,
+    as_dcp: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Write the weights and buffers of a checkpoint of any layout of ranks as whole tensors; collective.
 
@@ -46,6 +48,7 @@ def export_weights(
         config: Text of a transformers ``config.json`` to write beside them; with it the folder is one that
             ``from_pretrained`` loads.
         pretrained: A folder whose tokenizer, chat template and generation config are copied beside them.
+        as_dcp: Write a folder of torch's distributed checkpoint instead, with the model's names.
 
     Returns:
         The tensors written, by the model's names, without values.
@@ -54,8 +57,12 @@ def export_weights(
         CheckpointError: On every rank, when ``out`` exists already or cannot be written.
     """
     weights = _Weights.of(checkpoint, out, dtype)
-    if out.suffix == ".safetensors":
+    if out.suffix == ".safetensors" and not as_dcp:
         weights.write_file(out)
+        return weights.outlines
+    if as_dcp:
+        with _new_folder(out):
+            write_dcp(weights.outlines, weights.whole, out)
         return weights.outlines
     metadata = {"format": "pt"}
     with _new_folder(out):
@@ -157,8 +164,10 @@ class _Weights:
 
     def read(self, name: str, to: int = 0) -> torch.Tensor | None:
         """Read a whole tensor on one rank."""
-        if rank() != to:
-            return None
+        return self.whole(name) if rank() == to else None
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Read a whole tensor."""
         whole = tuple(slice(0, size) for size in self.stored[name].shape)
         return self.stored[name].read(whole, self.outlines[name].dtype)
 

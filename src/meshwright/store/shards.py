@@ -9,7 +9,7 @@ never with their product. Where a shard lies inside of a file, the file's own he
   each computes the whole index alone, from the placements of its own tensors. Where ranks hold different names, as
   pipeline ranks do, the first rank of each kind tells all others its list. Of replicas one is written. Which one
   is decided by a rule that all ranks compute alike: tensors are dealt out, the largest first, so that each replica
-  writes as many bytes; but nobody is given less than 16 MiB, since thousands of small files are slower than a few.
+  writes as many bytes; but no rank is given less than 16 MiB, since thousands of small files are slower than a few.
 - **Loading.** Rank 0 reads the index and broadcasts it. Each rank opens the files that hold parts of its own shards.
 - **Older checkpoints** have no index: rank 0 makes one from the headers of their files.
 
@@ -44,7 +44,7 @@ from meshwright.store.manifest import storage_errors, wait_until_seen, write_dur
 
 INDEX = "shards.json"
 SCHEMA = 1
-_LEAST_BYTES = 2**24  # of a replica's share of what all replicas hold
+_LEAST_BYTES = 2**24  # that a rank is given of what other ranks hold, too
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: where it begins, and its shape."""
@@ -255,7 +255,7 @@ def plan_shards(tensors: Mapping[str, torch.Tensor]) -> ShardIndex:
         rows = _rows(every, mesh_shape, cuts)
         counts = tuple((dim, mesh_shape[mesh_dim]) for mesh_dim, dim in cuts)
         of_row: dict[int, int] = {}
-        for name, row in _deal_out(found, len(rows)).items():
+        for name, row in _deal_out(found, *rows.shape).items():
             if row not in of_row:
                 of_row[row] = len(layouts)
                 layouts.append(Layout(counts, tuple(rows[row].tolist())))
@@ -312,10 +312,10 @@ def _rows(meshes: np.ndarray, mesh_shape: Sequence[int], cuts: Sequence[tuple[in
     return grid.reshape(-1, math.prod(mesh_shape[dim] for dim in cutting))
 
 
-def _deal_out(spots: Mapping[str, _Spot], num_replicas: int) -> dict[str, int]:
+def _deal_out(spots: Mapping[str, _Spot], num_replicas: int, ranks_each: int) -> dict[str, int]:
     """Return which replica writes each tensor: as many bytes each, but not less than a file is worth."""
     total = sum(spot.num_bytes for spot in spots.values())
-    used = max(1, min(num_replicas, total // _LEAST_BYTES))
+    used = max(1, min(num_replicas, total // (ranks_each * _LEAST_BYTES)))
     loads = [(0, number) for number in range(used)]
     dealt = {}
     for name in sorted(spots, key=lambda name: -spots[name].num_bytes):
