@@ -38,6 +38,7 @@ from meshwright.store.folder import read_folder
 from meshwright.store.manifest import damage_of, describe, read_manifest, read_record, write_manifest
 from meshwright.store.optimizer_file import read_optimizer
 from meshwright.store.scheduler_file import check_fit, read_scheduler
+from meshwright.store.stored_shards import FolderIndex
 from meshwright.store.tensor_files import read_file
 from meshwright.strategy import Strategy
 from published_runs import read_rows
@@ -204,6 +205,8 @@ PARSERS = {
     "damage": Parser("step-00000001/manifest.json", lambda path: damage_of(path.parent)),
     "record": Parser("step-00000001/state.json", lambda path: read_record(path.parent)),
     "checkpoint": Parser("step-00000001/state.json", _checkpoint),
+    "shards": Parser("step-00000001/tensors/shards.json", lambda path: FolderIndex.read(path.parent)),
+    "checkpoint's shards": Parser("step-00000001/tensors/shards.json", lambda path: _checkpoint(path.parent)),
     "safetensors": Parser("weights.safetensors", read_file, "safetensors"),
     "pt": Parser("weights.pt", read_file, "pt"),
     "index": Parser("folder/model.safetensors.index.json", lambda path: read_folder(path.parent)),

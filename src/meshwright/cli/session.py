@@ -169,6 +169,7 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
         optim_param_func=prepared.optimizer.param_func,
         dataloader_args=loader_args,
         weights=weights,
+        allow_missing_weights=weights is not None and prepared.config.model.allow_missing_weights,
         sample_batch=data.sample_batch,
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={

@@ -112,13 +112,77 @@ def broadcast_object(value: Any) -> Any:
     return sent[0]
 
 
+def gather_on_first(value: Any) -> list[Any]:
+    """Gather one picklable object per rank on rank 0, in rank order; return an empty list on the other ranks."""
+    if world_size() == 1:
+        return [value]
+    every: list[Any] = [None] * world_size() if rank() == 0 else []
+    dist.gather_object(value, every or None, dst=0, group=_living_group())
+    return every
+
+
+def send_bytes(data: bytes, to: int) -> None:
+    """Send bytes to one rank, which calls :func:`receive_bytes`."""
+    group = _living_group()
+    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(object_device(group))
+    dist.send(torch.tensor([len(packed)], device=packed.device), to, group)
+    dist.send(packed, to, group)
+
+
+def receive_bytes(source: int) -> bytes:
+    """Receive what one rank sends with :func:`send_bytes`."""
+    group = _living_group()
+    length = torch.zeros(1, dtype=torch.int64, device=object_device(group))
+    dist.recv(length, source, group)
+    packed = torch.empty(int(length), dtype=torch.uint8, device=length.device)
+    dist.recv(packed, source, group)
+    return packed.cpu().numpy().tobytes()
+
+
+def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
+    """Gather integers of 64 bits from every rank, equally many from each; in rank order, equal on all ranks."""
+    if world_size() == 1:
+        return [list(numbers)]
+    group = _living_group()
+    own = torch.tensor(numbers, dtype=torch.int64, device=object_device(group))
+    every = own.new_empty(world_size() * len(own))
+    dist.all_gather_into_tensor(every, own, group)
+    return every.view(world_size(), -1).tolist()
+
+
+def gather_distinct(value: Any, key: str) -> list[tuple[list[int], Any]]:
+    """Gather one picklable object for every set of ranks that have the same key; equal on all ranks.
+
+    Costs one all-reduce where all keys are equal. Otherwise each rank sends 16 bytes, and the first rank of each set
+    broadcasts its object: the bytes that a rank receives grow with what differs, not with the number of ranks.
+
+    Args:
+        value: The same on all ranks with this key.
+        key: Text that tells different values apart.
+
+    Returns:
+        The ranks of each set, ascending, and the object; sets are ordered by their first ranks.
+    """
+    if all_equal(key.encode()):
+        return [(list(range(world_size())), value)]
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for number, words in enumerate(gather_numbers(_digest(key.encode()))):
+        sets.setdefault(tuple(words), []).append(number)
+    found = []
+    for ranks in sets.values():
+        sent = [value]
+        dist.broadcast_object_list(sent, src=ranks[0], group=_living_group())
+        found.append((ranks, sent[0]))
+    return found
+
+
 def smallest(numbers: Sequence[int]) -> list[int]:
     """Return the smallest integer of any rank at each place, by one all-reduce.
 
     Args:
         numbers: Of 64 bits; equally many on every rank.
     """
-    if world_size() == 1:
+    if world_size() == 1 or not numbers:
         return list(numbers)
     group = _living_group()
     found = torch.tensor(numbers, dtype=torch.int64, device=object_device(group))
@@ -136,10 +200,14 @@ def all_equal(data: bytes) -> bool:
 
     See [Note: agreement is cheap].
     """
-    words = struct.unpack("2q", hashlib.blake2b(data, digest_size=16).digest())
+    words = _digest(data)
     # A number that is the smallest, and whose complement is the smallest complement, is the largest too.
     claimed = [*words, *(~word for word in words)]
     return smallest(claimed) == claimed
+
+
+def _digest(data: bytes) -> tuple[int, ...]:
+    return struct.unpack("2q", hashlib.blake2b(data, digest_size=16).digest())
 
 
 def _living_group() -> dist.ProcessGroup | None:
