@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
-from meshwright.data import GlobalOrder, ShardedSampler, ShardedStream
+from meshwright.data import GlobalOrder, ShardedSampler, ShardedStream, global_batch_loader
 from meshwright.errors import ConfigError, DataError
 from tests.data.helpers import refused
 
@@ -130,3 +130,31 @@ def test_impossible_orders_are_refused():
         GlobalOrder(4, -1)
     with refused(ConfigError, "start is negative"):
         GlobalOrder(4, 0, start=-4)
+
+
+class Seekable(Stream):
+    """A stream that can leave out what other replicas take, and counts what it reads."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.num_read = 0
+
+    def share(self, replica, num_replicas):
+        for number in range(replica, self.size - self.size % num_replicas, num_replicas):
+            self.num_read += 1
+            yield number
+
+
+@given(st.integers(0, 30), st.integers(1, 7))
+def test_a_stream_that_can_share_itself_is_not_read_whole(size, replicas):
+    streams = [Seekable(size) for _ in range(replicas)]
+    shards = [list(ShardedStream(stream, replica, replicas)) for replica, stream in enumerate(streams)]
+    assert shards == [list(ShardedStream(Stream(size), replica, replicas)) for replica in range(replicas)]
+    assert sum(stream.num_read for stream in streams) == size - size % replicas
+
+
+def test_a_stream_that_is_divided_already_is_refused():
+    stream = Stream(8)
+    stream._distributed = object()  # as split_dataset_by_node leaves it
+    with refused(DataError, "divided among ranks already", "split_dataset_by_node"):
+        global_batch_loader(stream, loader_args=None, replica=0, num_replicas=2)

@@ -1,5 +1,6 @@
 """``mw.plan``: ranked plans for models by name, by dimensions, by config and as modules; and what it refuses."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.cost import make_cluster
+from meshwright.cost import find_cluster, make_cluster
 from meshwright.planner import PlanRequest, Workload, choose, fitting
 from meshwright.planner.plan_request import named_model
+from meshwright.runtime import COMMUNICATOR_BYTES
 from tests import tiny
 
 SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=256,seq=32"
@@ -245,6 +247,21 @@ def test_a_model_of_which_nothing_trains_is_refused():
     silent.forward = torch.no_grad()(silent.forward)
     with pytest.raises(mw.ModelError, match=r"does not depend on anything that trains.*no_grad"):
         mw.plan(silent, "cpu*2", **asked)
+
+
+def test_communicators_take_their_part_of_what_is_free():
+    ids = torch.zeros(2, tiny.SEQ_LEN, dtype=torch.long)
+    planned = mw.planning.ModuleModel("tiny", tiny.plain(num_layers=2), ids, tiny.loss_func)
+    table = planned.subject(find_cluster("a100-80x8"), 32, 2**31)
+    free = dataclasses.replace(table, limit_is_free=True)
+    axes, line = ("parallel_mode", {"data": 4, "zero": 2}), ("parallel_mode", {"data": 8})
+    for mode, number in ((axes, 2), (line, 0)):  # the one axis of all ranks uses theirs
+        there, here = (each.plan(mw.Strategy([mode, "zero2"])) for each in (table, free))
+        assert there.communicator_bytes == 0
+        assert here.communicator_bytes == number * COMMUNICATOR_BYTES
+        assert here.needed_bytes - there.needed_bytes == number * COMMUNICATOR_BYTES
+        tight = dataclasses.replace(here, limit_bytes=there.needed_bytes)
+        assert tight.fits == (number == 0)
 
 
 def test_a_memory_limit_is_no_more_than_a_device_has():

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from meshwright.errors import ConfigError, ModelError
 from meshwright.nn.batches import first_loss
-from meshwright.training.request import check_keywords, check_kinds
+from meshwright.training.request import Request, check_keywords, check_kinds
 
 
 def check_optimizer(given):
@@ -67,3 +67,30 @@ def test_arguments_that_fit_pass():
     check_optimizer({"lr": 1e-3, "betas": (0.9, 0.99)})
     check_optimizer({"lr": -1.0})  # torch says that itself
     check_schedule({"max_lr": 0.1, "total_steps": 3})
+
+
+class Given:
+    """In the place of a request: a sample, or what reading it raises."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
+    def sample_of(self, number):
+        if isinstance(self.sample, Exception):
+            raise self.sample
+        return self.sample
+
+
+@pytest.mark.parametrize(
+    ("sample", "pins"),
+    [
+        ({"ids": torch.ones(2), "length": 3}, True),
+        ([torch.ones(2), torch.ones(2, device="meta")], False),
+        (torch.eye(2).to_sparse(), False),
+        (None, False),  # a stream
+        (OSError("no such file"), False),
+    ],
+)
+def test_batches_for_a_gpu_are_pinned_where_they_can_be(sample, pins):
+    assert Request._pins(Given(sample), torch.device("cuda")) == pins
+    assert not Request._pins(Given(sample), torch.device("cpu"))

@@ -86,7 +86,7 @@ def global_batch_loader(
 
     Args:
         dataset: Map-style or iterable. Of an iterable one, every replica takes every ``num_replicas``-th item; items
-            after the last complete round are left out.
+            after the last complete round are left out. :class:`ShardedStream` says how it need not read the others.
         loader_args: Keyword arguments of torch's DataLoader, not modified, with two differences: ``batch_size`` is
             global (default: ``num_replicas``), and ``shuffle`` is True by default. A ``sampler`` must yield the same
             indices on every replica, and is divided among them. A torch DistributedSampler gives the order, which is
@@ -111,6 +111,7 @@ def global_batch_loader(
     _check_order(dataset, shuffle, sampler, options.pop("batch_sampler", None), sampler_cls)
     drop_last = bool(options.get("drop_last"))
     if isinstance(dataset, IterableDataset):
+        _check_whole(dataset)
         dataset = ShardedStream(dataset, replica, num_replicas)
     elif sampler is not None:
         options["sampler"] = _divided(sampler, replica, num_replicas, drop_last)
@@ -245,6 +246,17 @@ def _check_same_on_every_replica(sampler: Any, num_replicas: int) -> None:
             expected="a sampler that yields the same indices on every replica",
             got="generator=None",
             fix="pass generator=torch.Generator().manual_seed(…) to it, or leave it out: shuffling is the default",
+        )
+
+
+def _check_whole(stream: Any) -> None:
+    # ``split_dataset_by_node`` of Hugging Face's datasets leaves this mark.
+    if getattr(stream, "_distributed", None) is not None:
+        raise DataError(
+            f"The {type(stream).__name__} has been divided among ranks already, and would be divided once more",
+            expected="the whole stream on every rank, of which each replica takes its share",
+            got="the result of split_dataset_by_node",
+            fix="leave split_dataset_by_node out",
         )
 
 
@@ -398,6 +410,10 @@ class ShardedStream(IterableDataset[Any]):
     rewound to fill it. The stream must be the same on every replica. As always in torch, a stream that is read by
     several DataLoader workers must divide itself among them (``torch.utils.data.get_worker_info``).
 
+    Every replica reads the whole stream, and drops the others' items. A stream that can do without has a method
+    ``share(replica, num_replicas)``, which returns an iterator over the replica's items alone: as many on every
+    replica, and together the same whatever the number of replicas.
+
     Args:
         stream: The dataset.
         replica: This replica's number, 0 to ``num_replicas - 1``.
@@ -412,6 +428,10 @@ class ShardedStream(IterableDataset[Any]):
         self.stream, self.replica, self.num_replicas = stream, replica, num_replicas
 
     def __iter__(self) -> Iterator[Any]:
+        share = getattr(self.stream, "share", None)
+        if callable(share):
+            yield from share(self.replica, self.num_replicas)
+            return
         mine: Any = None
         for index, item in enumerate(self.stream):
             if index % self.num_replicas == self.replica:

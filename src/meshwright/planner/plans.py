@@ -30,6 +30,7 @@ from meshwright.cost import (
 from meshwright.cost.rank_memory import DRAWN_PER_S
 from meshwright.errors import readable_bytes
 from meshwright.methods import besides_mesh, with_micro_batches
+from meshwright.runtime import COMMUNICATOR_BYTES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -128,6 +129,7 @@ class Plan:
     taken_bytes: int | None = None  # of the limit, by the simulated allocator; None: the sum of all classes counts
     host_bytes: int = 0  # of host memory beside the device's, on the rank that holds most of it
     host_limit_bytes: int | None = None  # bytes of host memory that one rank may hold; None: unknown
+    communicator_bytes: int = 0  # of the limit, for collectives along the axes of the mesh
 
     @property
     def fits(self) -> bool:
@@ -147,7 +149,8 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """Return the predicted bytes of limited memory: of the device, with the host's where they are one."""
-        return self.taken_bytes if self.taken_bytes is not None else needed_bytes(self.step, self.memory)
+        held = self.taken_bytes if self.taken_bytes is not None else needed_bytes(self.step, self.memory)
+        return held + self.communicator_bytes
 
     @functools.cached_property
     def building(self) -> Building:
@@ -267,6 +270,15 @@ def usable_host_bytes(cluster: Cluster) -> int | None:
 def taken_bytes(reserved_bytes: int, device: Device) -> int:
     """Return the bytes that must be usable to reserve a number of bytes: gaps between tensors are included."""
     return reserved_bytes if device.is_host else round(reserved_bytes * (1 + FRAGMENTED))
+
+
+def communicator_bytes(step: Step) -> int:
+    """Return the device memory that communicators along the axes of the mesh will take, beside that of all ranks.
+
+    An axis that has all ranks uses theirs.
+    """
+    num_axes = sum(1 for _, size in step.axes if size > 1)
+    return 0 if step.on_cpu or num_axes < 2 else num_axes * COMMUNICATOR_BYTES
 
 
 def host_bytes(step: Step) -> int:

@@ -51,6 +51,7 @@ from meshwright.planner.pipeline_cuts import (
 from meshwright.planner.plans import (
     Plan,
     Subject,
+    communicator_bytes,
     forecast,
     most_host_bytes,
     needed_bytes,
@@ -107,6 +108,7 @@ class Workload:
         calibration: Efficiencies of kernels and links; None takes the cluster's own.
         one_host: Whether all ranks share one host, if there is no cluster to tell.
         copies_input: Whether the model input is made anew from each micro-batch, also where no device needs a copy.
+        limit_is_free: Whether ``limit_bytes`` is what is free now, of which communicators of the mesh will take some.
     """
 
     model: nn.Module
@@ -124,6 +126,7 @@ class Workload:
     calibration: Calibration | None = None
     one_host: bool = True
     copies_input: bool = False
+    limit_is_free: bool = False
 
     @property
     def half_dtype(self) -> str:
@@ -218,6 +221,7 @@ class Workload:
             micro_batch=conditions.samples,
             forecast=forecasted,
             taken_bytes=_taken_bytes(forecasted, every),
+            communicator_bytes=communicator_bytes(most) if self.limit_is_free else 0,
             host_bytes=most_host_bytes(every),
             host_limit_bytes=None if self.cluster is None else usable_host_bytes(self.cluster),
         )

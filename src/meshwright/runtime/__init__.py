@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         wait_for_all_ranks as wait_for_all_ranks,
     )
     from meshwright.runtime.device import (
+        COMMUNICATOR_BYTES as COMMUNICATOR_BYTES,
         GeneratorState as GeneratorState,
         host_share_bytes as host_share_bytes,
         machine_name as machine_name,

@@ -28,6 +28,7 @@ from meshwright.nn.batches import (
     check_input_format,
     first_loss,
     is_loss_func,
+    leaves_of,
     loss_of_output,
     resized,
     tensors_of,
@@ -227,6 +228,7 @@ class Request:
             cluster=cluster,
             one_host=settings.local_world_size >= world_size(),
             copies_input=settings.device.type == "cpu" and self._copies_input(),
+            limit_is_free=True,
         )
 
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:
@@ -315,12 +317,25 @@ class Request:
 
         return global_batch_loader(
             self.dataset,
-            loader_args=self.dataloader_args,
+            loader_args={"pin_memory": self._pins(job.device), **(self.dataloader_args or {})},
             replica=job.mesh_axes.replica,
             num_replicas=job.mesh_axes.num_replicas,
             sampler_cls=self.distributed_sampler_cls,
             sampler_seed=self.sampler_seed,
         )
+
+    def _pins(self, device: torch.device) -> bool:
+        """Return whether batches are page-locked by default, so that their copies to the device need not wait."""
+        if device.type != "cuda":
+            return False
+        try:
+            with preserved_rng():
+                batch = self.sample_of(1)
+        except Exception:  # a user's data may raise anything; training will show the error
+            return False
+        # Only dense tensors on the host can be. Of a stream nothing is known before it is read.
+        tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)]
+        return batch is not None and all(each.device.type == "cpu" and each.layout == torch.strided for each in tensors)
 
     def strategy_digest(self) -> str:
         """Return the strategy asked for as text, equal for equal requests."""

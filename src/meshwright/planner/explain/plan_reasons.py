@@ -138,7 +138,8 @@ def _with_gaps(plan: Plan) -> str:
     reserved = None if plan.forecast is None else plan.forecast.peak.reserved_bytes
     if reserved is None or reserved >= plan.needed_bytes:
         return needed
-    return f"{readable_bytes(reserved)}, with the gaps that an allocator leaves {needed}"
+    buffers = " and the buffers of communicators" if plan.communicator_bytes else ""
+    return f"{readable_bytes(reserved)}, with the gaps that an allocator leaves{buffers} {needed}"
 
 
 def _largest_classes(plan: Plan, most: int = 3) -> str:
