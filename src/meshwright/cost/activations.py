@@ -205,6 +205,19 @@ class Inputs(NamedTuple):
         return self.batch + self.copies * self.copied_bytes
 
 
+class OperatorResult(NamedTuple):
+    """The call of an operator whose result recomputation may keep."""
+
+    operator: str
+    running: Running
+    num_needed: int  # so many of these, from the outermost, save something after it and come to it as they run again
+
+    def keeper(self, recomputed: Recomputed) -> int | None:
+        """Return the recomputed module that keeps the result, or None."""
+        module = _cover(self.running, recomputed)
+        return module if module is not None and self.operator in recomputed[module] else None
+
+
 @dataclass(frozen=True)
 class SavedTensor:
     """A tensor that forward saves for backward, or that recomputation may keep instead."""
@@ -212,7 +225,7 @@ class SavedTensor:
     num_bytes: int
     savers: tuple[Running, ...]  # for every time that it is saved; none: only recomputation may keep it
     inputs_of: tuple[int, ...] = ()  # modules that take it as an argument
-    results: tuple[tuple[str, Running], ...] = ()  # operators whose result it is, where recomputation may keep that
+    results: tuple[OperatorResult, ...] = ()  # whose result it is, where recomputation may keep that
     places: tuple[int, ...] = ()  # see Placed
     needed_from: int = -1  # the first place whose backward needs it: when that has run, it is free
     given: Given | None = None  # part of the model's input, which lives however long it is saved
@@ -234,11 +247,21 @@ class SavedTensor:
 
     def is_kept_result(self, recomputed: Recomputed) -> bool:
         """Return whether a recomputed module keeps the tensor as the result of an operator that it does not rerun."""
-        for operator, running in self.results:
-            module = _cover(running, recomputed)
-            if module is not None and operator in recomputed[module]:
-                return True
-        return False
+        return any(result.keeper(recomputed) is not None for result in self.results)
+
+    def taken_in(self, recomputed: Recomputed) -> int | None:
+        """Return the recomputed module that keeps the tensor until it runs again, and saves it no more then; or None.
+
+        Torch's checkpoint gives a kept result away when it comes to its operator. What lies behind the last saved
+        tensor stays.
+        """
+        if self.savers or self.is_saved(recomputed):
+            return None
+        for result in self.results:
+            module = result.keeper(recomputed)
+            if module is not None:
+                return module if module in result.running[: result.num_needed] else None
+        return None
 
 
 @dataclass(frozen=True)
@@ -310,6 +333,7 @@ class Activations:
     transients: tuple[Transient, ...] = field(default=(), hash=False)  # beside all of these; empty: unknown
     kept_at: tuple[Placed, ...] = field(default=(), hash=False)  # of a micro-batch, by stages: by the first place
     working_at: Placed = field(default=(), hash=False)  # of the module that needs most there when it is recomputed
+    taken_at: Placed = field(default=(), hash=False)  # of that module: kept results that it no longer saves by then
     inputs: Inputs = field(default_factory=Inputs)
     returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
 
@@ -336,6 +360,7 @@ class Activations:
     def settled(self) -> Activations:
         """Return the activations with all sums recomputed from tensors and modules."""
         working: dict[int, int] = {}
+        taken: dict[int, int] = {}  # of kept results, by the recomputed module that takes them
         places: dict[int, int] = {}  # where the recomputed modules are
         kept: list[dict[int, int]] = []
         given: dict[int, int] = {}  # of the input, which several stages of a rank may save
@@ -350,21 +375,31 @@ class Activations:
                     continue
                 if tensor.is_kept(self.recomputed):
                     here[place] = here.get(place, 0) + tensor.num_bytes
+                    if (module := tensor.taken_in(self.recomputed)) is not None:
+                        taken[module] = taken.get(module, 0) + tensor.num_bytes
                     continue
                 for module in {_cover(running, self.recomputed) for running in tensor.savers}:
                     assert module is not None, "it would be kept"
                     working[module], places[module] = working.get(module, 0) + tensor.num_bytes, place
-        most: dict[int, int] = {}
-        for module, size in working.items():
-            size = working[module] = self.modules[module].working_bytes + -(-size // self.modules[module].runs)
-            most[places[module]] = max(most.get(places[module], 0), size)
+        working, taken = self._of_a_run(working), self._of_a_run(taken)
+        again = {module: self.modules[module].working_bytes + size for module, size in working.items()}
+        # The module that adds most at each place.
+        fullest: dict[int, int] = {}
+        for module in sorted(again, key=lambda module: again[module] - taken.get(module, 0)):
+            fullest[places[module]] = module
+        known = bool(self.transients)
         return dataclasses.replace(
             self,
             saved_bytes=self._at_most([sum(here.values()) for here in kept]) + sum(given.values()),
-            kept_at=tuple(_placed(here) for here in kept) if self.transients else (),
-            working_bytes=max(working.values(), default=0),
-            working_at=_placed(most) if self.transients else (),
+            kept_at=tuple(_placed(here) for here in kept) if known else (),
+            working_bytes=max(again.values(), default=0),
+            working_at=_placed({place: again[module] for place, module in fullest.items()}) if known else (),
+            taken_at=_placed({place: taken.get(module, 0) for place, module in fullest.items()}) if known else (),
         )
+
+    def _of_a_run(self, sizes: Mapping[int, int]) -> dict[int, int]:
+        """Return the bytes of each module's single run."""
+        return {module: -(-size // self.modules[module].runs) for module, size in sizes.items()}
 
     def _at_most(self, stages: Sequence[int]) -> int:
         """Return the most that is held at one time, given what one micro-batch saves in every stage."""

@@ -139,6 +139,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
         buffers, own = _received_bytes(step, now), _of_stage(step, known, now.stage)
         left, returned = sum(each.left for each in own), sum(each.returned for each in own)
         working = {place: size for (place,), size in known.working_at}
+        taken = {place: size for (place,), size in known.taken_at}
         for each in own:
             remains = sum(other.remains for other in own if other.place > each.place)
             # What a stage hands on is kept until its backward has run.
@@ -153,7 +154,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                 whole,
                 gradients=gradients,
                 gathered=gathered + _weights(step, each.place, behind),
-                activations=activations,
+                activations=activations - taken.get(each.place, 0),
                 recomputation=working.get(each.place, 0),
                 host_gradients=0 if step.num_micro_batches == 1 else whole.host_gradients,
             )

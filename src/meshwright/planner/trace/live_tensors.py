@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,19 +37,20 @@ class Result:
     """A storage that operators have returned, and that can be kept instead of running them again."""
 
     num_bytes: int
-    operators: list[tuple[str, tuple[nn.Module, ...]]] = field(default_factory=list)  # with the modules that ran
+    calls: list[Call] = field(default_factory=list)
     places: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator that computes."""
+    """A call of an operator that computes, or whose result can be kept."""
 
     operator: str
     stack: tuple[nn.Module, ...]
     num_saved_before: int
     flops: int
     place: int
+    num_needed: int = 0  # modules of ``stack``, from the outermost, that save something after it
 
 
 @dataclass
@@ -87,6 +89,20 @@ class SavedTensors:
     def bytes(self) -> int:
         """Return the bytes saved; every storage counts once, and weights do not."""
         return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
+
+    def note_needed(self) -> None:
+        """Note of every call how many of the modules around it save something after it, once forward has run."""
+        last: dict[nn.Module, int] = {}  # the number of the last tensor saved while it ran
+        for position, stack in enumerate(self.log):
+            last.update(dict.fromkeys(stack, position))
+
+        def noted(call: Call) -> Call:
+            needed = sum(last.get(module, -1) >= call.num_saved_before for module in call.stack)
+            return dataclasses.replace(call, num_needed=needed)
+
+        self.work = [noted(call) for call in self.work]
+        for made in self.results.values():
+            made.calls = [noted(call) for call in made.calls]
 
     def forget_freed(self) -> None:
         """Forget storages that are free again: of a block's trial run, or of a graph inside a function's forward."""
@@ -151,6 +167,7 @@ def record_saved(
         for hook in hooks:
             hook.remove()
         recorder.saved.met.clear()
+        recorder.saved.note_needed()
 
 
 class _Recorder:
@@ -217,13 +234,14 @@ class _Recorder:
             return operator(*args, **kwargs)
         position, before = len(saved.log), counter.total
         result = operator(*args, **kwargs)
-        name, running, flops = operator_name(operator), tuple(self._stack), counter.total - before
+        flops = counter.total - before
+        call = Call(operator_name(operator), tuple(self._stack), position, flops, saved.place)
         if flops:
-            saved.work.append(Call(name, running, position, flops, saved.place))
+            saved.work.append(call)
         if can_keep(operator, args, kwargs):
             for key, size in map(storage_of, tensors_in(result)):
                 made = saved.results.setdefault(key, Result(size))
-                made.operators.append((name, running))
+                made.calls.append(call)
                 made.places.add(saved.place)
                 saved.met.extend(map(_reference, tensors_in(result)))
         return result

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from meshwright.cost import FP8, Activations, Op, SavedTensor, TracedModule, Transient, Work, pass_flops
-from meshwright.cost.activations import Running
+from meshwright.cost.activations import OperatorResult, Running
 from meshwright.methods.recompute import operator_name
 from meshwright.nn import class_names, find_blocks
 from meshwright.planner.trace.aten_kernels import (
@@ -35,7 +35,7 @@ from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from meshwright.cost import Placed, Scaling
-    from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors
+    from meshwright.planner.trace.live_tensors import Call, LiveBytes, SavedTensors
 
 
 # --- Kernels, with the modules that launch them.
@@ -350,7 +350,7 @@ def model_ops(model: nn.Module, ops: Ops) -> ModelOps:
 
 # --- Saved tensors and work as plain data.
 
-_Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ...], tuple[int, ...], int, str]
+_Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[OperatorResult, ...], tuple[int, ...], int, str]
 """What equal saved tensors share."""
 
 
@@ -391,12 +391,12 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
     for storage, size in sizes.items():
         if storage in saved.weights:
             continue
-        made_by = saved.results[storage].operators if storage in saved.results else []
+        made_by = saved.results[storage].calls if storage in saved.results else []
         tensor = SavedTensor(
             size,
             tuple(sorted({_running(stack, numbers) for stack in saved.savers.get(storage, [])})),
             tuple(sorted(set(inputs.get(storage, [])))),
-            tuple(sorted({(operator, _running(stack, numbers)) for operator, stack in made_by})),
+            tuple(sorted({_result(call, numbers) for call in made_by})),
             tuple(sorted(places[storage])),
             min(saved.places.get(storage) or places[storage]),
             saved.given.get(storage),
@@ -408,19 +408,23 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
     return tuple(found[key] for key in sorted(found))  # two runs that save the same are equal
 
 
+def _result(call: Call, numbers: dict[nn.Module, int]) -> OperatorResult:
+    return OperatorResult(call.operator, _running(call.stack, numbers), _num_needed(call, numbers))
+
+
 def _work(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[Work, ...]:
-    last: dict[nn.Module, int] = {}  # the number of the last tensor saved while it runs
-    for position, stack in enumerate(saved.log):
-        last.update(dict.fromkeys(stack, position))
     found: dict[tuple[str, Running, int, int], int] = {}
     for each in saved.work:
-        needed = sum(last.get(module, -1) >= each.num_saved_before for module in each.stack if module in numbers)
-        key = each.operator, _running(each.stack, numbers), needed, each.place
+        key = each.operator, _running(each.stack, numbers), _num_needed(each, numbers), each.place
         found[key] = found.get(key, 0) + each.flops
     return tuple(
         Work(operator, running, needed, flops, place)
         for (operator, running, needed, place), flops in sorted(found.items())
     )
+
+
+def _num_needed(call: Call, numbers: dict[nn.Module, int]) -> int:
+    return len(_running(call.stack[: call.num_needed], numbers))
 
 
 def _running(stack: Iterable[nn.Module], numbers: dict[nn.Module, int]) -> Running:

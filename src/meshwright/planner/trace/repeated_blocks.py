@@ -220,7 +220,6 @@ class _Continued:
                 storage: dataclasses.replace(made, places=self._at(made.places))
                 for storage, made in saved.results.items()
             },
-            log=self._log(saved),
             work=self._work(saved),
         )
         self._takers: dict[int, list[nn.Module]] = {}
@@ -238,29 +237,18 @@ class _Continued:
         further = {twin: saved.runs[module] for each in self._shifted[1:] for module, twin in each.items()}
         return collections.Counter({**further, **saved.runs})
 
-    def _log(self, saved: SavedTensors) -> list[tuple[nn.Module, ...]]:
-        """Return the saves, with copies of the third block's behind them."""
-        first, end = self._third(saved.log)
-        copies = [self._move(stack, shift) for shift in range(1, len(self._shifted)) for stack in saved.log[first:end]]
-        return [*saved.log[:end], *copies, *saved.log[end:]]
-
     def _work(self, saved: SavedTensors) -> list[Call]:
         """Return the calls, with copies of the third block's behind them."""
-        calls, log = saved.work, self._third(saved.log)
+        calls, copies = saved.work, range(1, len(self._shifted))
         first, end = self._third([call.stack for call in calls])
-        saves, copies = log[1] - log[0], len(self._shifted) - 1
+        copied = [self._later(call, shift) for shift in copies for call in calls[first:end]]
+        before, behind = ([self._later(call, 0) for call in part] for part in (calls[:end], calls[end:]))
+        return [*before, *copied, *behind]
 
-        def later(call: Call, shift: int) -> Call:
-            moved, place = self._move(call.stack, shift), self._places.of(call.place, shift)
-            before = call.num_saved_before + shift * saves
-            return dataclasses.replace(call, stack=moved, num_saved_before=before, place=place)
-
-        copied = [later(call, shift) for shift in range(1, copies + 1) for call in calls[first:end]]
-        behind = [
-            dataclasses.replace(later(call, 0), num_saved_before=call.num_saved_before + copies * saves)
-            for call in calls[end:]
-        ]
-        return [*(later(call, 0) for call in calls[:end]), *copied, *behind]
+    def _later(self, call: Call, shift: int) -> Call:
+        """Return the same call in a block further on."""
+        stack, place = self._move(call.stack, shift), self._places.of(call.place, shift)
+        return dataclasses.replace(call, stack=stack, place=place)
 
     def _third(self, stacks: Sequence[tuple[nn.Module, ...]]) -> tuple[int, int]:
         """Return from where to where the third block acts; an empty range at the end where it does nothing."""
@@ -275,8 +263,8 @@ class _Continued:
 
     def _continue(self, storage: int) -> None:
         stacks, takers = self._old.savers.get(storage, []), self._takers.get(storage, [])
-        made = self._old.results[storage].operators if storage in self._old.results else []
-        places = {self._place(stack) for stack in (*stacks, *(running for _, running in made))}
+        made = self._old.results[storage].calls if storage in self._old.results else []
+        places = {self._place(stack) for stack in (*stacks, *(call.stack for call in made))}
         places |= {self._number[module] for module in takers}
         inside = {place for place in places if place is not None}
         if storage in self._old.weights or not inside or inside in ({0}, {1}, {3}, {0, 1}):
@@ -307,10 +295,8 @@ class _Continued:
             self.saved.places[key] = self._at(self._old.places[old], shift)
         if old in self._old.results:
             made = self._old.results[old]
-            operators = [(name, self._move(stack, shift)) for name, stack in made.operators]
-            self.saved.results[key] = dataclasses.replace(
-                made, operators=operators, places=self._at(made.places, shift)
-            )
+            calls = [self._later(call, shift) for call in made.calls]
+            self.saved.results[key] = dataclasses.replace(made, calls=calls, places=self._at(made.places, shift))
         for module in takers:
             size = self._old.inputs[module][old]
             self._taken(module, shift)[key] = size
@@ -332,10 +318,10 @@ class _Continued:
 
     def _share_results(self, storage: int, shift: int) -> None:
         made = self.saved.results.get(storage)
-        again = [] if made is None else self._old.results[storage].operators
-        own = [(name, self._move(stack, shift)) for name, stack in again if self._place(stack) == 2]
+        again = [] if made is None else self._old.results[storage].calls
+        own = [self._later(call, shift) for call in again if self._place(call.stack) == 2]
         if made is not None and own:
-            self.saved.results[storage] = dataclasses.replace(made, operators=[*made.operators, *own])
+            self.saved.results[storage] = dataclasses.replace(made, calls=[*made.calls, *own])
 
     def _taken(self, module: nn.Module, shift: int) -> dict[int, int]:
         twin = self._shifted[shift].get(module, module)
