@@ -12,10 +12,7 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-import torch.distributed as dist
-
-from meshwright.runtime.processes import background_group
+from meshwright.runtime.agreement import smallest
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_CTRL_C_S = 2.0  # a terminal sends Ctrl-C to every process, and a launcher passes it on once more
@@ -41,10 +38,8 @@ class StopSignals:
         self._signal = 0  # the first that came
         self._over = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
-        self._group: dist.ProcessGroup | None = None
 
     def __enter__(self) -> Self:
-        self._group = background_group("stop")
         # No other thread may install handlers.
         if threading.current_thread() is threading.main_thread():
             self._reader, self._writer = socket.socketpair()
@@ -75,13 +70,9 @@ class StopSignals:
     def asked(self) -> int:
         """Return the signal that any rank was sent, 0 for none; collective, the same on every rank.
 
-        Costs one all-reduce of one number on the host, where the ranks have met anyway.
+        The ranks wait for each other.
         """
-        if self._group is None:
-            return self._signal
-        found = torch.tensor(self._signal)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return int(found)
+        return -smallest([-self._signal])[0]
 
     def _listen(self) -> None:
         first_s = 0.0

@@ -2,6 +2,7 @@
 
 from torch._C._distributed_c10d import (
     # Public in ``torch.distributed``, which does not export them to type checkers.
+    BarrierOptions,
     HashStore,
     PrefixStore,
     Store,
@@ -14,4 +15,4 @@ from torch.distributed.distributed_c10d import (
     _get_object_coll_device as object_device,
 )
 
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "default_store", "object_device"]
+__all__ = ["BarrierOptions", "HashStore", "PrefixStore", "Store", "TCPStore", "default_store", "object_device"]
