@@ -20,7 +20,9 @@ if TYPE_CHECKING:
         first_over_store as first_over_store,
         flat_bytes as flat_bytes,
         gather_from as gather_from,
+        gather_numbers as gather_numbers,
         gather_objects as gather_objects,
+        largest as largest,
         outvoted as outvoted,
         same_on_every_rank as same_on_every_rank,
         smallest as smallest,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     )
     from meshwright.runtime.device import (
         GeneratorState as GeneratorState,
+        HostCopy as HostCopy,
         host_share_bytes as host_share_bytes,
         machine_name as machine_name,
         measured_flops_per_s as measured_flops_per_s,

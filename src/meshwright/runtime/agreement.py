@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,9 @@ def _portable(error: Exception | None) -> Exception | None:
 # that has one. Objects are gathered from all ranks only where each has something else to tell.
 
 
+Number = TypeVar("Number", int, float)
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Gather one picklable object per rank; a list in rank order, equal on all ranks."""
     if world_size() == 1:
@@ -111,16 +114,16 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     return sent[0]
 
 
-def smallest(numbers: Sequence[int]) -> list[int]:
-    """Return the smallest integer of any rank at each place; see [Note: agreement is cheap].
+def smallest(numbers: Sequence[Number]) -> list[Number]:
+    """Return the smallest number of any rank at each place; see [Note: agreement is cheap].
 
     Args:
-        numbers: Of 64 bits; equally many on every rank.
+        numbers: Of 64 bits; equally many on every rank, all integers or all floats.
     """
-    if world_size() == 1:
+    if world_size() == 1 or not numbers:
         return list(numbers)
     group = _living_group()
-    found = torch.tensor(numbers, dtype=torch.int64, device=object_device(group))
+    found = torch.tensor(numbers, dtype=_dtype_of(numbers[0]), device=object_device(group))
     if found.device.type == "cpu":
         _disseminate(found, group)
     else:
@@ -142,6 +145,26 @@ def _disseminate(found: torch.Tensor, group: dist.ProcessGroup | None) -> None:
             sent.wait()
         found.copy_(torch.minimum(found, heard))
         distance *= 2
+
+
+def largest(numbers: Sequence[Number]) -> list[Number]:
+    """Return the largest number of any rank at each place, as :func:`smallest` does."""
+    return [-each for each in smallest([-each for each in numbers])]
+
+
+def gather_numbers(number: Number) -> list[Number]:
+    """Gather a number of 64 bits from every rank, in rank order: 8 bytes each, and no objects."""
+    if world_size() == 1:
+        return [number]
+    group = _living_group()
+    own = torch.tensor([number], dtype=_dtype_of(number), device=object_device(group))
+    every = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(every, own, group=group)
+    return torch.cat(every).tolist()
+
+
+def _dtype_of(number: float) -> torch.dtype:
+    return torch.float64 if isinstance(number, float) else torch.int64
 
 
 def any_rank(flag: bool) -> bool:
@@ -204,7 +227,7 @@ def check_all_equal(*claims: tuple[str, str, str]) -> None:
     at = next((place for place, value in enumerate(own) if value != theirs[place]), len(own))
     place, other = divmod(smallest([at * world_size() + rank()])[0], world_size())
     expected, got = theirs[place], broadcast_object(own[place], other)
-    holders = gathered_numbers(0 if own[place] == expected else 1 if own[place] == got else 2)
+    holders = gather_numbers(0 if own[place] == expected else 1 if own[place] == got else 2)
     what, _, fix = claims[place]
     raise agreed(
         LaunchError(
@@ -214,17 +237,6 @@ def check_all_equal(*claims: tuple[str, str, str]) -> None:
             fix=fix,
         )
     )
-
-
-def gathered_numbers(number: int) -> list[int]:
-    """Gather an integer of 64 bits from every rank, in rank order; in one message of 8 bytes a rank."""
-    if world_size() == 1:
-        return [number]
-    group = _living_group()
-    own = torch.tensor([number], dtype=torch.int64, device=object_device(group))
-    every = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(every, own, group=group)
-    return torch.cat(every).tolist()
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -496,7 +508,7 @@ def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference 
     differing = [
         place for place, low in enumerate(low_and_high[: len(sums)]) if low != ~low_and_high[place + len(sums)]
     ]
-    odd, majority = outvoted(dict(enumerate(gathered_numbers(sums[differing[0]]))))
+    odd, majority = outvoted(dict(enumerate(gather_numbers(sums[differing[0]]))))
     names = list(tensors)
     return Difference(names[differing[0]], odd, majority, tuple(names[place] for place in differing[1:]))
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,9 +23,10 @@ _listening: list[StopSignals] = []  # in this process, the innermost last
 class StopSignals:
     """A context in which SIGTERM and Ctrl-C request a stop instead of ending the process.
 
-    Every rank calls :meth:`asked` after each step. Once any rank has had a signal, all get the same answer, save and
-    leave. A rank that has not left in time, because a step or a collective never ends, is ended. A second Ctrl-C ends
-    it at once.
+    Every rank calls :meth:`asked` after each step, or adds up :meth:`numbers` where ranks exchange something anyway
+    (``Accelerated.add_up``) and looks :meth:`among` the sums. Once any rank has had a signal, all get the same answer,
+    save and leave. A rank that has not left in time, because a step or a collective never ends, is ended. A second
+    Ctrl-C ends it at once.
 
     Signals are read by a thread: the training thread may be waiting inside a collective, where Python handles none.
 
@@ -73,6 +75,15 @@ class StopSignals:
         The ranks wait for each other.
         """
         return -smallest([-self._signal])[0]
+
+    def numbers(self) -> list[int]:
+        """Return for each signal whether this rank was sent it; what ranks add up is for :meth:`among`."""
+        return [int(self._signal == each) for each in _SIGNALS]
+
+    @staticmethod
+    def among(sums: Sequence[float]) -> int:
+        """Return the signal that any rank was sent, 0 for none, of the sums of all ranks' :meth:`numbers`."""
+        return max((each for each, total in zip(_SIGNALS, sums, strict=False) if total), default=0)
 
     def _listen(self) -> None:
         first_s = 0.0
