@@ -1,5 +1,6 @@
 """``loss_weight``: parts with different numbers of items train as one process does on the whole batch."""
 
+import itertools
 import math
 
 import pytest
@@ -206,3 +207,22 @@ def test_a_part_without_items_has_no_gradients_though_its_mean_is_nan():
     part.backward()
     assert part == 0
     assert (logits.grad == 0).all()
+
+
+def sums_of(strategy):
+    """What ranks add up in three steps, and the exchanges that an ``add_up`` costs: its own number and the step's."""
+    job, steps = accelerated(strategy), itertools.count(1)
+    sums = job.add_up(lambda: [2 ** mw.rank(), next(steps)])
+    found = [list(sums())]
+    for batch in itertools.islice(job.dataloader, 3):
+        job.step(batch)
+        found.append(list(sums()))
+    return found
+
+
+SPLIT = [("parallel_mode", ([("tensor", 2), ("data", 2)], None)), "tensor_parallel"]
+
+
+@pytest.mark.parametrize("strategy", [[], ["fsdp"], SPLIT])
+def test_numbers_of_all_ranks_come_with_the_loss(ranks, strategy):
+    assert ranks(4).run(sums_of, strategy) == [[[], [15, 4], [15, 8], [15, 12]]] * 4

@@ -37,10 +37,12 @@ from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, Str
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.nn.initial_values import Recording, remember
 from meshwright.runtime import (
+    all_equal,
     any_rank,
     broadcast_object,
     check_equal,
     code_versions,
+    gather_numbers,
     gather_objects,
     init_distributed,
     measured_flops_per_s,
@@ -331,8 +333,7 @@ def _peak_flops_per_s(device: torch.device) -> float | None:
         # All ranks measure at once: they share the machine while they train, too.
         synchronize()
         own = measured_flops_per_s(device)
-    every = gather_objects(own)
-    return None if None in every else sum(every)
+    return None if any_rank(own is None) else sum(each for (each,) in gather_numbers([own or 0.0]))
 
 
 # --- Adapters of peft: what the run directory records of them, for ``meshwright checkpoint export``
@@ -354,7 +355,7 @@ def adapters_of(model: nn.Module) -> str | None:
     if not is_adapted:
         return None
     names: dict[str, str] = {}
-    for part in gather_objects(own):
+    for part in [own] if all_equal(repr(sorted(own.items())).encode()) else gather_objects(own):
         names |= part
     adapted: Any = entries.module
     config = adapted.peft_config[_ADAPTER].to_dict()

@@ -19,7 +19,7 @@ from meshwright.optim import OuterOptimizer
 from meshwright.runtime import (
     StopSignals,
     agreed,
-    gather_objects,
+    largest,
     peak_memory_bytes,
     print_rank,
     rank,
@@ -158,7 +158,7 @@ def _run(session: Session) -> int:
     observer = Observer(session) if rank() == 0 else None
     with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals, Watch(run.hang_limit_s) as watch:
         stopped_by = _steps(session, observer, signals, watch)
-    peak_bytes = max(gather_objects(peak_memory_bytes(session.accelerated.device)))
+    (peak_bytes,) = largest([peak_memory_bytes(session.accelerated.device)])
     if observer is not None:
         print_report(session, observer.records, peak_bytes)
     if stopped_by:
@@ -175,6 +175,7 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
     batches = iter(accelerated.dataloader)
     outer = accelerated.optim if isinstance(accelerated.optim, OuterOptimizer) else None
     anomalies = Anomalies(session, observer)
+    sums = accelerated.add_up(signals.numbers)  # they come with the loss: no rank waits for others after a step
     while session.state.step < run.steps:
         watch.beat()
         anomalies.begin()
@@ -189,8 +190,8 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
                 continue
         step = session.state.step
         is_last = step == run.steps
-        # With an outer optimizer replicas synchronize rarely: do not make them wait for each other after every step.
-        asked = signals.asked() if outer is None or step % _ASK_REPLICAS_EVERY == 0 else 0
+        # With an outer optimizer replicas synchronize rarely, and do not hear of each other's signals by the loss.
+        asked = signals.among(sums()) if outer is None else signals.asked() if step % _ASK_REPLICAS_EVERY == 0 else 0
         if is_last and outer is not None:
             outer.synchronize()  # otherwise the last local steps would be lost
         if is_last or asked or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):

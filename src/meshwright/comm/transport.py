@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import ConfigError, LaunchError
-from meshwright.runtime import gather_objects
+from meshwright.runtime import gather_objects, make_group
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """A process group, a DeviceMesh of one axis, or None for the world."""
@@ -117,7 +117,7 @@ def groups_of_ranks(wanted: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup
     assert world is not None
     for ranks in sorted({ranks for each in gather_objects(list(wanted)) for ranks in each}):
         if ranks not in _MADE or _MADE[ranks][0] is not world:
-            _MADE[ranks] = (world, dist.new_group(list(ranks)))
+            _MADE[ranks] = (world, make_group(ranks))
     return [_MADE[ranks][1] for ranks in wanted]
 
 

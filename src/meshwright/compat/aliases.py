@@ -135,7 +135,7 @@ NAMES = {
     "meshwright.runtime": {
         f"{_BMTRAIN}.block": "note_gathered=note_gather take_order=take_gather_order",
         f"{_BMTRAIN}.config": "config",
-        "meshwright.runtime.agreement": "come_together=wait_for_all_ranks told_by_all=gather_over_store",
+        "meshwright.runtime.agreement": "come_together=wait_for_all_ranks",
     },
 }
 

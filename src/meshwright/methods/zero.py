@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from meshwright.nn import (
     reshard_units,
     wrap_method,
 )
+from meshwright.runtime import HostCopy
 from meshwright.runtime.torch_internals.autograd import BACKWARD_HOOKS, backward_hooks_of
 from meshwright.runtime.torch_internals.fsdp import MANAGED, set_async_unshard, unsharded_of
 
@@ -402,14 +403,6 @@ def _check_gather_order(job: Job, ignored: set[nn.Parameter], blocks: list[str])
     job.optimizer.before_update.append(check.before_update)
 
 
-class _Sent(NamedTuple):
-    """Sums of the ranks' numbers on their way from the device to the host, and the order that this rank sent."""
-
-    sums: torch.Tensor
-    arrived: torch.cuda.Event
-    order: bytes
-
-
 class GatherOrderCheck:
     """Compares in every step what the ranks have gathered and reduced; see [Note: gather-order check].
 
@@ -422,7 +415,8 @@ class GatherOrderCheck:
         self._ranks, self._log = ranks, log
         self._num_ranks = math.prod(map(ranks.size, STEP_AXES))
         self._order = b""
-        self._sent: _Sent | None = None  # on a GPU: those of the last step
+        # On a GPU: the sums of the last step, and the order that this rank sent.
+        self._sent: tuple[HostCopy, bytes] | None = None
 
     def forget(self) -> None:
         """Exclude from the comparison everything that has run until now."""
@@ -442,10 +436,10 @@ class GatherOrderCheck:
         if sums.device.type != "cuda":
             self._compare(sums.tolist(), self._order, "in this step, which has changed no weight")
             return
-        before, self._sent = self._sent, _sent_to_host(sums, self._order)
+        before, self._sent = self._sent, (HostCopy(sums), self._order)
         if before is not None:
-            before.arrived.synchronize()  # soon done, and the device computes this step meanwhile
-            self._compare(before.sums.tolist(), before.order, "in the last step, after which weights are wrong")
+            # They have arrived, or soon will, and the device computes this step meanwhile.
+            self._compare(before[0].tolist(), before[1], "in the last step, after which weights are wrong")
 
     def before_update(self) -> None:
         """Compare the ranks in a loop written by hand, which adds up no losses; a collective of its own."""
@@ -489,11 +483,3 @@ class GatherOrderCheck:
         first = {(each[at] if at < len(each) else "nothing"): rank for rank, each in reversed(names.items())}
         found = [f"{name} on rank {rank}" for name, rank in sorted(first.items(), key=lambda each: each[1])]
         return " and ".join(found[:4]) + f" as exchange {at + 1}"
-
-
-def _sent_to_host(sums: torch.Tensor, order: bytes) -> _Sent:
-    there = torch.empty_like(sums, device="cpu", pin_memory=True)
-    there.copy_(sums, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return _Sent(there, arrived, order)

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
         check_equal as check_equal,
         code_versions as code_versions,
         difference_between_ranks as difference_between_ranks,
+        first_over_store as first_over_store,
         flat_bytes as flat_bytes,
         gather_from as gather_from,
+        gather_numbers as gather_numbers,
         gather_objects as gather_objects,
-        gather_over_store as gather_over_store,
-        named_ranks as named_ranks,
+        largest as largest,
         outvoted as outvoted,
         same_on_every_rank as same_on_every_rank,
         smallest as smallest,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.runtime.device import (
         COMMUNICATOR_BYTES as COMMUNICATOR_BYTES,
         GeneratorState as GeneratorState,
+        HostCopy as HostCopy,
         host_share_bytes as host_share_bytes,
         machine_name as machine_name,
         measured_flops_per_s as measured_flops_per_s,
@@ -58,8 +60,11 @@ if TYPE_CHECKING:
         agreeing_over as agreeing_over,
         background_group as background_group,
         before_leaving as before_leaving,
+        connect as connect,
+        connecting_on_use as connecting_on_use,
         init_distributed as init_distributed,
         is_pretended as is_pretended,
+        make_group as make_group,
         print_rank as print_rank,
         rank as rank,
         require_distributed as require_distributed,
@@ -69,6 +74,7 @@ if TYPE_CHECKING:
         synchronize as synchronize,
         world_size as world_size,
     )
+    from meshwright.runtime.rendezvous import named_ranks as named_ranks
     from meshwright.runtime.stop_signals import StopSignals as StopSignals
     from meshwright.runtime.topology import (
         ShardAxes as ShardAxes,

@@ -15,15 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import LaunchError, MeshwrightError, join_names
+from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.runtime.processes import agreement_group, rank, world_size
+from meshwright.runtime.rendezvous import absent_ranks, named_ranks
 from meshwright.runtime.torch_internals.c10d import default_store, object_device
 from meshwright.version import __version__
 
@@ -41,14 +42,28 @@ def same_on_every_rank() -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    if any_rank(error is not None):
-        _raise_first(gather_objects(_portable(error)), error)
+    _raise_first(error)
+
+
+def _raise_first(mine: Exception | None) -> None:
+    """Raise the error of the first rank that has one on all ranks: its own with its traceback, a copy on the others."""
+    size = world_size()
+    first, all_failed = smallest([rank() if mine is not None else size, mine is not None])
+    if first == size:
+        return
+    error: Exception = broadcast_object(_portable(mine), first)
+    if mine is not None and first == rank():
+        error = mine
+    elif not all_failed:
+        error.add_note(f"(raised on rank {first})")
+    error.agreed = True  # type: ignore[attr-defined]
+    raise error
 
 
 def gather_from(build: Callable[[], Any]) -> list[Any]:
     """Gather what ``build()`` returns on every rank; when it failed on any of them, raise the first rank's error.
 
-    Costs one gather for both. ``build`` must not communicate: see :func:`same_on_every_rank`.
+    ``build`` must not communicate: see :func:`same_on_every_rank`.
 
     Returns:
         One value per rank, in rank order, equal on all ranks.
@@ -59,24 +74,8 @@ def gather_from(build: Callable[[], Any]) -> list[Any]:
         value = build()
     except Exception as caught:
         error = caught
-    every = gather_objects((value, _portable(error)))
-    _raise_first([found for _, found in every], error)
-    return [each for each, _ in every]
-
-
-def _raise_first(errors: list[Any], mine: Exception | None) -> None:
-    """Raise the first of the ranks' errors (None: that rank had none), with its own traceback where it is ``mine``."""
-    failed = [(index, found) for index, found in enumerate(errors) if found is not None]
-    if not failed:
-        return
-    first_rank, first_error = failed[0]
-    if first_rank == rank():
-        assert mine is not None
-        first_error = mine
-    elif world_size() > len(failed):
-        first_error.add_note(f"(raised on rank {first_rank})")
-    first_error.agreed = True
-    raise first_error
+    _raise_first(error)
+    return gather_objects(value)
 
 
 def _portable(error: Exception | None) -> Exception | None:
@@ -89,9 +88,12 @@ def _portable(error: Exception | None) -> Exception | None:
 
 # --- [Note: agreement is cheap]
 #
-# What all ranks must agree on is compared by its digest: an all-reduce of 32 bytes, whose cost grows with the logarithm
-# of the number of ranks. Values of rank 0 are broadcast. Objects are gathered from all ranks only where they differ, to
-# say how, and where each rank has something else to tell.
+# What all ranks must agree on is compared by its digest, 32 bytes, of which :func:`smallest` finds the smallest in a
+# logarithmic number of messages. Values of one rank are broadcast, along a tree. An error travels from the first rank
+# that has one. Objects are gathered from all ranks only where each has something else to tell.
+
+
+Number = TypeVar("Number", int, float)
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -103,12 +105,12 @@ def gather_objects(value: Any) -> list[Any]:
     return every
 
 
-def broadcast_object(value: Any) -> Any:
-    """Return rank 0's ``value`` on every rank; what the others pass is ignored. Picklable."""
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """Return the ``value`` of one rank, ``source``, on every rank; what the others pass is ignored. Picklable."""
     if world_size() == 1:
         return value
     sent = [value]
-    dist.broadcast_object_list(sent, src=0, group=_living_group())
+    dist.broadcast_object_list(sent, src=source, group=_living_group())
     return sent[0]
 
 
@@ -139,12 +141,12 @@ def receive_bytes(source: int) -> bytes:
     return packed.cpu().numpy().tobytes()
 
 
-def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
-    """Gather integers of 64 bits from every rank, equally many from each; in rank order, equal on all ranks."""
+def gather_numbers(numbers: Sequence[Number]) -> list[list[Number]]:
+    """Gather numbers of 64 bits from every rank, in rank order: equally many, all integers or all floats."""
     if world_size() == 1:
         return [list(numbers)]
     group = _living_group()
-    own = torch.tensor(numbers, dtype=torch.int64, device=object_device(group))
+    own = torch.tensor(numbers, dtype=_dtype_of(numbers[0]), device=object_device(group))
     every = own.new_empty(world_size() * len(own))
     dist.all_gather_into_tensor(every, own, group)
     return every.view(world_size(), -1).tolist()
@@ -176,27 +178,55 @@ def gather_distinct(value: Any, key: str) -> list[tuple[list[int], Any]]:
     return found
 
 
-def smallest(numbers: Sequence[int]) -> list[int]:
-    """Return the smallest integer of any rank at each place, by one all-reduce.
+def smallest(numbers: Sequence[Number]) -> list[Number]:
+    """Return the smallest number of any rank at each place; see [Note: agreement is cheap].
 
     Args:
-        numbers: Of 64 bits; equally many on every rank.
+        numbers: Of 64 bits; equally many on every rank, all integers or all floats.
     """
     if world_size() == 1 or not numbers:
         return list(numbers)
     group = _living_group()
-    found = torch.tensor(numbers, dtype=torch.int64, device=object_device(group))
-    dist.all_reduce(found, dist.ReduceOp.MIN, group)
+    found = torch.tensor(numbers, dtype=_dtype_of(numbers[0]), device=object_device(group))
+    if found.device.type == "cpu":
+        _disseminate(found, group)
+    else:
+        dist.all_reduce(found, dist.ReduceOp.MIN, group)
     return found.tolist()
 
 
+def _disseminate(found: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Replace each number by the smallest of any rank; gloo's all-reduce would go around all ranks, twice.
+
+    Each rank sends what it knows to ranks ahead at distances of 1, 2, 4, …: it has heard of twice as many each time.
+    """
+    size, own, distance = dist.get_world_size(group), dist.get_rank(group), 1
+    while distance < size:
+        heard = found.clone()
+        sent = dist.isend(found, group=group, group_dst=(own + distance) % size)
+        dist.recv(heard, group=group, group_src=(own - distance) % size)
+        if sent is not None:
+            sent.wait()
+        found.copy_(torch.minimum(found, heard))
+        distance *= 2
+
+
+def largest(numbers: Sequence[Number]) -> list[Number]:
+    """Return the largest number of any rank at each place, as :func:`smallest` does."""
+    return [-each for each in smallest([-each for each in numbers])]
+
+
+def _dtype_of(number: float) -> torch.dtype:
+    return torch.float64 if isinstance(number, float) else torch.int64
+
+
 def any_rank(flag: bool) -> bool:
-    """Return whether ``flag`` is true on any rank, by one all-reduce; the same on every rank."""
+    """Return whether ``flag`` is true on any rank; the same on every rank."""
     return not smallest([not flag])[0]
 
 
 def all_equal(data: bytes) -> bool:
-    """Return whether all ranks hold the same bytes, by one all-reduce of a digest of 128 bits; the same on every rank.
+    """Return whether all ranks hold the same bytes, by a digest of 128 bits; the same on every rank.
 
     See [Note: agreement is cheap].
     """
@@ -242,7 +272,7 @@ def check_equal(what: str, value: str, fix: str) -> None:
 
 
 def check_all_equal(*claims: tuple[str, str, str]) -> None:
-    """Make several checks as :func:`check_equal` does, with one all-reduce.
+    """Make several checks as :func:`check_equal` does, with one digest for all.
 
     Args:
         claims: What, value and fix of each, in the order in which they are reported.
@@ -250,18 +280,20 @@ def check_all_equal(*claims: tuple[str, str, str]) -> None:
     own = [value for _, value, _ in claims]
     if all_equal(repr(own).encode()):
         return
-    every = gather_objects(own)
-    for (what, _, fix), values in zip(claims, zip(*every, strict=True), strict=True):
-        other = next((value for value in values if value != values[0]), None)
-        if other is not None:
-            raise agreed(
-                LaunchError(
-                    f"{what} differs between ranks",
-                    expected=f"{values[0]} ({_holders(values, values[0])})",
-                    got=f"{other} ({_holders(values, other)})",
-                    fix=fix,
-                )
-            )
+    theirs = broadcast_object(own)
+    at = next((place for place, value in enumerate(own) if value != theirs[place]), len(own))
+    place, other = divmod(smallest([at * world_size() + rank()])[0], world_size())
+    expected, got = theirs[place], broadcast_object(own[place], other)
+    (holders,) = zip(*gather_numbers([0 if own[place] == expected else 1 if own[place] == got else 2]), strict=True)
+    what, _, fix = claims[place]
+    raise agreed(
+        LaunchError(
+            f"{what} differs between ranks",
+            expected=f"{expected} ({_holders(holders, 0)})",
+            got=f"{got} ({_holders(holders, 1)})",
+            fix=fix,
+        )
+    )
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -291,13 +323,8 @@ def value_text(value: Any) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-def _holders(values: Sequence[str], value: str) -> str:
+def _holders(values: Sequence[int], value: int) -> str:
     return named_ranks([rank for rank, each in enumerate(values) if each == value])
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, such as "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {join_names(map(str, ranks))}"
 
 
 def agreed(error: MeshwrightError) -> MeshwrightError:
@@ -334,49 +361,58 @@ def wait_for_all_ranks(what: str) -> None:
         waited_s = time.monotonic() - began_s
         limit_s = store.timeout.total_seconds() if has_warned else _PATIENCE_S  # type: ignore[attr-defined]
         if waited_s > limit_s:
-            absent = [each for each in range(world_size()) if store.add(f"{key}/{each}", 0) < number]
-            _report_absent(what, absent, waited_s, is_over=has_warned)
+            _report_absent(what, store, key, number, waited_s, is_over=has_warned)
             has_warned = True
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
+        pause_s = min(pause_s * 1.3, _longest_pause_s())
 
 
-def gather_over_store(what: str, text: str, patience_s: float | None = None) -> list[str | None]:
-    """Gather a text from every rank over the store, which does no harm when some ranks are in a collective.
+def first_over_store(what: str, text: str, patience_s: float | None = None) -> str | None:
+    """Return a text that any rank brings, the same on all of them; the store does no harm to ranks in a collective.
 
     Args:
         what: The occasion; ranks come to it equally often.
-        text: Text of this rank.
+        text: Text of this rank; empty for none.
         patience_s: Seconds to wait for the others; None waits for all of them.
 
     Returns:
-        None for ranks that have not come in time.
+        The text of the first rank that brought one, empty if none did; None when ranks have not come in time.
     """
     if world_size() == 1:
-        return [text]
+        return text
     store, key = default_store(), f"meshwright/told/{what}"
-    number = store.add(f"{key}/times/{rank()}", 1)
-    names = [f"{key}/{number}/{each}" for each in range(world_size())]
-    store.set(names[rank()], text)
+    number = store.add(f"{key}/{rank()}", 1)
+    if text and store.add(f"{key}/{number}/texts", 1) == 1:
+        store.set(f"{key}/{number}", text)
+    store.add(key, 1)
     began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
-    while not store.check(names) and (patience_s is None or time.monotonic() - began_s < patience_s):
+    while store.add(key, 0) < number * world_size():
+        if patience_s is not None and time.monotonic() - began_s >= patience_s:
+            return None
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
-    return [store.get(name).decode() if store.check([name]) else None for name in names]
+        pause_s = min(pause_s * 1.3, _longest_pause_s())
+    return store.get(f"{key}/{number}").decode() if store.add(f"{key}/{number}/texts", 0) else ""
 
 
-def _report_absent(what: str, absent: Sequence[int], waited_s: float, *, is_over: bool) -> None:
-    """Raise, or warn on the first waiting rank, about ranks that have not entered a call."""
+def _longest_pause_s() -> float:
+    """Return the longest pause between two questions to the store, so that all ranks ask 10,000 a second at most."""
+    return max(_LONGEST_PAUSE_S, world_size() / 10_000)
+
+
+def _report_absent(what: str, store: Any, key: str, number: int, waited_s: float, *, is_over: bool) -> None:
+    """Raise, or warn on the first rank that has waited long, about ranks that have not entered a call."""
     fix = "call it on every rank, without `if rank == 0:` around it"
     if is_over:
         raise LaunchError(
             f"{what} was not called on every rank",
             expected=f"all of them within {waited_s:.0f} s",
-            got=f"nothing of {named_ranks(absent)}",
+            got=f"nothing of {named_ranks(absent_ranks(store, key, number, world_size()))}",
             fix=fix,
         )
-    here = [each for each in range(world_size()) if each not in absent]
-    if absent and rank() == here[0]:
+    if store.add(f"{key}/warned/{number}", 1) > 1:
+        return
+    absent = [each for each in range(world_size()) if store.add(f"{key}/{each}", 0) < number]
+    if absent:
         text = f"rank {rank()} has waited {waited_s:.0f} s in {what} for {named_ranks(absent)}; if it stays so: {fix}"
         print(f"meshwright: {text}", file=sys.stderr, flush=True)
 
@@ -524,9 +560,13 @@ def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference 
     sums = _fingerprints(list(tensors.values()))
     if all_equal(repr(sums).encode()):
         return None
-    every: list[list[int]] = gather_objects(sums)
-    differing = [place for place, held in enumerate(zip(*every, strict=True)) if len(set(held)) > 1]
-    odd, majority = outvoted({rank: own[differing[0]] for rank, own in enumerate(every)})
+    # A sum differs where the smallest is not the largest, whose complement is the smallest complement.
+    low_and_high = smallest([*sums, *(~each for each in sums)])
+    differing = [
+        place for place, low in enumerate(low_and_high[: len(sums)]) if low != ~low_and_high[place + len(sums)]
+    ]
+    every = gather_numbers([sums[differing[0]]])
+    odd, majority = outvoted({number: found for number, (found,) in enumerate(every)})
     names = list(tensors)
     return Difference(names[differing[0]], odd, majority, tuple(names[place] for place in differing[1:]))
 

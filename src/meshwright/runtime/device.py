@@ -198,3 +198,25 @@ def measured_flops_per_s(device: torch.device, duration_s: float = 0.1) -> float
         best_s = min(best_s, now_s - start_s)
         if now_s > end_s:
             return 2 * size**3 / best_s
+
+
+class HostCopy:
+    """A copy of a tensor on its way to the host, which is waited for only when it is read.
+
+    Args:
+        tensor: Small; one on the CPU is not copied.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._arrived = tensor, None
+        if tensor.device.type == "cuda":
+            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def tolist(self) -> list[float]:
+        """Return the numbers, once they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tensor.tolist()

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError, StrategyError, did_you_mean
-from meshwright.runtime.processes import require_distributed, settings
+from meshwright.runtime.processes import connect, connecting_on_use, require_distributed, settings
 
 AXES = ("replica", "pipeline", "context", "sequence", "expert", "data", "zero", "tensor")
 """Every axis a mesh can have, in DeviceMesh order (outermost first)."""
@@ -175,7 +175,14 @@ def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None
     names = [name for name, _ in axes]
     outermost_first = sorted(range(len(names)), key=lambda dim: AXES.index(names[dim]))
     ranks = torch.from_numpy(np.ascontiguousarray(grid.transpose(outermost_first)))
-    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names[dim] for dim in outermost_first))
+    with connecting_on_use():
+        mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names[dim] for dim in outermost_first))
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        # On GPUs the parts on gloo are made, too, and hardly used.
+        if group is not torch.distributed.group.WORLD and torch.distributed.get_backend(group) == "gloo":
+            connect(group)
+    return mesh
 
 
 _world_mesh: tuple[object, DeviceMesh] | None = None  # the process group it was made for, and the mesh

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,29 +19,111 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.device import choose_device, seed_everything, synchronize_device
-from meshwright.runtime.rendezvous import forget_meshes, launchers_store, meet, separate_tasks_warning
-from meshwright.runtime.torch_internals.c10d import HashStore
+from meshwright.runtime.rendezvous import (
+    absent_ranks,
+    forget_meshes,
+    launchers_store,
+    meet,
+    named_ranks,
+    separate_tasks_warning,
+)
+from meshwright.runtime.torch_internals.c10d import BarrierOptions, HashStore, default_store
 
 _own = threading.local()
-_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # by purpose: (world, its background group)
+_background: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the world, and its background group
 _before_leaving: list[Callable[[], None]] = []
 
+# --- [Note: gloo connects on use]
+#
+# When a group of n ranks is made, gloo connects every two of them: n sockets, and n (8 n + 154) bytes of the store, on
+# each rank. Groups made here connect on use instead. Then a rank may wait forever, whatever the time limit, for one
+# that has died before the two were connected (pytorch/gloo#520, in torch up to 2.13). So a group opens at once what its
+# collectives use, in a barrier whose wait has a limit: a barrier is a dissemination, which connects ranks at distances
+# of 1, 2, 4, …, and rings and broadcasts use no others. Only gathers to one rank, all-to-alls, and sends between other
+# pairs connect later.
 
-def background_group(purpose: str = "saves") -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks for one purpose beside training; None without other ranks.
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+_LATECOMERS_S = 1.0  # the first connection that fails is no news of ranks that are about to come
+_waits_forever = False  # a thread of gloo's
 
-    Collectives of two threads in one group would meet each other's. The first call for a purpose is collective: make it
-    where all ranks are in step, never from a background thread.
+
+@contextlib.contextmanager
+def connecting_on_use() -> Iterator[None]:
+    """Let gloo groups that are made inside connect on use, unless the environment variable of torch says how.
+
+    See [Note: gloo connects on use]; call :func:`connect` for each of them.
+    """
+    if _LAZY in os.environ:
+        yield
+        return
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LAZY, None)
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Open the connections that the collectives of a gloo group use; collective over its ranks.
+
+    Raises:
+        LaunchError: Naming the ranks that have not come within the time limit of the world.
+    """
+    store, key, number = default_store(), f"meshwright/connect/{group.group_name}", dist.get_rank(group)
+    store.add(f"{key}/{number}", 1)
+    options, limit = BarrierOptions(), store.timeout  # type: ignore[attr-defined]
+    options.device = torch.device("cpu")
+    try:
+        group.barrier(options).wait(limit)
+    except RuntimeError as error:
+        global _waits_forever
+        _waits_forever = True
+        time.sleep(min(_LATECOMERS_S, limit.total_seconds()))
+        absent = [dist.get_global_rank(group, each) for each in absent_ranks(store, key, 1, group.size())]
+        raise LaunchError(
+            "The ranks have not connected",
+            expected=f"all {group.size()} of a process group within {limit.total_seconds():g} s",
+            got=f"no word of {named_ranks(absent)}" if absent else str(error).splitlines()[0],
+            fix="see whether they were started, and what they have printed; timeout_s is the limit",
+        ) from error
+
+
+@atexit.register
+def _end_waiting() -> None:
+    """End a process in which a thread of gloo's waits forever: Python would wait for it."""
+    if _waits_forever:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def make_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    """Make a process group as ``torch.distributed.new_group`` does, whose gloo part connects on use.
 
     Args:
-        purpose: Name of its user: one thread at a time.
+        ranks: Its ranks; None means all of them.
+        options: Further arguments of ``new_group``.
     """
+    with connecting_on_use():
+        group = dist.new_group(ranks if ranks is None else list(ranks), **options)
+    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo" and group.size() > 1:
+        connect(group)
+    return group
+
+
+def background_group() -> dist.ProcessGroup | None:
+    """Return the gloo group of all ranks for the thread that saves in the background; None without other ranks.
+
+    Collectives of two threads in one group would meet each other's. The first call is collective: make it where all
+    ranks are in step, never from a background thread.
+    """
+    global _background
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None
-    if purpose not in _groups or _groups[purpose][0] is not world:
-        _groups[purpose] = (world, dist.new_group(backend="gloo"))
-    return _groups[purpose][1]
+    if _background is None or _background[0] is not world:
+        _background = (world, make_group(backend="gloo"))
+    return _background[1]
 
 
 @contextlib.contextmanager
@@ -233,12 +315,14 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
             fix="start the program with torchrun, or unset these variables",
         )
     store = launchers_store(os.environ, options["timeout"])
-    if store is None:
-        dist.init_process_group(init_method="env://", **options)
-        return
-    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = meet(store, number, size, options["timeout"])
-    dist.init_process_group(store=own, rank=number, world_size=size, **options)
+    place: dict[str, Any] = {"init_method": "env://"}
+    if store is not None:
+        number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        place = {"store": meet(store, number, size, options["timeout"]), "rank": number, "world_size": size}
+    with connecting_on_use():
+        dist.init_process_group(**place, **options)
+    if dist.group.WORLD is not None and dist.get_world_size() > 1 and "gloo" in backend:
+        connect(dist.group.WORLD)
 
 
 def _leave_at_exit(size: int) -> None:
@@ -249,7 +333,8 @@ def _leave_at_exit(size: int) -> None:
     destroying can wait for ranks that are gone.
     """
     failed = getattr(sys, "last_value", None) is not None
-    if dist.is_initialized() and not (failed and _settings is not None and _settings.device.type == "cuda"):
+    may_wait = _waits_forever or (failed and _settings is not None and _settings.device.type == "cuda")
+    if dist.is_initialized() and not may_wait:
         dist.destroy_process_group()
     if size > 1:
         time.sleep(_FAREWELL_S)

@@ -14,11 +14,12 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from meshwright.errors import LaunchError
-from meshwright.runtime.agreement import gather_over_store, named_ranks, wait_for_all_ranks
+from meshwright.runtime.agreement import first_over_store, wait_for_all_ranks
+from meshwright.runtime.rendezvous import named_ranks
 
 _COLLECTIVES = ("/torch/distributed/",)
 # They wait for other ranks in the store; all else in their file computes.
-_STORE_WAITS = frozenset({wait_for_all_ranks.__code__, gather_over_store.__code__})
+_STORE_WAITS = frozenset({wait_for_all_ranks.__code__, first_over_store.__code__})
 _LIBRARIES = ("/torch/", "/meshwright/runtime/", "/meshwright/comm/")
 _WRAPPERS = frozenset({"wrapper", "inner", "_wrapped_call_impl", "_call_impl", "decorate_context"})
 

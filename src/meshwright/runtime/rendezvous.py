@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 from meshwright.errors import LaunchError, join_names
@@ -46,9 +46,11 @@ def separate_tasks_warning(environment: Mapping[str, str]) -> str | None:
 # torchrun hands all attempts the same store. If a rank of the second attempt reads an address that a rank of the first
 # has written, it connects to a process that is gone, and hangs or fails (pytorch#135712). The number of the attempt
 # does not tell attempts apart across machines, since every agent counts its own failures. So rank 0 chooses a name for
-# the attempt, and every rank goes on only when rank 0 has answered to that very process.
+# the attempt, and every rank goes on only when rank 0, or one that it has answered, has answered to that very process.
 
-_ROOM, _ATTEMPT, _HERE, _ANSWER = "meshwright/meeting", "attempt", "here", "answer"
+_ROOM, _ATTEMPT, _CAME, _HERE, _ANSWER = "meshwright/meeting", "attempt", "came", "here", "answer"
+_FAN_OUT = 16  # ranks below each in the tree: four levels for 16,384
+_ANSWER_WAIT = timedelta(seconds=30)
 _STORE_WAIT = timedelta(seconds=60)  # the launcher makes its store before any rank starts
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # thousands of ranks must not keep the store busy
 
@@ -78,6 +80,9 @@ def launchers_store(environment: Mapping[str, str], timeout: timedelta) -> Store
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a store that only the ranks of this attempt use. Collective.
 
+    The ranks form a tree, so that none reads more than a few names: a rank joins when those below it have joined, and
+    answers them once it has its own answer.
+
     Args:
         store: The one that they share with ranks of earlier attempts, which have ended.
         rank: Rank of this process.
@@ -88,35 +93,54 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
         LaunchError: When they do not.
     """
     room, me = PrefixStore(_ROOM, store), f"{os.getpid()}-{uuid.uuid4().hex}"
-    deadline = time.monotonic() + timeout.total_seconds()
-    attempt = _gather_ranks(room, me, world_size, deadline) if rank == 0 else _join(room, me, rank, deadline)
-    return PrefixStore(f"meshwright/attempt-{attempt}", store)
-
-
-def _gather_ranks(room: Store, name: str, world_size: int, deadline: float) -> str:
-    """Name the attempt as rank 0, and answer the ranks that have joined it."""
-    room.set(_ATTEMPT, name)
-    keys = [f"{name}/{_HERE}/{rank}" for rank in range(1, world_size)]
-    for _ in _tries(deadline):
-        if room.check(keys):
-            room.set(f"{name}/{_ANSWER}", json.dumps([room.get(key).decode() for key in keys]))
-            return name
-    absent = [str(index + 1) for index, key in enumerate(keys) if not room.check([key])]
-    raise _too_late(f"no word of ranks {join_names(absent)}")
-
-
-def _join(room: Store, me: str, rank: int, deadline: float) -> str:
-    """Join the attempt as another rank: try whichever is named, until one answers to this very process."""
-    joined = ""
-    for _ in _tries(deadline):
-        attempt = room.get(_ATTEMPT).decode() if room.check([_ATTEMPT]) else ""
-        if attempt and attempt != joined:
+    below = range(rank * _FAN_OUT + 1, min(rank * _FAN_OUT + _FAN_OUT, world_size - 1) + 1)
+    if rank == 0:
+        room.set(_ATTEMPT, me)
+    attempt, has_joined = "", False
+    for _ in _tries(time.monotonic() + timeout.total_seconds()):
+        named = room.get(_ATTEMPT).decode() if room.check([_ATTEMPT]) else ""
+        if named != attempt:
+            attempt, has_joined = named, False
+            room.add(f"{attempt}/{_CAME}/{rank}", 1)
+        if not attempt:
+            continue
+        here = [f"{attempt}/{_HERE}/{each}" for each in below]
+        if not has_joined and (not here or room.check(here)):
             room.set(f"{attempt}/{_HERE}/{rank}", me)
-            joined = attempt
-        answer = f"{attempt}/{_ANSWER}"
-        if attempt and room.check([answer]) and me in json.loads(room.get(answer)):
-            return attempt
-    raise _too_late("no answer of rank 0")
+            has_joined = True
+        if has_joined and (rank == 0 or _value(room, f"{attempt}/{_ANSWER}/{rank}") == me):
+            for each, key in zip(below, here, strict=True):
+                room.set(f"{attempt}/{_ANSWER}/{each}", room.get(key).decode())
+            return PrefixStore(f"meshwright/attempt-{attempt}", store)
+    if rank > 0:
+        raise _too_late("no answer of rank 0")
+    raise _too_late(f"no word of {named_ranks(absent_ranks(room, f'{me}/{_CAME}', 1, world_size))}")
+
+
+def _value(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def absent_ranks(store: Store, key: str, number: int, size: int) -> list[int]:
+    """Return the ranks that have added fewer than ``number`` to their ``key/rank``; empty if that cannot be known.
+
+    The first rank that asks reads all of them, and the others read its answer.
+    """
+    answer = f"{key}/absent/{number}"
+    if store.add(f"{answer}/asked", 1) == 1:
+        absent = [rank for rank in range(size) if store.add(f"{key}/{rank}", 0) < number]
+        store.set(answer, json.dumps(absent))
+        return absent
+    try:
+        store.wait([answer], _ANSWER_WAIT)
+    except RuntimeError:  # the rank that reads them has gone, or the store
+        return []
+    return list(json.loads(store.get(answer)))
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, such as "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {join_names(map(str, ranks))}"
 
 
 def _tries(deadline: float) -> Iterator[None]:

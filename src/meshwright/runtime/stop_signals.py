@@ -9,13 +9,11 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-import torch.distributed as dist
-
-from meshwright.runtime.processes import background_group
+from meshwright.runtime.agreement import smallest
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_CTRL_C_S = 2.0  # a terminal sends Ctrl-C to every process, and a launcher passes it on once more
@@ -25,9 +23,10 @@ _listening: list[StopSignals] = []  # in this process, the innermost last
 class StopSignals:
     """A context in which SIGTERM and Ctrl-C request a stop instead of ending the process.
 
-    Every rank calls :meth:`asked` after each step. Once any rank has had a signal, all get the same answer, save and
-    leave. A rank that has not left in time, because a step or a collective never ends, is ended. A second Ctrl-C ends
-    it at once.
+    Every rank calls :meth:`asked` after each step, or adds up :meth:`numbers` where ranks exchange something anyway
+    (``Accelerated.add_up``) and looks :meth:`among` the sums. Once any rank has had a signal, all get the same answer,
+    save and leave. A rank that has not left in time, because a step or a collective never ends, is ended. A second
+    Ctrl-C ends it at once.
 
     Signals are read by a thread: the training thread may be waiting inside a collective, where Python handles none.
 
@@ -41,10 +40,8 @@ class StopSignals:
         self._signal = 0  # the first that came
         self._over = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
-        self._group: dist.ProcessGroup | None = None
 
     def __enter__(self) -> Self:
-        self._group = background_group("stop")
         # No other thread may install handlers.
         if threading.current_thread() is threading.main_thread():
             self._reader, self._writer = socket.socketpair()
@@ -75,13 +72,18 @@ class StopSignals:
     def asked(self) -> int:
         """Return the signal that any rank was sent, 0 for none; collective, the same on every rank.
 
-        Costs one all-reduce of one number on the host, where the ranks have met anyway.
+        The ranks wait for each other.
         """
-        if self._group is None:
-            return self._signal
-        found = torch.tensor(self._signal)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return int(found)
+        return -smallest([-self._signal])[0]
+
+    def numbers(self) -> list[int]:
+        """Return for each signal whether this rank was sent it; what ranks add up is for :meth:`among`."""
+        return [int(self._signal == each) for each in _SIGNALS]
+
+    @staticmethod
+    def among(sums: Sequence[float]) -> int:
+        """Return the signal that any rank was sent, 0 for none, of the sums of all ranks' :meth:`numbers`."""
+        return max((each for each, total in zip(_SIGNALS, sums, strict=False) if total), default=0)
 
     def _listen(self) -> None:
         first_s = 0.0

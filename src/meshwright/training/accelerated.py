@@ -32,7 +32,15 @@ from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batch
 from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
 from meshwright.optim.guarded_step import is_outer, parameters_in
 from meshwright.planner import Plan, measured_state, record_saved
-from meshwright.runtime import agreed, peak_memory_bytes, preserved_rng, print_rank, synchronize_device, world_size
+from meshwright.runtime import (
+    HostCopy,
+    agreed,
+    peak_memory_bytes,
+    preserved_rng,
+    print_rank,
+    synchronize_device,
+    world_size,
+)
 from meshwright.store.entries import stored_name, unwrapped
 from meshwright.strategy import Strategy
 
@@ -236,6 +244,18 @@ class Accelerated:
             return [self._guard.scaled(loss[0]), *loss[1:]]
         return self._guard.scaled(loss)
 
+    def add_up(self, numbers: Callable[[], Sequence[int]]) -> Callable[[], Sequence[float]]:
+        """Add up numbers of the ranks in the collective that each step has for its loss, without waiting for others.
+
+        Args:
+            numbers: Called in each step; as many on every rank, always. Their sums should stay below 2**24.
+
+        Returns:
+            A function that returns the sums of the last step; on a GPU those of the step before, to avoid waiting for
+            the device. Empty before there are any. Under ``outer`` they are sums over the ranks of a replica.
+        """
+        return self._mean_loss.add_up(numbers)
+
     @property
     def pipeline(self) -> PipelineEngine | None:
         """The engine that runs the stages of a pipeline; None where there is none."""
@@ -346,6 +366,14 @@ class MeanLoss:
     def __init__(self, job: Job, dataloader: Any) -> None:
         self._job, self._dataloader = job, dataloader if guards_are_on() else None
         self._checked_epoch: int | None = None  # the host reads the mean once per epoch
+        self._numbers: Callable[[], Sequence[int]] | None = None
+        self._sent: HostCopy | None = None  # on a GPU: the sums of the last step
+        self._sums: Sequence[float] = ()
+
+    def add_up(self, numbers: Callable[[], Sequence[int]]) -> Callable[[], Sequence[float]]:
+        """See :meth:`Accelerated.add_up`."""
+        self._numbers, self._sent, self._sums = numbers, None, ()
+        return lambda: self._sums
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the mean over the ranks that take samples of one step; collective.
@@ -358,7 +386,8 @@ class MeanLoss:
         order = check.numbers() if check is not None else []
         num_ranks = math.prod(map(self._job.size, STEP_AXES))
         epochs = _epoch_numbers(epoch, num_ranks) if isinstance(epoch, int) else []
-        further = [*epochs, *order]
+        carried = self._numbers() if self._numbers is not None else []
+        further = [*epochs, *order, *carried]
         if not further:
             return mean_over(self._job.mesh_axes, loss, STEP_AXES)
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
@@ -367,8 +396,18 @@ class MeanLoss:
         if isinstance(epoch, int):
             self._check_epoch(epoch, sums[1 : 1 + len(epochs)], num_ranks)
         if check is not None:
-            check.check(sums[-len(order) :])
+            check.check(sums[1 + len(epochs) : 1 + len(epochs) + len(order)])
+        if carried:
+            self._carry(sums[-len(carried) :])
         return (sums[0] / num_ranks).to(loss.dtype)
+
+    def _carry(self, sums: torch.Tensor) -> None:
+        """Note the sums of :meth:`add_up`, over the ranks that share samples, too."""
+        others = tuple(axis for axis, _ in self._job.mesh_axes.sizes if axis not in SAMPLED)
+        now = HostCopy(sum_over(self._job.mesh_axes, sums, others))
+        known, self._sent = (self._sent, now) if sums.device.type == "cuda" else (now, None)
+        if known is not None:
+            self._sums = known.tolist()
 
     def _check_epoch(self, epoch: int, sums: torch.Tensor, num_ranks: int) -> None:
         # On a GPU the host would wait for the device in every step.

@@ -21,7 +21,7 @@ from meshwright.nn import SavedAttributes
 from meshwright.optim import local_tensor
 from meshwright.planner import Plan
 from meshwright.planner.measure import Outcome, RunCandidate, step_times
-from meshwright.runtime import broadcast_object, gather_over_store, preserved_rng, same_on_every_rank
+from meshwright.runtime import broadcast_object, first_over_store, preserved_rng, same_on_every_rank
 from meshwright.training.accelerated import Accelerated
 from meshwright.training.request import Request
 
@@ -72,21 +72,21 @@ def _describe_error(error: Exception) -> str:
 
 
 def _common_error(plan: Plan, error: str, seconds: float) -> str:
-    """Return the first error of any rank; empty when there is none.
+    """Return an error of any rank, the same on all of them; empty when there is none.
 
     Raises:
         StrategyError: On a rank that fails while others wait for it in a collective: those cannot be interrupted, and
             would wait for ever if this rank went on.
     """
-    errors = gather_over_store("candidate", error, _PATIENCE_S + 2 * seconds if error else None)
-    if None in errors:
+    first = first_over_store("candidate", error, _PATIENCE_S + 2 * seconds if error else None)
+    if first is None:
         raise StrategyError(
             "A candidate failed on some ranks while others wait for them in a collective",
             expected="a candidate that fails on every rank or on none",
             got=f"{plan.strategy}: {error}",
             fix="exclude a method of it, lower memory_limit if memory is short, or leave time_limit out",
         )
-    return next((each for each in errors if each), "")
+    return first
 
 
 def _train(

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshwright.errors import ModelError
 from meshwright.optim.dtensors import local_tensor
+from meshwright.runtime import make_group
 from meshwright.runtime.torch_internals.dtensor import DTensorSpec, StridedShard, TensorMeta
 
 
@@ -302,7 +303,7 @@ def _made_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return a group made by an earlier call, or make it, collectively over its ranks."""
     made_in, group = _GROUPS.get(ranks, (None, None))
     if group is None or made_in is not dist.group.WORLD:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = make_group(ranks, use_local_synchronization=True)
         assert dist.group.WORLD is not None
         _GROUPS[ranks] = (dist.group.WORLD, group)
     return group

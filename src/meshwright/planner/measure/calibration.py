@@ -43,11 +43,11 @@ from meshwright.planner.measure.timing import (
 )
 from meshwright.runtime import (
     Settings,
-    gather_objects,
     host_share_bytes,
     machine_name,
     memory_limit_bytes,
     settings,
+    smallest,
     world_size,
 )
 
@@ -133,7 +133,7 @@ def calibrate(
     chosen, disturbed = _clock(kernels, now, clock)
     kernels = [_in_turn(each, now) for each in kernels]
     machine = _with_fp8(fit_kernels(kernels, _device(now), fitted().constants, chosen))
-    step_s = slowest(gather_objects(small_step_s(now.device))).of(chosen)
+    step_s = slowest([small_step_s(now.device)])[0].of(chosen)
     constants = dataclasses.replace(
         machine.constants, step_s=step_s, accumulation=_ACCUMULATION, per_core=ranks_per_core(now.local_world_size)
     )
@@ -154,18 +154,15 @@ def _measure(
 ) -> tuple[list[Sample], list[LinkSample]]:
     tiers = tiers_of(now)
     total = num_probes(now.device) + len(tiers) * 5 * len(link_sizes(now.device))
-    kernels: list[Sample] = []
+    probes, own = list[Sample](), list[Timing]()
     for sample in kernel_probes(now.device):
-        report(sample.part, len(kernels), total)
+        report(sample.part, len(probes), total)
         assert sample.run is not None
         how = time_of if sample.part == "gap" else cold_time_of
-        timing = how(sample.run, now.device, window_s=_KERNEL_WINDOW_S * scale)
-        kernels.append(dataclasses.replace(sample, timing=timing, run=None))
-    together = gather_objects([each.timing for each in kernels])
-    kernels = [
-        dataclasses.replace(each, timing=slowest(list(timings)))
-        for each, timings in zip(kernels, zip(*together, strict=True), strict=True)
-    ]
+        own.append(how(sample.run, now.device, window_s=_KERNEL_WINDOW_S * scale))
+        probes.append(dataclasses.replace(sample, run=None))
+    timings = slowest(own)
+    kernels = [dataclasses.replace(each, timing=timing) for each, timing in zip(probes, timings, strict=True)]
     links: list[LinkSample] = []
     for tier in tiers:
         for link in link_samples(tier, now.device, window_s=_LINK_WINDOW_S * scale):
@@ -212,14 +209,14 @@ def _device(now: Settings) -> Device:
         name, memory = properties.name, properties.total_memory
     else:
         name, memory = "CPU", memory_limit_bytes(now.device, now.local_world_size)
-    memory = min(gather_objects(memory))
+    (memory,) = smallest([memory])
     return Device(name, memory, 1.0, 1.0, 1.0, efficiency=FAMILY, is_host=now.device.type == "cpu")
 
 
 def _cluster(now: Settings, machine: Machine) -> Cluster:
     world = world_size()
     per_node = now.local_world_size if world % now.local_world_size == 0 else world
-    share = min(gather_objects(host_share_bytes(per_node)))
+    (share,) = smallest([host_share_bytes(per_node)])
     on_host = None if machine.device.is_host else share
     return Cluster(machine.device, world, min(per_node, world), host_memory_bytes=on_host)
 

@@ -19,7 +19,7 @@ from meshwright.cost import HALF, Link, Op
 from meshwright.methods.base import half_dtype, torch_dtype
 from meshwright.planner.measure.timing import LinkSample, Sample, Timing, slowest, time_of, time_together
 from meshwright.planner.trace.aten_kernels import kernels_of
-from meshwright.runtime import Settings, gather_objects, synchronize, synchronize_device, world_size
+from meshwright.runtime import Settings, largest, synchronize, synchronize_device, world_size
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 
 # Per fp32 element, as ``cost.device_time.update_s`` counts: weight and two states read and written, the gradient
@@ -254,7 +254,7 @@ def link_samples(tier: Tier, device: torch.device, *, window_s: float) -> Iterat
         for num_bytes in link_sizes(device):
             message = torch.ones(max(num_bytes // 4 // size, 1) * size, device=device)
             run = benchmark_operation(op, message, tier.members)
-            timing = slowest(gather_objects(time_together(run, device, window_s=window_s)))
+            timing = slowest([time_together(run, device, window_s=window_s)])[0]
             kind = "send" if op == "send_recv" else op  # as ``Traffic`` names it; it counts bytes alike
             yield LinkSample(tier.name, kind, message.nbytes, timing)
 
@@ -299,7 +299,7 @@ def beside_collective(device: torch.device, rounds: int = 5) -> tuple[float, flo
 
 def _fastest(times: list[float]) -> float:
     """Return the fastest of several turns, each on its slowest rank."""
-    return min(max(of_one) for of_one in zip(*gather_objects(times), strict=True))
+    return min(largest(times))
 
 
 def host_copies(device: torch.device) -> Link | None:
@@ -312,7 +312,7 @@ def host_copies(device: torch.device) -> Link | None:
         there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         there_s = time_of(lambda a=host, b=there: b.copy_(a, non_blocking=True), device).wall_s  # type: ignore[misc]
         back_s = time_of(lambda a=host, b=there: a.copy_(b, non_blocking=True), device).wall_s  # type: ignore[misc]
-        times.append(max(gather_objects(max(there_s, back_s))))
+        times += largest([max(there_s, back_s)])
     small_s, large_s = times
     rate = (_COPY_BYTES[1] - _COPY_BYTES[0]) / max(large_s - small_s, 1e-9)
     return Link(rate, max(small_s - _COPY_BYTES[0] / rate, 1e-7))

@@ -21,7 +21,7 @@ import torch
 
 from meshwright.errors import ConfigError, StrategyError
 from meshwright.planner.plans import Plan
-from meshwright.runtime import gather_objects, synchronize_device
+from meshwright.runtime import broadcast_object, largest, synchronize_device
 
 NUM_CANDIDATES, FIRST_STEPS, WARMUP_STEPS = 6, 3, 1
 LEAST_ROUNDS = 3  # rounds of the last two: a few steps alone do not show which is faster
@@ -154,16 +154,15 @@ def step_times(
     """
     times: list[float] = []
     end_s = time.perf_counter() + time_limit
-    over = gather_objects(time_limit <= 0)[0]
+    over = broadcast_object(time_limit <= 0)
     for index in range(WARMUP_STEPS + num_steps):
         if over:
             break
         took = _seconds_of(step, device)
         next_s = took if index >= WARMUP_STEPS else 0.0  # warm-up steps are slower
-        every = gather_objects((took, time.perf_counter() + next_s > end_s))
-        over = every[0][1]
+        over = broadcast_object(time.perf_counter() + next_s > end_s)
         if index >= WARMUP_STEPS:
-            times.append(max(took for took, _ in every))
+            times += largest([took])
     return tuple(times)
 
 
@@ -186,7 +185,7 @@ class _Halving:
     def round(self, plans: Sequence[Plan], num_steps: int) -> bool:
         """Run every plan; return False when time was up before all had run."""
         for place, plan in enumerate(plans, start=1):
-            left_s = gather_objects(self._deadline_s - self._clock())[0]
+            left_s = broadcast_object(self._deadline_s - self._clock())
             if self._known and (left_s <= 0 or self._estimate_s(plan, num_steps) > left_s):
                 return False
             limit_s = left_s if place == len(plans) else left_s / 2
@@ -232,9 +231,9 @@ class _Halving:
         last, known = self._last.get(id(plan)), self._known.get(id(plan))
         if last is None or known is None or known.step_time_s is None:
             took = [each.seconds for each in self._last.values()]
-            return float(gather_objects(statistics.median(took))[0])
+            return float(broadcast_object(statistics.median(took)))
         seconds = last.seconds + (num_steps - len(last.times_s)) * known.step_time_s
-        return float(gather_objects(seconds)[0])
+        return float(broadcast_object(seconds))
 
 
 # --- The plan to train under

@@ -17,7 +17,7 @@ from meshwright.cost.calibration import LEAST, MOST, MOST_CALL_S
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.planner.measure.dry_runs import Measured
 from meshwright.planner.measure.timing import ranks_per_core, tells_cpu_time, time_of
-from meshwright.runtime import Settings, gather_from, gather_objects, machine_name, rank
+from meshwright.runtime import Settings, gather_from, largest, machine_name, rank
 from meshwright.store.tensor_files import write_text
 
 # What is learned has three coordinates: the logarithms of the time ratios of kernels and of collectives' bytes, and
@@ -70,7 +70,7 @@ def disturbed(now: Settings) -> float:
         return 1.0
     left = torch.ones(_PROBED, _PROBED)
     timing = time_of(lambda: left @ left, now.device)
-    return float(max(gather_objects(timing.wall_s / timing.cpu_s)) / ranks_per_core(now.local_world_size))
+    return largest([timing.wall_s / timing.cpu_s])[0] / ranks_per_core(now.local_world_size)
 
 
 def _noted(file: Path, measured: Sequence[Measured], machine: str, busy: float) -> str:

@@ -31,7 +31,7 @@ from meshwright.nn import widen
 from meshwright.optim import local_tensor
 from meshwright.planner.measure.timing import Clock, calls_of, slowest
 from meshwright.planner.workload import Workload
-from meshwright.runtime import Settings, coordinate_of, gather_objects, rank, synchronize, world_size
+from meshwright.runtime import Settings, coordinate_of, rank, synchronize, world_size
 from meshwright.runtime.torch_internals.optim import foreach_mul_
 from meshwright.strategy import Strategy
 
@@ -260,7 +260,7 @@ def _in_turns(steps: Sequence[Reference], now: Settings, clock: Clock, turns: in
             for _ in range(_STEPS_OF_TURN):
                 step.between()
                 synchronize()
-                seconds.append(slowest(gather_objects(calls_of(step.run, now.device, 1))).of(clock))
+                seconds.append(slowest([calls_of(step.run, now.device, 1)])[0].of(clock))
     return [Timed(step, statistics.median(seconds)) for step, seconds in zip(steps, found, strict=True)]
 
 

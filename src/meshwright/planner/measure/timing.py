@@ -6,7 +6,7 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,7 @@ import torch
 
 from meshwright.cost import Op
 from meshwright.cost.device_time import Machine, backward_s, forward_s
-from meshwright.runtime import gather_objects, synchronize, synchronize_device
+from meshwright.runtime import largest, synchronize, synchronize_device
 
 Clock = Literal["wall", "cpu"]
 _MAX_CALLS = 10_000
@@ -92,16 +92,17 @@ def time_together(run: Callable[[], object], device: torch.device, *, window_s: 
     for _ in range(2):
         run()
     synchronize()
-    once_s = max(gather_objects(calls_of(run, device, 2).wall_s))
+    (once_s,) = largest([calls_of(run, device, 2).wall_s])
     calls = max(1, min(_MAX_CALLS, int(window_s / once_s)))
     synchronize()
     times = [calls_of(run, device, calls) for _ in range(windows)]
     return Timing(min(each.wall_s for each in times), min(each.cpu_s for each in times))
 
 
-def slowest(timings: list[Timing]) -> Timing:
-    """Return the longest times of several ranks, by either clock."""
-    return Timing(max(each.wall_s for each in timings), max(each.cpu_s for each in timings))
+def slowest(timings: Sequence[Timing]) -> list[Timing]:
+    """Return the longest times of any rank, by either clock; collective."""
+    times = largest([time_s for each in timings for time_s in (each.wall_s, each.cpu_s)])
+    return [Timing(*each) for each in zip(times[::2], times[1::2], strict=True)]
 
 
 def _median(timings: list[Timing]) -> Timing:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import (
     # Public in ``torch.distributed``, which does not export them to type checkers.
+    BarrierOptions,
     HashStore,
     PrefixStore,
     Store,
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 __all__ = [
+    "BarrierOptions",
     "HashStore",
     "PrefixStore",
     "Store",
