@@ -147,9 +147,9 @@ def gather_numbers(numbers: Sequence[Number]) -> list[list[Number]]:
         return [list(numbers)]
     group = _living_group()
     own = torch.tensor(numbers, dtype=_dtype_of(numbers[0]), device=object_device(group))
-    every = own.new_empty(world_size() * len(own))
-    dist.all_gather_into_tensor(every, own, group)
-    return every.view(world_size(), -1).tolist()
+    every = own.new_empty(world_size(), len(own))
+    dist.all_gather(list(every), own, group=group)
+    return every.tolist()
 
 
 def gather_distinct(value: Any, key: str) -> list[tuple[list[int], Any]]:
