@@ -321,3 +321,19 @@ def _oddly_sharded():
 def test_a_shard_of_another_size_than_its_placements_say_is_refused(ranks):
     for error in ranks(2).run(_oddly_sharded):
         assert "not sharded as its placements say" in error
+
+
+def _index_bytes(monkeypatch, num_ranks):
+    meshes = shards._Meshes()
+    meshes.ranks = [list(range(num_ranks))]
+    spot = shards._Spot("float32", (2 * num_ranks, 4), 0, (num_ranks,), ((0, 0),))
+    monkeypatch.setattr(shards, "world_size", lambda: num_ranks)
+    monkeypatch.setattr(shards, "_spots", lambda _: ({f"layers.{n}.weight": spot for n in range(2000)}, meshes))
+    index = plan_shards({})
+    assert {len(each.files) for each in index.layouts} == {num_ranks}
+    return len(index.to_json())
+
+
+def test_the_index_grows_with_tensors_and_ranks_and_not_with_their_product(monkeypatch):
+    few, many = (_index_bytes(monkeypatch, number) for number in (64, 16384))
+    assert many - few < 16 * 16384

@@ -7,6 +7,7 @@ metadata is a pickle; it is read with a list of the classes that torch writes, s
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.runtime import rank, world_size
+from meshwright.store.manifest import is_first_of_host
 from meshwright.store.stored_tensors import StoredTensor
 
 # Imported late below: it brings torch's launcher along.
@@ -78,8 +80,10 @@ def open_dcp(folder: Path) -> dict[str, StoredTensor]:
             got=f"{type(error).__name__}: {error}",
             fix="copy the folder again from its source",
         ) from error
-    # Each rank looks for its share of the files: thousands of ranks that all did would stall a shared file system.
-    absent = [file for file in sorted(files)[rank() :: world_size()] if not (folder / file).is_file()]
+    absent: list[str] = []
+    if is_first_of_host():  # the folder may be on a disk of each host
+        listed = set(os.listdir(folder))
+        absent = [file for file in sorted(files) if file not in listed and not (folder / file).is_file()]
     if absent:
         raise CheckpointError(
             f"{folder} is not whole", expected=f"the files that its {METADATA} names",

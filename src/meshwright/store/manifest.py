@@ -226,6 +226,11 @@ def check_present(
         )
 
 
+def is_first_of_host() -> bool:
+    """Return whether this rank looks at directories for all ranks of its host, which may have a disk of its own."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def check_contents(directory: Path, files: Mapping[str, FileEntry], names: Sequence[str]) -> None:
     """Hash the files ``names``, and refuse those that are not as they were written, and links to the outside.
 

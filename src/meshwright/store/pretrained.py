@@ -28,6 +28,7 @@ from meshwright.store.manifest import (
     check_contents,
     check_present,
     complete_checkpoints,
+    is_first_of_host,
     read_manifest,
     read_record,
 )
@@ -377,8 +378,8 @@ def checkpoint_tensors(path: Path) -> tuple[dict[str, StoredTensor], OpenFiles]:
         CheckpointError: When the checkpoint is damaged.
     """
     manifest = read_manifest(path)
-    # Each rank asks for its share of the files: the server would get n² questions else.
-    check_present(path, manifest, sorted(manifest)[rank() :: world_size()], listing=rank() == 0)
+    # Each rank asks for its share of the sizes: a server of n ranks would get n² questions else.
+    check_present(path, manifest, sorted(manifest)[rank() :: world_size()], listing=is_first_of_host())
     check_contents(path, manifest, [name for name in (RECORD, f"{TENSORS}/{SHARD_INDEX}") if name in manifest])
     record = read_record(path)
     stored, files = FolderIndex.read(path / TENSORS).open(path / TENSORS)

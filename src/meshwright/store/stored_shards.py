@@ -207,19 +207,21 @@ def load_shards(
         stored: Its tensors, if they are open already.
 
     Raises:
-        CheckpointError: On every rank, when any of them cannot read. The targets may then be partly filled.
+        CheckpointError: On every rank, when the folder lacks a tensor or has it in another shape; nothing has changed
+            then. Or when any rank cannot read; targets may then be partly filled.
     """
-    fix = "the model is partly loaded: build it anew before going on; then check the disk"
     stored = open_shards(folder) if stored is None else stored
-    with same_on_every_rank(), storage_errors(f"Reading tensors from {folder} failed (rank {rank()})", fix):
+    with same_on_every_rank():
         for name, target in targets.items():
             if name not in stored or stored[name].shape != tuple(target.shape):
                 raise CheckpointError(
-                    f"{folder} does not hold what is to be loaded",
+                    f"{folder} does not hold what is to be loaded; nothing was loaded",
                     expected=f"{name} of shape {tuple(target.shape)}",
                     got="no such tensor" if name not in stored else f"shape {stored[name].shape}",
-                    fix=fix,
+                    fix="copy the checkpoint again from its source, or name an older one to resume from",
                 )
+    fix = "the model is partly loaded: build it anew before going on; then check the disk"
+    with same_on_every_rank(), storage_errors(f"Reading tensors from {folder} failed (rank {rank()})", fix):
         for name, target in targets.items():
             _fill(target.detach(), stored[name])
 
