@@ -1,10 +1,17 @@
 """The process grid of ``init_distributed(tp_size=)``, and what ``config`` says of it."""
 
+import dataclasses
+from unittest import mock
+
 import pytest
 import torch
 
+import meshwright as mw
 import meshwright.runtime as runtime
 from meshwright.errors import ConfigError, LaunchError
+from meshwright.planner.measure import calibrate
+from meshwright.runtime import processes
+from tests import tiny
 from tests.compat.bmtrain.tensor_models import tensor_groups
 
 
@@ -88,3 +95,37 @@ def _streams():
 
 def test_bmtrains_streams_are_the_one_that_computes(ranks):
     ranks(1).run(_streams)
+
+
+def _uneven():
+    """Four ranks on three hosts, as a launcher tells each of them."""
+    own = dataclasses.replace(runtime.settings(), local_world_size=(2, 2, 1, 1)[runtime.rank()])
+    arguments = {"optim_func": torch.optim.AdamW, "dataset": tiny.Tokens(), "dataloader_args": {"batch_size": 8}}
+    texts = []
+    with mock.patch.object(processes, "_settings", own):
+        job = mw.accelerate(tiny.plain(), loss_func=tiny.loss_func, strategy=["fsdp"], **arguments)
+        loss = job.step(next(iter(job.dataloader))).loss.item()
+        for refused in (
+            lambda: mw.accelerate(
+                tiny.plain(),
+                loss_func=tiny.loss_func,
+                strategy=["fsdp", ("comm", {"hierarchical": "auto"})],
+                **arguments,
+            ),
+            lambda: calibrate(scale=0.01),
+        ):
+            with pytest.raises(LaunchError) as caught:
+                refused()
+            texts.append(str(caught.value))
+    return loss, texts
+
+
+def test_hosts_may_have_different_numbers_of_ranks(ranks):
+    """What needs equal numbers says so on every rank, and does not begin."""
+    every = ranks(4).run(_uneven)
+    assert len({loss for loss, _ in every}) == 1
+    for _, texts in every:
+        for text in texts:
+            assert "The number of ranks on a host differs between ranks" in text
+            assert "2 (ranks 0, 1)" in text
+            assert "1 (ranks 2, 3)" in text
