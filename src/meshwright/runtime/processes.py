@@ -19,7 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.device import choose_device, seed_everything, synchronize_device
-from meshwright.runtime.rendezvous import forget_meshes, launchers_store, meet, separate_tasks_warning
+from meshwright.runtime.rendezvous import (
+    forget_meshes,
+    launchers_store,
+    meet,
+    separate_tasks_warning,
+    unreachable_warning,
+)
 from meshwright.runtime.torch_internals.c10d import HashStore
 
 _own = threading.local()
@@ -232,10 +238,9 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
             got=f"{', '.join(present)} without {', '.join(missing)}",
             fix="start the program with torchrun, or unset these variables",
         )
+    if warning := unreachable_warning(os.environ):
+        print(f"meshwright: {warning}", file=sys.stderr, flush=True)
     store = launchers_store(os.environ, options["timeout"])
-    if store is None:
-        dist.init_process_group(init_method="env://", **options)
-        return
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     own = meet(store, number, size, options["timeout"])
     dist.init_process_group(store=own, rank=number, world_size=size, **options)
