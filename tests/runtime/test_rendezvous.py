@@ -1,5 +1,6 @@
 """Ranks of one attempt find each other in a store where those of earlier ones have been."""
 
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -9,7 +10,7 @@ import pytest
 from meshwright.errors import LaunchError
 from meshwright.runtime import rendezvous
 from meshwright.runtime.launch import loopback_store
-from meshwright.runtime.rendezvous import launchers_store, meet
+from meshwright.runtime.rendezvous import launchers_store, meet, unreachable_warning
 from tests.pool import free_port
 
 LIMIT = timedelta(seconds=20)
@@ -40,10 +41,76 @@ def test_no_attempt_reads_what_another_has_written():
     for order in ((0, 1, 2), (2, 1, 0), (1, 0), (3, 0, 2, 1), (0,)):  # later ones meet what earlier ones have left
         found, expected = attempt(environment, order)
         assert found == dict.fromkeys(order, expected)
-    assert launchers_store({**environment, "TORCHELASTIC_USE_AGENT_STORE": "False"}, LIMIT) is None
     for rank, said in ((0, r"no word of ranks 1, 2"), (1, "no answer of rank 0")):
         with pytest.raises(LaunchError, match=f"have not met.*{said}"):
             meet(store, rank, 3, timedelta(seconds=0.1))
+
+
+def test_without_a_launcher_rank_0_serves_the_store_and_another_run_stays_out():
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    stores = {}
+
+    def come(rank):
+        store = launchers_store({**place, "RANK": str(rank)}, LIMIT)
+        stores[rank] = meet(store, rank, 2, LIMIT)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stores[0].set("address", "here")
+    assert stores[1].get("address") == b"here"
+    late = launchers_store({**place, "RANK": "1"}, LIMIT)
+    with pytest.raises(LaunchError, match=r"have not met.*no answer of rank 0"):
+        meet(late, 1, 2, timedelta(seconds=0.1))
+    assert stores[1].get("address") == b"here"
+
+
+def test_a_port_that_another_program_uses_is_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1]), "RANK": "0"}
+        with pytest.raises(LaunchError, match=r"Rank 0 cannot open the store.*a free port.*set another MASTER_PORT"):
+            launchers_store(place, LIMIT)
+
+
+def test_a_master_that_does_not_resolve_is_named(monkeypatch):
+    def fail(*args, **options):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", fail)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1"}
+    with pytest.raises(LaunchError, match=r"Rank 0 does not answer.*127.0.0.1 does not resolve on .*not known"):
+        launchers_store(place, timedelta(seconds=0.2))
+
+
+SPREAD = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found", "told"),
+    [
+        (SPREAD, "127.0.1.1", "leads to 127.0.1.1, and gloo listens there"),
+        (SPREAD, None, "does not resolve"),
+        (SPREAD, "10.0.0.2", None),
+        ({**SPREAD, "LOCAL_RANK": "1"}, "127.0.1.1", None),
+        ({**SPREAD, "GLOO_SOCKET_IFNAME": "eth0"}, "127.0.1.1", None),
+        ({**SPREAD, "LOCAL_WORLD_SIZE": "4"}, "127.0.1.1", None),
+        ({**SPREAD, "MASTER_ADDR": "localhost"}, "127.0.1.1", None),
+    ],
+)
+def test_a_machine_that_others_cannot_reach_is_told(monkeypatch, environment, found, told):
+    def look_up(name, port):
+        if found is None:
+            raise OSError("Name or service not known")
+        return [(2, 1, 6, "", (found, 0))]
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", look_up)
+    warning = unreachable_warning(environment)
+    assert (warning is None) == (told is None)
+    assert told is None or (told in warning and "GLOO_SOCKET_IFNAME" in warning)
 
 
 def test_a_store_that_is_not_there_is_missed_soon(monkeypatch):

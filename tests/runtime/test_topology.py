@@ -1,10 +1,16 @@
 """The process grid of ``init_distributed(tp_size=)``, and what ``config`` says of it."""
 
+import dataclasses
+from unittest import mock
+
 import pytest
 import torch
 
 import meshwright.runtime as runtime
 from meshwright.errors import ConfigError, LaunchError
+from meshwright.methods.comm import Comm
+from meshwright.planner.measure import calibrate
+from meshwright.runtime import processes
 from tests.compat.bmtrain.tensor_models import tensor_groups
 
 
@@ -88,3 +94,26 @@ def _streams():
 
 def test_bmtrains_streams_are_the_one_that_computes(ranks):
     ranks(1).run(_streams)
+
+
+def _uneven():
+    """Two ranks, of which the first has a neighbour on its host that the second does not know."""
+    own = dataclasses.replace(runtime.settings(), local_world_size=2 - runtime.rank())
+    with mock.patch.object(processes, "_settings", own):
+        calls = [lambda: Comm(hierarchical="auto").apply(None), lambda: calibrate(scale=0.01)]
+        texts = []
+        for call in calls:
+            with pytest.raises(LaunchError) as caught:
+                call()
+            texts.append(str(caught.value))
+    assert runtime.ranks_per_host("nothing") == 2
+    return texts
+
+
+def test_what_needs_equally_many_ranks_on_each_host_says_so_on_every_rank(ranks):
+    for texts in ranks(2).run(_uneven):
+        for text in texts:
+            assert "The number of ranks on a host differs between ranks" in text
+            assert "2 (rank 0)" in text
+            assert "1 (rank 1)" in text
+            assert "start equally many processes on every machine" in text

@@ -25,7 +25,7 @@ from meshwright.cost import AVERAGING, Compression, Encoding, Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.nn import Comm as FsdpComm, is_mean, parameter_groups
-from meshwright.runtime import settings
+from meshwright.runtime import ranks_per_host, settings
 from meshwright.runtime.torch_internals.fsdp import whole_size_of
 
 
@@ -382,6 +382,8 @@ class Comm(Method):
 
     def apply(self, job: Job) -> None:
         """Record the compression for the method that shards, or for data parallelism."""
+        if self.hierarchical == "auto":
+            ranks_per_host("hierarchical='auto' of comm")
         job.sharding.compression = self._compression
         axis = _axis(job)
         if job.mesh_axes.num_averaged == 1:

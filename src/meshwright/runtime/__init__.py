@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         pipe_size as pipe_size,
         pipeline_mesh as pipeline_mesh,
         process_grid as process_grid,
+        ranks_per_host as ranks_per_host,
         replica_index as replica_index,
         shard_axes as shard_axes,
         stage_axes as stage_axes,

@@ -26,6 +26,7 @@ from meshwright.runtime.rendezvous import (
     meet,
     named_ranks,
     separate_tasks_warning,
+    unreachable_warning,
 )
 from meshwright.runtime.torch_internals.c10d import BarrierOptions, HashStore, default_store
 
@@ -314,14 +315,14 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
             got=f"{', '.join(present)} without {', '.join(missing)}",
             fix="start the program with torchrun, or unset these variables",
         )
+    if warning := unreachable_warning(os.environ):
+        print(f"meshwright: {warning}", file=sys.stderr, flush=True)
     store = launchers_store(os.environ, options["timeout"])
-    place: dict[str, Any] = {"init_method": "env://"}
-    if store is not None:
-        number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        place = {"store": meet(store, number, size, options["timeout"]), "rank": number, "world_size": size}
+    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = meet(store, number, size, options["timeout"])
     with connecting_on_use():
-        dist.init_process_group(**place, **options)
-    if dist.group.WORLD is not None and dist.get_world_size() > 1 and "gloo" in backend:
+        dist.init_process_group(store=own, rank=number, world_size=size, **options)
+    if size > 1 and "gloo" in backend and dist.group.WORLD is not None:
         connect(dist.group.WORLD)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 import sys
 import time
 import uuid
@@ -47,34 +49,100 @@ def separate_tasks_warning(environment: Mapping[str, str]) -> str | None:
 # has written, it connects to a process that is gone, and hangs or fails (pytorch#135712). The number of the attempt
 # does not tell attempts apart across machines, since every agent counts its own failures. So rank 0 chooses a name for
 # the attempt, and every rank goes on only when rank 0, or one that it has answered, has answered to that very process.
+# Ranks of two runs that share an address keep apart for the same reason.
 
 _ROOM, _ATTEMPT, _CAME, _HERE, _ANSWER = "meshwright/meeting", "attempt", "came", "here", "answer"
 _FAN_OUT = 16  # ranks below each in the tree: four levels for 16,384
 _ANSWER_WAIT = timedelta(seconds=30)
 _STORE_WAIT = timedelta(seconds=60)  # the launcher makes its store before any rank starts
+_served: Store | None = None  # by this process as rank 0: ranks that begin another world find it at once
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # thousands of ranks must not keep the store busy
 
 
-def launchers_store(environment: Mapping[str, str], timeout: timedelta) -> Store | None:
-    """Return the store that the launcher keeps for all attempts; None if rank 0 makes one for each.
+def launchers_store(environment: Mapping[str, str], timeout: timedelta) -> Store:
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``: the launcher's, for all attempts, or rank 0's own.
 
     Raises:
-        LaunchError: When it is not where the environment says.
+        LaunchError: When it is not where the environment says, or its port is taken.
     """
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    is_launchers = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = not is_launchers and environment["RANK"] == "0"
+    patience = min(timeout, _STORE_WAIT) if is_launchers else timeout
     try:
-        store = TCPStore(address, port, None, False, min(timeout, _STORE_WAIT), wait_for_workers=False)
+        store = TCPStore(address, port, None, serves, patience, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
-        raise LaunchError(
-            "The launcher's store does not answer",
-            expected=f"torchrun's store at MASTER_ADDR and MASTER_PORT, {address}:{port}",
-            got=str(error),
-            fix="leave MASTER_PORT as torchrun has set it: a program that changes it looks where nobody listens",
-        ) from None
+        if serves:
+            raise _not_served(address, port, error) from None
+        raise _no_answer(address, port, error, is_launchers=is_launchers) from None
+    if serves:
+        global _served
+        _served = store
     store.set_timeout(timeout)
     return store
+
+
+def _not_served(address: str, port: int, error: RuntimeError) -> LaunchError:
+    return LaunchError(
+        "Rank 0 cannot open the store of the ranks",
+        expected=f"a free port at MASTER_ADDR and MASTER_PORT, {address}:{port}, on its own machine",
+        got=str(error).splitlines()[0],
+        fix="end the run that uses the port, or set another MASTER_PORT on all ranks",
+    )
+
+
+def _no_answer(address: str, port: int, error: RuntimeError, *, is_launchers: bool) -> LaunchError:
+    got = str(error).splitlines()[0]
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as unknown:
+        got = f"{address} does not resolve on {socket.gethostname()}: {unknown}"
+    if is_launchers:
+        return LaunchError(
+            "The launcher's store does not answer",
+            expected=f"torchrun's store at MASTER_ADDR and MASTER_PORT, {address}:{port}",
+            got=got,
+            fix="leave MASTER_PORT as torchrun has set it: a program that changes it looks where nobody listens",
+        )
+    return LaunchError(
+        "Rank 0 does not answer",
+        expected=f"its store at MASTER_ADDR and MASTER_PORT, {address}:{port}",
+        got=got,
+        fix="see whether rank 0 was started there, and set MASTER_ADDR to a name or an address that leads to it from "
+        "every machine; timeout_s is the limit",
+    )
+
+
+def unreachable_warning(environment: Mapping[str, str]) -> str | None:
+    """Return a warning if other machines will not reach gloo on this one, else None; from one rank per machine.
+
+    gloo listens where the machine's name leads to, and on the loopback interface alone when that is nowhere.
+    """
+    is_one_machine = environment.get("LOCAL_WORLD_SIZE", "1") == environment.get("WORLD_SIZE", "1")
+    if is_one_machine or environment.get("LOCAL_RANK", "0") != "0" or "GLOO_SOCKET_IFNAME" in environment:
+        return None
+    if _is_loopback(environment.get("MASTER_ADDR", "")):  # all ranks are here
+        return None
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError as error:
+        where = f"does not resolve ({error})"
+    else:
+        if not _is_loopback(str(found)):
+            return None
+        where = f"leads to {found}"
+    return (
+        f"the name of this machine, {name}, {where}, and gloo listens there: other machines will not reach it. Set "
+        "GLOO_SOCKET_IFNAME to the interface of the network, such as eth0, on all machines"
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

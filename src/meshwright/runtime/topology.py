@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.runtime.agreement import check_equal
 from meshwright.runtime.mesh import build_mesh, world_mesh
 from meshwright.runtime.processes import require_distributed, settings
 
@@ -118,6 +119,21 @@ def replica_index() -> int:
     Ranks of one group work on the same samples.
     """
     return dist.get_rank() // tensor_size() if dist.is_initialized() else 0
+
+
+def ranks_per_host(purpose: str) -> int:
+    """Return the number of ranks on each host; collective.
+
+    Args:
+        purpose: What cannot work where hosts have different numbers of ranks.
+
+    Raises:
+        LaunchError: On every rank, where they have.
+    """
+    number = settings().local_world_size
+    fix = f"start equally many processes on every machine, or do without {purpose}"
+    check_equal("The number of ranks on a host", str(number), fix)
+    return number
 
 
 def _grid() -> _Grid:

@@ -46,6 +46,7 @@ from meshwright.runtime import (
     host_share_bytes,
     machine_name,
     memory_limit_bytes,
+    ranks_per_host,
     settings,
     smallest,
     world_size,
@@ -125,8 +126,12 @@ def calibrate(
 
     Returns:
         The machine, equal on every rank; without ``init_distributed``, that of a single rank.
+
+    Raises:
+        LaunchError: On every rank, where hosts have different numbers of ranks.
     """
     now = settings()
+    ranks_per_host("a calibration")
     start_s = time.perf_counter()
     report = on_progress or (lambda what, done, total: None)
     kernels, links = _measure(now, scale, report)
