@@ -333,6 +333,8 @@ class _Gradients:
         total = sum(each.gradients for each in self.known.transients)
         behind = self.known.transients[-1]
         waiting = behind.gradients if place.place < behind.place else 0
+        if all(block.name == "outside" for block in self.step.blocks):
+            waiting = later  # a single unit, which is reduced when all of it is complete
         # Packed gradients lie in shared memory, which is counted apart.
         if self.step.shards_in_memory:
             every = []

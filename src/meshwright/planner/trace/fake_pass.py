@@ -23,6 +23,7 @@ from torch import nn
 from meshwright.cost import Inputs
 from meshwright.methods import in_phase_order
 from meshwright.methods.base import INNER_AXES
+from meshwright.methods.checkpoint import find_parts
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import FakeTensors, find_blocks, run_with
 from meshwright.nn.batches import cast_floating, map_tree
@@ -131,6 +132,11 @@ def trace_key(resolved: Resolved) -> tuple[object, ...]:
 # --- The pass.
 
 
+def places_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the blocks that a model repeats; of a model without any, the parts that would be recomputed one by one."""
+    return tuple(module for _, module in find_blocks(model) or find_parts(model))
+
+
 class Predicted(NamedTuple):
     """The prediction for one micro-batch on one rank: what it saves, computes and sends."""
 
@@ -159,7 +165,7 @@ class Pass:
         output_dtype: Precision to which the model's output is cast for the loss; None leaves it.
         split: Lets the model run as one rank of the axes that divide layers, tokens or experts; None runs it whole.
         blocks: Blocks of a list in the order in which they run, which are the places of activations and FLOPs. None:
-            those that the model repeats.
+            see :func:`places_of`.
         fp8: Layers that multiply in 8 bits.
         device: Device that it will train on; None: that of its parameters.
         views_batch: Whether the model input is views of a batch in the same memory.
@@ -288,7 +294,7 @@ class Pass:
 
     @functools.cached_property
     def _blocks(self) -> Sequence[nn.Module]:
-        return self.blocks or [block for _, block in find_blocks(self.model)]
+        return self.blocks or places_of(self.model)
 
     def _recorder(self, saved: SavedTensors, held: LiveBytes) -> OpRecorder:
         if self.fp8 is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import Instant, Transient, outermost_instants
-from meshwright.methods.recompute import can_keep, keeps_results, kept_now, operator_name
+from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results, kept_now, operator_name
 from meshwright.nn import is_compiled, outside_compiled
 from meshwright.planner.trace.aten_kernels import FakeDispatchMode, tensors_in
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -210,6 +211,12 @@ class _Recorder:
         saved.inputs.setdefault(module, {}).update(map(storage_of, tensors))
         if self._counter is not None:
             saved.met.extend(map(_reference, tensors))
+        elif torch.is_grad_enabled() and is_recomputed(module):
+            # Held until it runs again, also where autograd saves no argument by name.
+            for tensor in tensors:
+                key, size = storage_of(tensor)
+                saved.sizes[key] = size
+                saved.references[key] = _reference(tensor)
         inside = is_compiled(module)  # no hook runs there
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(storage_of(tensor)[0])
@@ -321,6 +328,7 @@ class LiveBytes:
         self._live: dict[int, _Made] = {}
         self._at_the_end: dict[int, _Made] = {}  # of forward
         self._before_backward: dict[int, _Made] = {}
+        self._freed: dict[int, tuple[int, int]] = {}  # the operators that made each storage, and that found it free
         self._held = 0
         self.moments: list[_Moment] = []  # of each operator
         self.backward_part: Pass = "backward"
@@ -365,7 +373,9 @@ class LiveBytes:
     def settle(self) -> int:
         """Forget what is free by now, and return the bytes held."""
         for key in [key for key, made in self._live.items() if has_expired(made.reference.cdata)]:
-            self._held -= self._live.pop(key).num_bytes
+            made = self._live.pop(key)
+            self._held -= made.num_bytes
+            self._freed[key] = made.operator, len(self.moments)
         return self._held
 
     @property
@@ -421,12 +431,14 @@ class LiveBytes:
         weights, complete = self._gradients_by_operator()
         last = max(moment.place for moment in self.moments)
         returned, (left, remains, hung) = self._returned(saved, last), self._left_over(saved, last)
-        first = self._up_to(saved)
+        first, late = self._up_to(saved), self._late(saved)
         found: defaultdict[int, set[Instant]] = defaultdict(set)
         cut: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
         forward: set[Instant] = set()
-        for (place, during, held, behind), coming, done in zip(self.moments, weights, complete, strict=True):
+        every = zip(self.moments, weights, complete, late, strict=True)
+        for (place, during, whole, behind), coming, done, from_others in every:
+            held = whole - from_others
             if during == "forward" and place == last:
                 forward.add(Instant(held - coming - first(place) - sum(returned.values()), coming, done))
             elif during == "backward" or place == last:
@@ -460,6 +472,21 @@ class LiveBytes:
         places = sorted(kept)
         sums = [0, *itertools.accumulate(kept[place] for place in places)]
         return lambda place: sums[bisect.bisect_right(places, place)]
+
+    def _late(self, saved: SavedTensors) -> Sequence[int]:
+        """Return after every operator of backward the bytes that places behind its own have saved and still hold.
+
+        There are some where a block runs several times: its last run is behind the first of the block that follows.
+        """
+        steps = [0] * (len(self.moments) + 1)
+        backward = [index for index, each in enumerate(self.moments) if each.during == "backward"]
+        before = functools.cache(lambda place: [index for index in backward if self.moments[index].place < place])
+        for key, places in saved.places.items():
+            made, freed = self._freed.get(key, (0, 0))
+            earlier = before(min(places))
+            for index in earlier[bisect.bisect_left(earlier, made) : bisect.bisect_left(earlier, freed)]:
+                steps[index] += saved.sizes[key]
+        return steps[:-1]
 
     def _returned(self, saved: SavedTensors, last: int) -> dict[int, int]:
         """Return by blocks the bytes that forward made there and nobody saved, at the end of forward."""
