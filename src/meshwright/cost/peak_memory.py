@@ -147,7 +147,9 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
             later = sum(size for place, size in kept.items() if each.place < place <= end) - buffers - left - remains
             held_here = held - later + known.inputs.held - (each.far if each.place < end < behind else 0)
             activations = held_here + each.most(
-                with_gradients=not _accumulates(step, now), is_cut=each.place == end < behind
+                with_gradients=not _accumulates(step, now),
+                is_cut=each.place == end < behind,
+                is_reentrant=known.to_the_end and each.place in working,
             )
             gradients, gathered = _Gradients(step, whole, known, now).at(each)
             at_peak = dataclasses.replace(

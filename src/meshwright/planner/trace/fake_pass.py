@@ -28,6 +28,7 @@ from meshwright.methods.replace.model_changes import one_sequence_per_sample, wi
 from meshwright.nn import FakeTensors, find_blocks, run_with
 from meshwright.nn.batches import cast_floating, map_tree
 from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, tensors_in
+from meshwright.planner.trace.block_ends import BlockEnds
 from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved, storage_of
 from meshwright.planner.trace.op_recording import (
     ModelOps,
@@ -257,12 +258,13 @@ class Pass:
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
         found = record_saved(self.model, counter=counter, blocks=blocks, retains_graph=parts is not None)
         held = LiveBytes(state.values(), tensors_in(inputs.tree))
+        ends = BlockEnds(blocks, held)
         with fakes.running(), counter, autocast, found as saved:
             saved.given = inputs.given
             recorder = self._recorder(saved, held)
 
             def pass_of(model: nn.Module, inputs: Any) -> tuple[tuple[Boundary, ...], Placed, bool]:
-                cutting = parts.cutting() if parts is not None else _nothing()
+                cutting = parts.cutting() if parts is not None else ends.watching()
                 with self._as_one_rank(saved.log), work.counting(), self._casting_output(model), cutting:
                     loss = self.forward(model, inputs)
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
@@ -280,7 +282,7 @@ class Pass:
                 # The tensors are swapped in backward, too: a model that recomputes by itself runs again.
                 boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs.tree)
             held.add_kept(saved)
-            transients = held.transients(saved) if has_run and parts is None else ()
+            transients = held.transients(saved, ends) if has_run and parts is None else ()
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
         idle = _idle(state) if has_run else ()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.cost.activations import Given
     from meshwright.methods.tensor.tensor_parallel import SaveLog
     from meshwright.planner.trace.aten_kernels import FlopCount
+    from meshwright.planner.trace.block_ends import BlockEnds
 
 
 @dataclass
@@ -383,6 +384,10 @@ class LiveBytes:
         """Return the number of operators that have run."""
         return len(self.moments)
 
+    def freed_at(self, storage: int) -> int:
+        """Return the operator that found a storage free; the number of all operators where none did."""
+        return self._freed.get(storage, (0, len(self.moments)))[1]
+
     def alive(self) -> dict[int, tuple[int, int]]:
         """Return the storages that are held now: the operator that made each, and its bytes."""
         self.settle()
@@ -420,11 +425,12 @@ class LiveBytes:
             if key not in saved.sizes and key not in self._live:
                 saved.add(key, made.num_bytes, self.moments[made.operator].place, made.reference)
 
-    def transients(self, saved: SavedTensors) -> tuple[Transient, ...]:
+    def transients(self, saved: SavedTensors, ends: BlockEnds) -> tuple[Transient, ...]:
         """Return the temporary tensors of every place; none if backward has not run.
 
         Args:
             saved: Record of the same pass.
+            ends: What its blocks return.
         """
         if not any(moment.during == "backward" for moment in self.moments):
             return ()
@@ -432,12 +438,14 @@ class LiveBytes:
         last = max(moment.place for moment in self.moments)
         returned, (left, remains, hung) = self._returned(saved, last), self._left_over(saved, last)
         first, late = self._up_to(saved), self._late(saved)
+        outputs, let_go = ends.returned(saved), ends.let_go()
         found: defaultdict[int, set[Instant]] = defaultdict(set)
         cut: defaultdict[int, set[Instant]] = defaultdict(set)
+        reentrant: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
         forward: set[Instant] = set()
-        every = zip(self.moments, weights, complete, late, strict=True)
-        for (place, during, whole, behind), coming, done, from_others in every:
+        every = zip(self.moments, weights, complete, late, let_go, strict=True)
+        for (place, during, whole, behind), coming, done, from_others, gone in every:
             held = whole - from_others
             if during == "forward" and place == last:
                 forward.add(Instant(held - coming - first(place) - sum(returned.values()), coming, done))
@@ -445,6 +453,7 @@ class LiveBytes:
                 own = held - coming - first(place) - sum(left.values())
                 others = sum(size for later, size in remains.items() if later > place)
                 found[place].add(Instant(own - others, coming, done))
+                reentrant[place].add(Instant(own - others + gone, coming, done))
                 elsewhere = sum(size for later, size in hung.items() if later > place)
                 cut[place].add(Instant(own - elsewhere - sum(behind.values()), coming, done))
                 far[place] = max(far[place], behind.get(last, 0) if place < last - 1 else 0)
@@ -462,6 +471,8 @@ class LiveBytes:
                 remains.get(place, 0),
                 outermost_instants(cut[place]) if place < last else (),
                 far[place],
+                reentrant=outermost_instants(reentrant[place]) if place in outputs else (),
+                output=outputs.get(place, 0),
             )
             for place in sorted(found)
         )
