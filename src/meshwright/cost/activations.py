@@ -92,6 +92,8 @@ class Transient(NamedTuple):
         cut: The instants of a place behind which a pipeline cuts the model: what comes from there counts as received.
         far: Bytes of parameters' gradients from behind the blocks that wait for parts from before them.
         split: Of its backward in two parts, for schedules that split it; None: unknown.
+        reentrant: Of a block whose gradient is held until its backward has run, as reentrant recomputation does.
+        output: Bytes of what a block returns and does not save, which reentrant recomputation makes again and holds.
     """
 
     place: int
@@ -104,16 +106,21 @@ class Transient(NamedTuple):
     cut: tuple[Instant, ...] = ()
     far: int = 0
     split: SplitBackward | None = None
+    reentrant: tuple[Instant, ...] = ()
+    output: int = 0
 
-    def most(self, *, with_gradients: bool, is_cut: bool = False) -> int:
+    def most(self, *, with_gradients: bool, is_cut: bool = False, is_reentrant: bool = False) -> int:
         """Return the most bytes held beside what is saved.
 
         Args:
             with_gradients: Whether complete gradients of this place are held, and not added to others.
             is_cut: Whether a pipeline cuts the model behind this place.
+            is_reentrant: Whether torch's reentrant implementation recomputes the place.
         """
-        instants = self.cut if is_cut else self.instants
-        return max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in instants)
+        whole = self.reentrant if is_reentrant else ()
+        instants = self.cut if is_cut else whole or self.instants
+        most = max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in instants)
+        return most + (self.output if is_reentrant else 0)
 
 
 def outermost_instants(every: Iterable[Instant]) -> tuple[Instant, ...]:
@@ -325,6 +332,7 @@ class Activations:
     backward_at: tuple[BackwardAt, ...] = ()  # of a pipeline: the moments of backward at which most is held
     work: tuple[Work, ...] = field(default=(), hash=False)
     recomputed: Recomputed = field(default_factory=dict, hash=False)
+    to_the_end: bool = False  # whether they run their whole forward again, as torch's reentrant implementation does
     working_bytes: int = 0  # of the module being recomputed
     flops_at: Placed = ()  # of forward and backward, where a pipeline cuts the model
     loss_bytes: int = 0  # beside what is saved, while the loss runs backward: the gradient of the logits
@@ -345,7 +353,7 @@ class Activations:
             to_the_end: Whether they run their whole forward, and do not stop at the last saved tensor.
         """
         again = sum(work.flops for work in self.work if work.is_recomputed(recomputed, to_the_end=to_the_end))
-        return dataclasses.replace(self, recomputed=recomputed).settled(), again
+        return dataclasses.replace(self, recomputed=recomputed, to_the_end=to_the_end).settled(), again
 
     @property
     def splits_backward(self) -> bool:

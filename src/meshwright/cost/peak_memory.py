@@ -147,7 +147,9 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
             later = sum(size for place, size in kept.items() if each.place < place <= end) - buffers - left - remains
             held_here = held - later + known.inputs.held - (each.far if each.place < end < behind else 0)
             activations = held_here + each.most(
-                with_gradients=not _accumulates(step, now), is_cut=each.place == end < behind
+                with_gradients=not _accumulates(step, now),
+                is_cut=each.place == end < behind,
+                is_reentrant=known.to_the_end and each.place in working,
             )
             gradients, gathered = _Gradients(step, whole, known, now).at(each)
             at_peak = dataclasses.replace(
@@ -333,6 +335,8 @@ class _Gradients:
         total = sum(each.gradients for each in self.known.transients)
         behind = self.known.transients[-1]
         waiting = behind.gradients if place.place < behind.place else 0
+        if all(block.name == "outside" for block in self.step.blocks):
+            waiting = later  # a single unit, which is reduced when all of it is complete
         # Packed gradients lie in shared memory, which is counted apart.
         if self.step.shards_in_memory:
             every = []

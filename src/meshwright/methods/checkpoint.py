@@ -181,10 +181,7 @@ class Checkpoint(Method):
 
     def _modules(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         if self.wrap_class is None:
-            parts = parts_of((path, class_names(module)) for path, module in model.named_modules() if path)
-            if parts and not find_blocks(model):
-                return [(path, model.get_submodule(path)) for path in parts]
-            return require_blocks(model, method=self.method_name, option="wrap_class")
+            return find_parts(model) or require_blocks(model, method=self.method_name, option="wrap_class")
         named = list(outermost(modules_of(model, self.wrap_class, method=self.method_name)))
         check_forward(named, method=self.method_name)
         found = {path for path, _ in named}
@@ -239,6 +236,14 @@ class Checkpoint(Method):
 # --- The parts of a model without repeated blocks
 
 _SEQUENTIAL, *_LISTS = (class_name(kind) for kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+
+
+def find_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the parts of a model without repeated blocks, with their paths; none where it has some."""
+    if find_blocks(model):
+        return []
+    paths = parts_of((path, class_names(module)) for path, module in model.named_modules() if path)
+    return [(path, model.get_submodule(path)) for path in paths]
 
 
 def parts_of(modules: Iterable[tuple[str, Sequence[str]]]) -> list[str]:

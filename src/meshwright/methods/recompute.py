@@ -178,7 +178,12 @@ def recompute(modules: Sequence[nn.Module], kept: frozenset[str], *, no_reentran
 
 def recomputes(model: nn.Module) -> bool:
     """Return whether :func:`recompute` has wrapped a module of the model."""
-    return any(module in _RECOMPUTED for module in model.modules())
+    return any(map(is_recomputed, model.modules()))
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether :func:`recompute` has wrapped the module."""
+    return module in _RECOMPUTED
 
 
 def keeps_results(model: nn.Module) -> bool:

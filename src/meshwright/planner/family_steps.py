@@ -22,7 +22,7 @@ from meshwright.cost import (
     TracedModule,
     Work,
 )
-from meshwright.cost.activations import Running
+from meshwright.cost.activations import OperatorResult, Running
 from meshwright.errors import ModelError
 from meshwright.planner.family_ops import (
     ATTENTION,
@@ -90,8 +90,8 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
     scores = 0 if run.impl.fused_attention else saved - block_saved(shape, fused_run)
     whole = len(_CLASSES) * block
     (around, inside, attention) = (whole,), (whole, whole + 1), (whole, whole + 1, whole + 2)
-    fused = ((FUSED, around),) if run.impl.fused_attention and not run.impl.dropout else ()
-    product = ((PRODUCT, around),)
+    fused = (OperatorResult(FUSED, around, 1),) if run.impl.fused_attention and not run.impl.dropout else ()
+    product, last = (OperatorResult(PRODUCT, around, 1),), (OperatorResult(PRODUCT, around, 0),)
     every = (
         SavedTensor(plain, (around,), inputs_of=(whole,), places=(block,)),
         SavedTensor(plain, (around,), results=product, places=(block,)),
@@ -100,7 +100,7 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
         SavedTensor(beside, (inside,), results=product, places=(block,)),
         SavedTensor(saved - selective - beside - scores, (inside,), places=(block,)),
         SavedTensor(scores, (attention,), places=(block,)),
-        SavedTensor(plain, (), results=product, places=(block,)),
+        SavedTensor(plain, (), results=last, places=(block,)),
     )
     return tuple(tensor for tensor in every if tensor.num_bytes)
 

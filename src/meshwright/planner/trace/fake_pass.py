@@ -23,10 +23,12 @@ from torch import nn
 from meshwright.cost import Inputs
 from meshwright.methods import in_phase_order
 from meshwright.methods.base import INNER_AXES
+from meshwright.methods.checkpoint import find_parts
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import FakeTensors, find_blocks, run_with
 from meshwright.nn.batches import cast_floating, map_tree
 from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, tensors_in
+from meshwright.planner.trace.block_ends import BlockEnds
 from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved, storage_of
 from meshwright.planner.trace.op_recording import (
     ModelOps,
@@ -131,6 +133,11 @@ def trace_key(resolved: Resolved) -> tuple[object, ...]:
 # --- The pass.
 
 
+def places_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the blocks that a model repeats; of a model without any, the parts that would be recomputed one by one."""
+    return tuple(module for _, module in find_blocks(model) or find_parts(model))
+
+
 class Predicted(NamedTuple):
     """The prediction for one micro-batch on one rank: what it saves, computes and sends."""
 
@@ -159,7 +166,7 @@ class Pass:
         output_dtype: Precision to which the model's output is cast for the loss; None leaves it.
         split: Lets the model run as one rank of the axes that divide layers, tokens or experts; None runs it whole.
         blocks: Blocks of a list in the order in which they run, which are the places of activations and FLOPs. None:
-            those that the model repeats.
+            see :func:`places_of`.
         fp8: Layers that multiply in 8 bits.
         device: Device that it will train on; None: that of its parameters.
         views_batch: Whether the model input is views of a batch in the same memory.
@@ -251,12 +258,13 @@ class Pass:
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
         found = record_saved(self.model, counter=counter, blocks=blocks, retains_graph=parts is not None)
         held = LiveBytes(state.values(), tensors_in(inputs.tree))
+        ends = BlockEnds(blocks, held)
         with fakes.running(), counter, autocast, found as saved:
             saved.given = inputs.given
             recorder = self._recorder(saved, held)
 
             def pass_of(model: nn.Module, inputs: Any) -> tuple[tuple[Boundary, ...], Placed, bool]:
-                cutting = parts.cutting() if parts is not None else _nothing()
+                cutting = parts.cutting() if parts is not None else ends.watching()
                 with self._as_one_rank(saved.log), work.counting(), self._casting_output(model), cutting:
                     loss = self.forward(model, inputs)
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
@@ -274,7 +282,7 @@ class Pass:
                 # The tensors are swapped in backward, too: a model that recomputes by itself runs again.
                 boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs.tree)
             held.add_kept(saved)
-            transients = held.transients(saved) if has_run and parts is None else ()
+            transients = held.transients(saved, ends) if has_run and parts is None else ()
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
         idle = _idle(state) if has_run else ()
@@ -288,7 +296,7 @@ class Pass:
 
     @functools.cached_property
     def _blocks(self) -> Sequence[nn.Module]:
-        return self.blocks or [block for _, block in find_blocks(self.model)]
+        return self.blocks or places_of(self.model)
 
     def _recorder(self, saved: SavedTensors, held: LiveBytes) -> OpRecorder:
         if self.fp8 is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import Instant, Transient, outermost_instants
-from meshwright.methods.recompute import can_keep, keeps_results, kept_now, operator_name
+from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results, kept_now, operator_name
 from meshwright.nn import is_compiled, outside_compiled
 from meshwright.planner.trace.aten_kernels import FakeDispatchMode, tensors_in
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.cost.activations import Given
     from meshwright.methods.tensor.tensor_parallel import SaveLog
     from meshwright.planner.trace.aten_kernels import FlopCount
+    from meshwright.planner.trace.block_ends import BlockEnds
 
 
 @dataclass
@@ -210,6 +212,12 @@ class _Recorder:
         saved.inputs.setdefault(module, {}).update(map(storage_of, tensors))
         if self._counter is not None:
             saved.met.extend(map(_reference, tensors))
+        elif torch.is_grad_enabled() and is_recomputed(module):
+            # Held until it runs again, also where autograd saves no argument by name.
+            for tensor in tensors:
+                key, size = storage_of(tensor)
+                saved.sizes[key] = size
+                saved.references[key] = _reference(tensor)
         inside = is_compiled(module)  # no hook runs there
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(storage_of(tensor)[0])
@@ -321,6 +329,7 @@ class LiveBytes:
         self._live: dict[int, _Made] = {}
         self._at_the_end: dict[int, _Made] = {}  # of forward
         self._before_backward: dict[int, _Made] = {}
+        self._freed: dict[int, tuple[int, int]] = {}  # the operators that made each storage, and that found it free
         self._held = 0
         self.moments: list[_Moment] = []  # of each operator
         self.backward_part: Pass = "backward"
@@ -365,13 +374,19 @@ class LiveBytes:
     def settle(self) -> int:
         """Forget what is free by now, and return the bytes held."""
         for key in [key for key, made in self._live.items() if has_expired(made.reference.cdata)]:
-            self._held -= self._live.pop(key).num_bytes
+            made = self._live.pop(key)
+            self._held -= made.num_bytes
+            self._freed[key] = made.operator, len(self.moments)
         return self._held
 
     @property
     def num_operators(self) -> int:
         """Return the number of operators that have run."""
         return len(self.moments)
+
+    def freed_at(self, storage: int) -> int:
+        """Return the operator that found a storage free; the number of all operators where none did."""
+        return self._freed.get(storage, (0, len(self.moments)))[1]
 
     def alive(self) -> dict[int, tuple[int, int]]:
         """Return the storages that are held now: the operator that made each, and its bytes."""
@@ -410,29 +425,35 @@ class LiveBytes:
             if key not in saved.sizes and key not in self._live:
                 saved.add(key, made.num_bytes, self.moments[made.operator].place, made.reference)
 
-    def transients(self, saved: SavedTensors) -> tuple[Transient, ...]:
+    def transients(self, saved: SavedTensors, ends: BlockEnds) -> tuple[Transient, ...]:
         """Return the temporary tensors of every place; none if backward has not run.
 
         Args:
             saved: Record of the same pass.
+            ends: What its blocks return.
         """
         if not any(moment.during == "backward" for moment in self.moments):
             return ()
         weights, complete = self._gradients_by_operator()
         last = max(moment.place for moment in self.moments)
         returned, (left, remains, hung) = self._returned(saved, last), self._left_over(saved, last)
-        first = self._up_to(saved)
+        first, late = self._up_to(saved), self._late(saved)
+        outputs, let_go = ends.returned(saved), ends.let_go()
         found: defaultdict[int, set[Instant]] = defaultdict(set)
         cut: defaultdict[int, set[Instant]] = defaultdict(set)
+        reentrant: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
         forward: set[Instant] = set()
-        for (place, during, held, behind), coming, done in zip(self.moments, weights, complete, strict=True):
+        every = zip(self.moments, weights, complete, late, let_go, strict=True)
+        for (place, during, whole, behind), coming, done, from_others, gone in every:
+            held = whole - from_others
             if during == "forward" and place == last:
                 forward.add(Instant(held - coming - first(place) - sum(returned.values()), coming, done))
             elif during == "backward" or place == last:
                 own = held - coming - first(place) - sum(left.values())
                 others = sum(size for later, size in remains.items() if later > place)
                 found[place].add(Instant(own - others, coming, done))
+                reentrant[place].add(Instant(own - others + gone, coming, done))
                 elsewhere = sum(size for later, size in hung.items() if later > place)
                 cut[place].add(Instant(own - elsewhere - sum(behind.values()), coming, done))
                 far[place] = max(far[place], behind.get(last, 0) if place < last - 1 else 0)
@@ -450,6 +471,8 @@ class LiveBytes:
                 remains.get(place, 0),
                 outermost_instants(cut[place]) if place < last else (),
                 far[place],
+                reentrant=outermost_instants(reentrant[place]) if place in outputs else (),
+                output=outputs.get(place, 0),
             )
             for place in sorted(found)
         )
@@ -460,6 +483,21 @@ class LiveBytes:
         places = sorted(kept)
         sums = [0, *itertools.accumulate(kept[place] for place in places)]
         return lambda place: sums[bisect.bisect_right(places, place)]
+
+    def _late(self, saved: SavedTensors) -> Sequence[int]:
+        """Return after every operator of backward the bytes that places behind its own have saved and still hold.
+
+        There are some where a block runs several times: its last run is behind the first of the block that follows.
+        """
+        steps = [0] * (len(self.moments) + 1)
+        backward = [index for index, each in enumerate(self.moments) if each.during == "backward"]
+        before = functools.cache(lambda place: [index for index in backward if self.moments[index].place < place])
+        for key, places in saved.places.items():
+            made, freed = self._freed.get(key, (0, 0))
+            earlier = before(min(places))
+            for index in earlier[bisect.bisect_left(earlier, made) : bisect.bisect_left(earlier, freed)]:
+                steps[index] += saved.sizes[key]
+        return steps[:-1]
 
     def _returned(self, saved: SavedTensors, last: int) -> dict[int, int]:
         """Return by blocks the bytes that forward made there and nobody saved, at the end of forward."""

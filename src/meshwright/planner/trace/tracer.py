@@ -21,9 +21,9 @@ from torch import nn
 from meshwright.cost import FP8
 from meshwright.errors import NOTE, MeshwrightError, ModelError
 from meshwright.methods.base import torch_dtype
-from meshwright.nn import find_blocks, widened
+from meshwright.nn import widened
 from meshwright.planner.trace.aten_kernels import stands_in
-from meshwright.planner.trace.fake_pass import Pass, Predicted, Trace
+from meshwright.planner.trace.fake_pass import Pass, Predicted, Trace, places_of
 from meshwright.planner.trace.repeated_blocks import FEWEST, Repeated, find_repeated
 from meshwright.runtime.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 
@@ -194,7 +194,7 @@ class Conditions:
     output_dtype: str | None  # to which the loss casts what the model returns; None leaves it
     samples: int  # per micro-batch
     split: Trace | None  # how axes divide layers, tokens or experts
-    blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts; empty: those that the model repeats
+    blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts; empty: see ``places_of``
     fp8: Fp8Trace | None = None  # the layers that multiply in 8 bits
     splits_backward: bool = False  # whether a schedule computes gradients of inputs first, and of weights later
     widened: bool = False  # whether products in bf16 are made in fp32 where the device is slow in bf16
@@ -341,7 +341,7 @@ class Tracer:
 
     @functools.cached_property
     def _blocks(self) -> tuple[nn.Module, ...]:
-        return tuple(block for _, block in find_blocks(self._model))
+        return places_of(self._model)
 
     @functools.cached_property
     def _repeated(self) -> Repeated | None:
