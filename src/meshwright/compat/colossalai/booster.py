@@ -7,7 +7,6 @@ import os
 import sys
 import types
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -37,8 +36,8 @@ from meshwright.nn.batches import batch_size_of, micro_batches, to_device, usual
 from meshwright.nn.fsdp_units import reshard
 from meshwright.runtime import (
     GeneratorState,
+    all_equal,
     difference_between_ranks,
-    gather_objects,
     print_rank,
     same_on_every_rank,
     settings,
@@ -330,9 +329,9 @@ def _weights_of_rank_0(model: Any, device: torch.device) -> list[str]:
     What is no plain model, or another one on another rank, is left for ``accelerate`` to refuse.
     """
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    kinds = zlib.crc32(repr([(name, each.shape, each.dtype) for name, each in named.items()]).encode())
+    kinds = repr([(name, each.shape, each.dtype) for name, each in named.items()])
     is_plain = not any(isinstance(each, DTensor) or each.is_meta for each in named.values())
-    if len(set(gather_objects(kinds if is_plain else None))) > 1 or not is_plain:
+    if not all_equal(kinds.encode() if is_plain else b"") or not is_plain:
         return []
     difference = difference_between_ranks(named)
     if difference is None:

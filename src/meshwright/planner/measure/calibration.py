@@ -161,7 +161,7 @@ def _measure(
         how = time_of if sample.part == "gap" else cold_time_of
         timing = how(sample.run, now.device, window_s=_KERNEL_WINDOW_S * scale)
         kernels.append(dataclasses.replace(sample, timing=timing, run=None))
-    timings = slowest([each.timing for each in kernels])
+    timings = slowest([each.timing for each in kernels if each.timing is not None])
     kernels = [dataclasses.replace(each, timing=timing) for each, timing in zip(kernels, timings, strict=True)]
     links: list[LinkSample] = []
     for tier in tiers:
