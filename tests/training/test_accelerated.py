@@ -1,7 +1,9 @@
 """``loss_weight``: parts with different numbers of items train as one process does on the whole batch."""
 
+import collections
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -226,3 +228,45 @@ SPLIT = [("parallel_mode", ([("tensor", 2), ("data", 2)], None)), "tensor_parall
 @pytest.mark.parametrize("strategy", [[], ["fsdp"], SPLIT])
 def test_numbers_of_all_ranks_come_with_the_loss(ranks, strategy):
     assert ranks(4).run(sums_of, strategy) == [[[], [15, 4], [15, 8], [15, 12]]] * 4
+
+
+def calls_of(step):
+    """How many Python functions a step calls, of torch's as well."""
+    counted = collections.Counter()
+    step()
+    sys.setprofile(lambda frame, event, _: counted.update([event]))
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return counted["call"]
+
+
+def calls_of_data_parallel(num_layers):
+    """Calls of a raw loop over DDP, which clips as torch does, and of a step under ``data``."""
+    counts, ids = [], torch.arange(2 * tiny.SEQ_LEN).reshape(2, -1) % tiny.VOCAB
+    replicas = torch.nn.parallel.DistributedDataParallel(tiny.plain(num_layers=num_layers))
+    optim = torch.optim.AdamW(replicas.parameters())
+
+    def raw():
+        optim.zero_grad()
+        loss_func(ids, replicas(ids)).backward()
+        torch.nn.utils.clip_grad_norm_(replicas.parameters(), 1.0)
+        optim.step()
+
+    counts.append(calls_of(raw))
+    job = mw.accelerate(
+        tiny.plain(num_layers=num_layers), torch.optim.AdamW, tiny.Tokens(), loss_func, strategy=[], max_grad_norm=1.0,
+        dataloader_args={"batch_size": BATCH},
+    )  # fmt: skip
+    return [*counts, calls_of(lambda: job.step(ids))]
+
+
+def test_a_step_makes_no_more_calls_for_a_layer_than_a_raw_loop(ranks):
+    (small, large), _ = ranks(2).run(calls_of_two_depths)
+    raw, ours = (large[each] - small[each] for each in range(2))
+    assert ours <= raw
+
+
+def calls_of_two_depths():
+    return calls_of_data_parallel(2), calls_of_data_parallel(8)

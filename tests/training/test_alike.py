@@ -8,9 +8,9 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import meshwright as mw
 from meshwright import LaunchError, ModelError
+from meshwright.methods.job import KnownParameters
 from meshwright.runtime.agreement import value_text
 from meshwright.store.entries import unwrapped
-from meshwright.training.accelerated import KnownParameters
 from tests import tiny
 
 SAMPLE = torch.ones(4, 7)

@@ -42,6 +42,7 @@ from meshwright.runtime import (
     broadcast_object,
     check_equal,
     code_versions,
+    first_text,
     gather_numbers,
     gather_objects,
     init_distributed,
@@ -197,7 +198,7 @@ def _model(prepared: Prepared, weights: Path | None) -> nn.Module:
     if any_rank(model is None):  # also an error of the user's own, which the ordinary build tells
         with same_on_every_rank():
             model = build()
-        problem = next(filter(None, gather_objects(problem)))
+        problem = first_text(problem)
         print_rank(f"meshwright: every rank builds the whole model: {problem}", file=sys.stderr, flush=True)
     elif prepared.model.notice is not None:
         print_rank(f"meshwright: {prepared.model.notice}", file=sys.stderr, flush=True)

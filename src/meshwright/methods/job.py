@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,10 +32,11 @@ from meshwright.optim import (
     step_by_layouts,
     step_on_local_tensors,
 )
-from meshwright.optim.guarded_step import call_around
+from meshwright.optim.guarded_step import call_around, parameters_in
+from meshwright.runtime import world_size
 from meshwright.runtime.torch_internals.ddp import reset_reducer
 from meshwright.runtime.torch_internals.dtensor import flattened
-from meshwright.store.entries import unwrapped
+from meshwright.store.entries import stored_name, unwrapped
 
 if TYPE_CHECKING:
     from meshwright.cost import Compression
@@ -434,3 +436,65 @@ def _settle(replicas: nn.Module, args: Any) -> None:
     if torch.is_grad_enabled():  # all ranks are here
         replicas.__dict__.pop(_SETTLING).remove()
         dist.barrier(replicas.process_group)
+
+
+# --- Parameters that came after the optimizer
+
+
+class KnownParameters:
+    """The parameters of a model as its strategy has left it: the optimizer updates these, and ranks average them.
+
+    A layer that is put into the model later would never train, or train differently on every rank.
+
+    Args:
+        model: The model, after all methods were applied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._known = {id(each): (weakref.ref(each), each.shape) for each in model.parameters()}
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Note the optimizer of the model: on one rank it may be given further parameters."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self) -> None:
+        """Refuse a model with gradients, or shapes, that it did not have before.
+
+        Gathered weights of FSDP2, which are others than its shards, have no gradients of their own.
+
+        Raises:
+            ModelError: Naming the first such parameter.
+        """
+        model = self._model()
+        if model is None:
+            return
+        for parameter in parameters_in(model):
+            known, shape = self._known.get(id(parameter), (None, torch.Size()))
+            if known is not None and known() is parameter:
+                if parameter.shape != shape:
+                    raise _late(model, parameter, shape)
+            elif parameter.grad is not None and not self._is_added(parameter):
+                raise _late(model, parameter, None)
+
+    def _is_added(self, parameter: torch.Tensor) -> bool:
+        optimizer = self._optimizer()
+        if optimizer is None or world_size() > 1:
+            return False
+        return any(parameter is each for group in optimizer.param_groups for each in group["params"])
+
+
+def _late(model: nn.Module, parameter: torch.Tensor, before: torch.Size | None) -> ModelError:
+    named = unwrapped(model).named_parameters()
+    name = next((stored_name(name) for name, each in named if each is parameter), "a parameter")
+    got = f"{name} of shape {tuple(parameter.shape)}"
+    return ModelError(
+        "The model has changed since accelerate, and its optimizer and gradient averages know the parameters of then",
+        expected="the parameters that the model had in accelerate"
+        if before is None
+        else f"{name} of shape {tuple(before)}, as in accelerate",
+        got=f"{got}, put into the model later" if before is None else got,
+        fix="replace or resize layers before accelerate; for a model that trains already, save its weights, build it "
+        "anew with the change, load them, and accelerate that",
+    )

@@ -29,7 +29,17 @@ from meshwright.methods.job import Job
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, average_of, inner_optimizer, local_tensor
 from meshwright.optim.guarded_step import call_around
 from meshwright.optim.weight_average import InnerWeights
-from meshwright.runtime import Difference, agreed, bit_sums, gather_objects, outvoted, print_rank, rank, world_size
+from meshwright.runtime import (
+    Difference,
+    agreed,
+    bit_sums,
+    gather_objects,
+    largest,
+    outvoted,
+    print_rank,
+    rank,
+    world_size,
+)
 from meshwright.store.entries import stored_name, unwrapped
 from meshwright.store.optimizer_state import masters_by_name
 
@@ -74,7 +84,7 @@ class Ballot:
     """
 
     def __init__(self, keys: list[int], device: torch.device) -> None:
-        self._most = max(gather_objects(len(keys)))
+        (self._most,) = largest([len(keys)])
         self._device = device
         every = gather(keys, self._most, device) if world_size() > 1 else np.array([keys])
         flat = every.reshape(-1)

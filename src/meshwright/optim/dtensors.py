@@ -114,8 +114,11 @@ def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tens
     """Return the sum of |x|^p (the maximum for the infinity norm) for each layout and device."""
     by_layout: dict[tuple[Layout, torch.device], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        local = local_tensor(tensor)
-        by_layout[layout_of(tensor), local.device].append(local)
+        if isinstance(tensor, DTensor):
+            local = local_shard(tensor)
+            by_layout[layout_of(tensor), local.device].append(local)
+        else:  # without a call for each: models have thousands of small ones
+            by_layout[None, tensor.device].append(tensor)
     norms = [_reduced(layout, parts, norm_type) for (layout, _), parts in by_layout.items()]
     if len({norm.device for norm in norms}) > 1:  # some gradients were offloaded
         norms = [norm.cpu() for norm in norms]
@@ -166,7 +169,7 @@ def _split_dims(placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
 
 def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the sum of |x|^p (or the maximum) over all parts on all ranks that share them."""
-    parts = [numbers_of(part, norm_type) for part in parts]
+    parts = [numbers_of(part, norm_type) if part.is_sparse or part.dtype.is_complex else part for part in parts]
     device, dtype = parts[0].device, _norm_type_of(parts)
     parts = [part for part in parts if part.numel() > 0]  # a shard can be empty; its maximum does not exist
     infinite = norm_type == float("inf")
@@ -195,13 +198,13 @@ def numbers_of(part: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 def local_norms(parts: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
     """Compute one norm per tensor, in fp32 (fp64 if any tensor is fp64). No tensor may be empty."""
-    if all(part.dtype == torch.float32 for part in parts):
+    if {part.dtype for part in parts} == {torch.float32}:
         return foreach_norm(parts, norm_type)  # a fifth faster than with a dtype
     return foreach_norm(parts, norm_type, dtype=_norm_type_of(parts))
 
 
 def _norm_type_of(parts: list[torch.Tensor]) -> torch.dtype:
-    return torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    return torch.float64 if torch.float64 in {part.dtype for part in parts} else torch.float32
 
 
 def clip_grad_norm_(
@@ -232,7 +235,9 @@ def clip_grad_norm_(
         alike = [gradient for parameter, gradient in found if parameter in stages.alike]
     norm = total_norm(counted, norm_type, stages, alike)
     if max_norm < float("inf"):
-        divide_([_dense(local_tensor(gradient)) for gradient in gradients], clip_divisor(norm, max_norm))
+        local = [local_shard(each) if isinstance(each, DTensor) else each for each in gradients]
+        # Rows of a sparse gradient may occur several times: scaling each of them scales their sum.
+        divide_([each._values() if each.is_sparse else each for each in local], clip_divisor(norm, max_norm))
     return norm
 
 
@@ -259,11 +264,6 @@ def _with_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tens
     # By identity: tensors are slow to hash.
     each_once = {id(parameter): parameter for parameter in parameters}.values()
     return [(parameter, gradient) for parameter in each_once if (gradient := parameter.grad) is not None]
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    # Rows of a sparse gradient may occur several times: scaling each of them scales their sum.
-    return gradient._values() if gradient.is_sparse else gradient
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

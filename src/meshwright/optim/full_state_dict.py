@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
 from meshwright.optim.dtensors import wrapped_like
-from meshwright.runtime import gather_objects, pipe_size, rank, same_on_every_rank, world_size
+from meshwright.runtime import any_rank, first_text, pipe_size, rank, same_on_every_rank, world_size
 from meshwright.runtime.torch_internals.pytree import tree_map_only
 
 ABSENT = "states_are_on_rank"
@@ -127,11 +127,10 @@ def _agreed_source(optimizer: Optimizer, state_dict: dict[str, Any]) -> Received
         CheckpointError: On every rank, when they do not fit on one.
     """
     lacking = ABSENT in state_dict
-    answers = gather_objects((lacking, misfit(optimizer, state_dict)))
-    wrong = next((text for _, text in answers if text), None)
+    wrong = first_text(misfit(optimizer, state_dict))
     if wrong:
         raise of_others([group["params"] for group in optimizer.param_groups], wrong)
-    return Received(state_dict["state"]) if any(lacks for lacks, _ in answers) else None
+    return Received(state_dict["state"]) if any_rank(lacking) else None
 
 
 def of_others(groups: Sequence[Sequence[Any]], got: str) -> CheckpointError:

@@ -473,9 +473,9 @@ def parameters_in(model: nn.Module) -> list[nn.Parameter]:
         if module is None or id(module) in met:
             continue
         met.add(id(module))
-        found.update(
-            (id(parameter), parameter) for parameter in parameters_of(module).values() if parameter is not None
-        )
+        for parameter in parameters_of(module).values():  # no generator: it would be called for each of them
+            if parameter is not None:
+                found[id(parameter)] = parameter
         ahead += reversed(children_of(module).values())
     return list(found.values())
 
@@ -490,11 +490,10 @@ def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
         return None
     if shows_gradients(inner) or hasattr(inner, "grad_scale"):
         return None
-    every = (parameter for group in inner.param_groups for parameter in group["params"])
     # Kernels read the divisor in fp32, and torch's fused SGD has no rule for DTensors.
-    if any(p.dtype == torch.float64 or (type(inner) is SGD and isinstance(p, DTensor)) for p in every):
-        return None
-    return inner
+    kinds = {(p.dtype, isinstance(p, DTensor)) for group in inner.param_groups for p in group["params"]}
+    is_read = all(dtype != torch.float64 and not (is_split and type(inner) is SGD) for dtype, is_split in kinds)
+    return inner if is_read else None
 
 
 def _divide_and_step(

@@ -19,7 +19,7 @@ from meshwright.errors import CheckpointError
 from meshwright.optim import full_state_dict as full
 from meshwright.optim.dtensors import ParameterPlacement, is_in_parts, placement_of
 from meshwright.optim.full_state_dict import parameters_by_key
-from meshwright.runtime import agreed, any_rank, gather_objects, rank, same_on_every_rank, settings
+from meshwright.runtime import agreed, any_rank, first_text, gather_objects, rank, same_on_every_rank, settings
 
 
 def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _laid_out(optimizer: Optimizer, whole: WholeGroups, state_dict: dict[str, An
         "param_groups": local,
     }
     wrong = "" if _sizes(state_dict) == [len(g) for g in whole.groups] else f"groups of {_sizes(state_dict)} parameters"
-    wrong = next((text for text in gather_objects(wrong or full.misfit(optimizer, shapes)) if text), "")
+    wrong = first_text(wrong or full.misfit(optimizer, shapes))
     if wrong:
         raise agreed(full.of_others(whole.groups, wrong))
     parameters = {whole.keys[position]: both for position, both in whole.parameters.items()}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         code_versions as code_versions,
         difference_between_ranks as difference_between_ranks,
         first_over_store as first_over_store,
+        first_text as first_text,
         flat_bytes as flat_bytes,
         gather_from as gather_from,
         gather_numbers as gather_numbers,

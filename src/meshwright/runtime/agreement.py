@@ -220,6 +220,13 @@ def _dtype_of(number: float) -> torch.dtype:
     return torch.float64 if isinstance(number, float) else torch.int64
 
 
+def first_text(text: str | None) -> str:
+    """Return the text of the first rank that has one, on every rank; empty where none has."""
+    size = world_size()
+    (first,) = smallest([rank() if text else size])
+    return "" if first == size else str(broadcast_object(text, first))
+
+
 def any_rank(flag: bool) -> bool:
     """Return whether ``flag`` is true on any rank; the same on every rank."""
     return not smallest([not flag])[0]

@@ -27,7 +27,7 @@ from meshwright.data import GlobalBatchLoader
 from meshwright.errors import DataError, LaunchError, ModelError, join_names
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.birth import Birth, birth_of
-from meshwright.methods.job import guards_are_on
+from meshwright.methods.job import KnownParameters, guards_are_on
 from meshwright.nn import check_initialized, check_model, check_no_renorm, is_on_meta
 from meshwright.nn.initial_values import record, remembered
 from meshwright.optim import Stages, clip_gradients
@@ -58,7 +58,7 @@ from meshwright.runtime.lazy import paused_collection
 # Optimizers, DDP and predictions import dynamo in any case. Imported here, it loads with the garbage collector paused.
 from meshwright.runtime.torch_internals.compilers import dynamo as dynamo
 from meshwright.strategy import read_size
-from meshwright.training.accelerated import Accelerated, KnownParameters, LossWeight
+from meshwright.training.accelerated import Accelerated, LossWeight
 from meshwright.training.request import Request, check_lr_scheduler, check_rates, optimizer_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import math
 import numbers
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,13 +23,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.errors import ConfigError, DataError, LossSpikeError, ModelError, UnsoundStepError
+from meshwright.errors import ConfigError, DataError, LossSpikeError, UnsoundStepError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
 from meshwright.methods.job import MAX_EXACT_SUM, SAMPLED, STEP_AXES, guards_are_on, mean_over, sum_over
 from meshwright.nn import reshard
 from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batches, shares_of
 from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
-from meshwright.optim.guarded_step import is_outer, parameters_in
+from meshwright.optim.guarded_step import is_outer
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import (
     HostCopy,
@@ -39,9 +38,7 @@ from meshwright.runtime import (
     preserved_rng,
     print_rank,
     synchronize_device,
-    world_size,
 )
-from meshwright.store.entries import stored_name, unwrapped
 from meshwright.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -562,66 +559,4 @@ def _spike_error(value: float, limit: float, spikes: SpikeWatch) -> LossSpikeErr
         expected=f"at most {limit:.4g}, by the {spikes.policy.window} losses before",
         got=f"{value:.4g}; the weights are as they were",
         fix='look for the cause in this batch, or skip such steps: ("loss_spike", "skip")',
-    )
-
-
-# --- Parameters that came after the optimizer
-
-
-class KnownParameters:
-    """The parameters of a model as its strategy has left it: the optimizer updates these, and ranks average them.
-
-    A layer that is put into the model later would never train, or train differently on every rank.
-
-    Args:
-        model: The model, after all methods were applied.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._known = {id(each): (weakref.ref(each), each.shape) for each in model.parameters()}
-        self._optimizer: Callable[[], Optimizer | None] = lambda: None
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """Note the optimizer of the model: on one rank it may be given further parameters."""
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self) -> None:
-        """Refuse a model with gradients, or shapes, that it did not have before.
-
-        Gathered weights of FSDP2, which are others than its shards, have no gradients of their own.
-
-        Raises:
-            ModelError: Naming the first such parameter.
-        """
-        model = self._model()
-        if model is None:
-            return
-        for parameter in parameters_in(model):
-            known, shape = self._known.get(id(parameter), (None, torch.Size()))
-            if known is not None and known() is parameter:
-                if parameter.shape != shape:
-                    raise _late(model, parameter, shape)
-            elif parameter.grad is not None and not self._is_added(parameter):
-                raise _late(model, parameter, None)
-
-    def _is_added(self, parameter: torch.Tensor) -> bool:
-        optimizer = self._optimizer()
-        if optimizer is None or world_size() > 1:
-            return False
-        return any(parameter is each for group in optimizer.param_groups for each in group["params"])
-
-
-def _late(model: nn.Module, parameter: torch.Tensor, before: torch.Size | None) -> ModelError:
-    named = unwrapped(model).named_parameters()
-    name = next((stored_name(name) for name, each in named if each is parameter), "a parameter")
-    got = f"{name} of shape {tuple(parameter.shape)}"
-    return ModelError(
-        "The model has changed since accelerate, and its optimizer and gradient averages know the parameters of then",
-        expected="the parameters that the model had in accelerate"
-        if before is None
-        else f"{name} of shape {tuple(before)}, as in accelerate",
-        got=f"{got}, put into the model later" if before is None else got,
-        fix="replace or resize layers before accelerate; for a model that trains already, save its weights, build it "
-        "anew with the change, load them, and accelerate that",
     )

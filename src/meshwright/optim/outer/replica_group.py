@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.comm.transport import all_gather_flat, groups_of_ranks
 from meshwright.errors import ConfigError, LaunchError, join_names
-from meshwright.runtime import any_rank, bit_sums, gather_objects, print_rank, world_size
+from meshwright.runtime import any_rank, bit_sums, first_text, gather_numbers, print_rank, world_size
 from meshwright.runtime.torch_internals.c10d import default_store
 
 _PATIENCE_S = 3.0  # to wait for the marks of ranks that are alive but slow
@@ -104,7 +104,7 @@ class Replicas:
         """
         every = self.gather_objects([(tuple(p.shape), str(p.dtype)) for p in parameters])
         problem = _difference(every) or self._crossing(parameters)
-        found = next((text for text in gather_objects(problem) if text), None)
+        found = first_text(problem)
         if found:
             raise ConfigError(
                 "Replicas that are to synchronise hold different parameters",
@@ -190,7 +190,7 @@ def _difference(every: list[Any]) -> str | None:
 def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
     """Return the group and the number of this replica's ranks: those at the same place in their replica groups."""
     world = dist.group.WORLD
-    places = gather_objects(place)
+    places = gather_numbers(place)
     own = tuple(rank for rank, other in enumerate(places) if other == place)
     if len(own) in (1, len(places)):
         return (None if len(own) == 1 else world), len(own)
