@@ -537,8 +537,8 @@ class RepeatedStream(IterableDataset[Any]):
 class InterleavedShards(IterableDataset[Any]):
     """Shards of known lengths as one stream: the first item of each shard, then the second of each, and so on.
 
-    The order does not depend on the number of ranks, and a replica opens only the shards that hold its items. Where
-    the number of replicas is a multiple of the number of shards, or divides it, those are few, until shorter shards end.
+    The order does not depend on the number of ranks, and a replica opens only the shards that hold its items. Those are
+    few where the number of replicas is a multiple of the number of shards, or divides it, until shorter shards end.
 
     Args:
         shards: Datasets, or other iterables that can be iterated again; those with a ``set_epoch`` hear of epochs.
