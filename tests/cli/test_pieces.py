@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from meshwright.cli import session
-from meshwright.cli.failures import laid_out
+from meshwright.cli.failures import exit_status, laid_out
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_display import duration, readable_count, sparkline, status_line
 from meshwright.cli.run_files import MetricsFile, RunLock, check_not_running, check_run_dir, default_run_dir
@@ -314,3 +314,14 @@ def test_an_error_at_a_terminal_is_laid_out_and_told_once():
         "  what to do  correct it",
         "Epoch 3.",
     ]
+
+
+def test_a_store_that_has_ended_is_told_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+
+    def lose():
+        raise torch.distributed.DistNetworkError("Did the remote server shutdown or crash?\nframe #1: c10d")
+
+    assert exit_status(lose) != 0
+    told = "rank 3 lost the store of the ranks, which rank 0 or the launcher keeps: Did the remote server shutdown"
+    assert capsys.readouterr().err.startswith(f"meshwright: {told}")

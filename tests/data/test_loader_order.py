@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, strategies as st
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
-from meshwright.data import GlobalOrder, ShardedSampler, ShardedStream, global_batch_loader
+from meshwright.data import (
+    GlobalOrder,
+    InterleavedShards,
+    RepeatedStream,
+    ShardedSampler,
+    ShardedStream,
+    global_batch_loader,
+)
 from meshwright.errors import ConfigError, DataError
 from tests.data.helpers import refused
 
@@ -132,25 +139,64 @@ def test_impossible_orders_are_refused():
         GlobalOrder(4, 0, start=-4)
 
 
-class Seekable(Stream):
-    """A stream that can leave out what other replicas take, and counts what it reads."""
+class Shard:
+    """Items of which it counts those that are read."""
 
-    def __init__(self, size):
-        super().__init__(size)
-        self.num_read = 0
+    def __init__(self, number, size):
+        self.number, self.size, self.num_read, self.epoch = number, size, 0, 0
 
-    def share(self, replica, num_replicas):
-        for number in range(replica, self.size - self.size % num_replicas, num_replicas):
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        for index in range(self.size):
             self.num_read += 1
-            yield number
+            yield self.number, index, self.epoch
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
 
-@given(st.integers(0, 30), st.integers(1, 7))
-def test_a_stream_that_can_share_itself_is_not_read_whole(size, replicas):
-    streams = [Seekable(size) for _ in range(replicas)]
-    shards = [list(ShardedStream(stream, replica, replicas)) for replica, stream in enumerate(streams)]
-    assert shards == [list(ShardedStream(Stream(size), replica, replicas)) for replica in range(replicas)]
-    assert sum(stream.num_read for stream in streams) == size - size % replicas
+def _shards(sizes):
+    return InterleavedShards([Shard(number, size) for number, size in enumerate(sizes)])
+
+
+SHARDS = st.lists(st.integers(0, 6), max_size=5)
+
+
+@given(SHARDS, st.integers(1, 7))
+def test_shards_are_one_stream_whatever_the_number_of_replicas(sizes, replicas):
+    whole = list(_shards(sizes))
+    assert sorted(whole) == [(number, index, 0) for number, size in enumerate(sizes) for index in range(size)]
+    shares = [list(ShardedStream(_shards(sizes), replica, replicas)) for replica in range(replicas)]
+    assert shares == [whole[: len(whole) - len(whole) % replicas][replica::replicas] for replica in range(replicas)]
+
+
+@given(SHARDS.filter(any), st.integers(1, 5), st.integers(0, 40))
+def test_an_endless_run_over_shards_is_resumed_anywhere_on_any_number_of_replicas(sizes, replicas, start):
+    whole = _take(RepeatedStream(_shards(sizes)), start + 6 * replicas)
+    assert [epoch for *_, epoch in whole] == [position // sum(sizes) for position in range(len(whole))]
+    shares = [
+        _take(ShardedStream(RepeatedStream(_shards(sizes), start), replica, replicas), 6) for replica in range(replicas)
+    ]
+    assert [item for group in zip(*shares, strict=True) for item in group] == whole[start:]
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_a_replica_reads_its_own_shards_alone(replicas):
+    for replica in range(replicas):
+        stream = _shards([25] * 4)
+        assert len(list(ShardedStream(stream, replica, replicas))) == 100 // replicas
+        read = [each.num_read for each in stream.shards]
+        assert [number for number in range(4) if read[number]] == [*range(replica % 4, 4, replicas)]
+        assert sum(read) <= 25 * max(4 // replicas, 1)
+
+
+def test_lengths_of_shards_must_be_right():
+    with refused(DataError, "2 lengths"):
+        InterleavedShards([[1], [2]], [1])
+    with refused(DataError, "Shard 1 has ended before its length", "3 items"):
+        list(InterleavedShards([[1, 2, 3], [4]], [3, 3]))
 
 
 def test_a_stream_that_is_divided_already_is_refused():

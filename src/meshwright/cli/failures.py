@@ -103,6 +103,10 @@ def _report_bug(error: Exception) -> None:
     if world_size() > 1 and any(words in str(error) for words in _LOST_PEER):
         # The rank that failed reports why.
         return _say(f"{_own_name()}lost the connection to another rank")
+    distributed = sys.modules.get("torch.distributed")  # none is lost before it is imported
+    if distributed is not None and isinstance(error, distributed.DistNetworkError):
+        cause = str(error).splitlines()[0]
+        return _say(f"{_own_name()}lost the store of the ranks, which rank 0 or the launcher keeps: {cause}")
     agreed = getattr(error, "agreed", False)
     if agreed and rank() != 0:
         return None

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from meshwright.data.loader import (
         GlobalBatchLoader as GlobalBatchLoader,
         GlobalOrder as GlobalOrder,
+        InterleavedShards as InterleavedShards,
         RepeatedStream as RepeatedStream,
         ShardedSampler as ShardedSampler,
         ShardedStream as ShardedStream,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -411,8 +411,8 @@ class ShardedStream(IterableDataset[Any]):
     several DataLoader workers must divide itself among them (``torch.utils.data.get_worker_info``).
 
     Every replica reads the whole stream, and drops the others' items. A stream that can do without has a method
-    ``share(replica, num_replicas)``, which returns an iterator over the replica's items alone: as many on every
-    replica, and together the same whatever the number of replicas.
+    ``every(first, step)``, which iterates over items ``first``, ``first + step``, … alone, and a length unless it is
+    endless. :class:`InterleavedShards` and :class:`RepeatedStream` have it.
 
     Args:
         stream: The dataset.
@@ -428,9 +428,10 @@ class ShardedStream(IterableDataset[Any]):
         self.stream, self.replica, self.num_replicas = stream, replica, num_replicas
 
     def __iter__(self) -> Iterator[Any]:
-        share = getattr(self.stream, "share", None)
-        if callable(share):
-            yield from share(self.replica, self.num_replicas)
+        if skips(self.stream):
+            count = len(self) if isinstance(self.stream, Sized) else None
+            stream: Any = self.stream
+            yield from itertools.islice(stream.every(self.replica, self.num_replicas), count)
             return
         mine: Any = None
         for index, item in enumerate(self.stream):
@@ -470,6 +471,11 @@ def forward_epoch(listener: Any, epoch: int) -> None:
         set_epoch(epoch)
 
 
+def skips(stream: Any) -> bool:
+    """Return whether a stream can leave items out without reading them: see :class:`ShardedStream`."""
+    return callable(getattr(stream, "every", None))
+
+
 def _share(whole: Any, num_replicas: int, drop_last: bool) -> int:
     if not isinstance(whole, Sized):
         raise TypeError(f"{type(whole).__name__} has no length")
@@ -481,7 +487,8 @@ class RepeatedStream(IterableDataset[Any]):
 
     Args:
         source: Yields the same samples on every rank, each time that it is iterated.
-        start: Number of samples seen before, over all ranks; they are read and skipped, for a stream cannot seek.
+        start: Number of samples seen before, over all ranks. They are read and skipped, unless the source has a length
+            and leaves out what it need not read, as :class:`InterleavedShards` does.
 
     Raises:
         DataError: When iterating finds nothing: an empty source, or one that can be iterated only once.
@@ -491,6 +498,23 @@ class RepeatedStream(IterableDataset[Any]):
         self.source, self.start = source, start
 
     def __iter__(self) -> Iterator[Any]:
+        return self.every(0, 1)
+
+    def every(self, first: int, step: int) -> Iterator[Any]:
+        """Iterate over samples ``first``, ``first + step``, … from ``start`` on."""
+        if not (skips(self.source) and isinstance(self.source, Sized) and len(self.source)):
+            return itertools.islice(self._read(), first, None, step)
+        return self._seek(self.source, len(self.source), self.start + first, step)
+
+    def _seek(self, source: Any, length: int, position: int, step: int) -> Iterator[Any]:
+        while True:
+            epoch, offset = divmod(position, length)
+            forward_epoch(source, epoch)
+            for item in source.every(offset, step):
+                yield item
+                position += step
+
+    def _read(self) -> Iterator[Any]:
         to_skip, epoch = self.start, 0
         while True:
             forward_epoch(self.source, epoch)
@@ -508,3 +532,64 @@ class RepeatedStream(IterableDataset[Any]):
                     fix="check its source; return a dataset or a list instead of a generator, which ends for good",
                 )
             epoch += 1
+
+
+class InterleavedShards(IterableDataset[Any]):
+    """Shards of known lengths as one stream: the first item of each shard, then the second of each, and so on.
+
+    The order does not depend on the number of ranks, and a replica opens only the shards that hold its items. Those are
+    few where the number of replicas is a multiple of the number of shards, or divides it, until shorter shards end.
+
+    Args:
+        shards: Datasets, or other iterables that can be iterated again; those with a ``set_epoch`` hear of epochs.
+        lengths: Number of items in each; None asks the shards.
+
+    Raises:
+        DataError: When lengths and shards do not fit, and while iterating when a shard ends before its length.
+    """
+
+    def __init__(self, shards: Sequence[Iterable[Any]], lengths: Sequence[int] | None = None) -> None:
+        self.shards = list(shards)
+        sized: Any = self.shards
+        self.lengths = list(map(len, sized)) if lengths is None else list(lengths)
+        if len(self.lengths) != len(self.shards):
+            raise DataError(
+                "InterleavedShards has not as many lengths as shards",
+                expected=f"{len(self.shards)} lengths",
+                got=str(len(self.lengths)),
+                fix="give the number of items of each shard",
+            )
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.every(0, 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the shards that have one."""
+        for each in self.shards:
+            forward_epoch(each, epoch)
+
+    def every(self, first: int, step: int) -> Iterator[Any]:
+        """Iterate over items ``first``, ``first + step``, …, and read no shard that has none of them."""
+        opened: dict[int, tuple[Iterator[Any], int]] = {}
+        for number, index in itertools.islice(self._places(), first, None, step):
+            items, done = opened.get(number) or (iter(self.shards[number]), 0)
+            try:
+                yield next(itertools.islice(items, index - done, None))
+            except StopIteration:
+                raise DataError(
+                    f"Shard {number} has ended before its length",
+                    expected=f"{self.lengths[number]} items",
+                    got=f"no item {index}",
+                    fix="correct lengths",
+                ) from None
+            opened[number] = items, index + 1
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """Iterate over shard and index within it of all items, in order."""
+        for index in range(max(self.lengths, default=0)):
+            for number, length in enumerate(self.lengths):
+                if index < length:
+                    yield number, index
