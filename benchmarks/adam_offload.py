@@ -145,12 +145,11 @@ def main() -> int:
     for dtype in DTYPES:
         for result in compare(num_elements, dtype, rounds, device):
             results.append(result)
-            print(
-                f"{dtype:6} {result['optimizer']:22} {1e3 * float(result['step_time_s']):8.1f}ms {result['ratio']:8.3f}"
-            )
-    if arguments.json:
-        figures = {"torch": torch.__version__, "device": device.type, "elements": num_elements, "cases": results}
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+            times = f"{1e3 * float(result['step_time_s']):8.1f}ms {result['ratio']:8.3f}"
+            print(f"{dtype:6} {result['optimizer']:22} {times}", flush=True)
+        if arguments.json:
+            figures = {"torch": torch.__version__, "device": device.type, "elements": num_elements, "cases": results}
+            arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     if arguments.trace:
         trace(num_elements, device, arguments.trace)
     return 0

@@ -109,8 +109,9 @@ def main() -> int:
             f"{result['first_step_s']:9.1f} s",
             flush=True,
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"torch": torch.__version__, "size": size, "cases": results}, indent=2))
+        if arguments.json:
+            figures = {"torch": torch.__version__, "size": size, "cases": results}
+            arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 

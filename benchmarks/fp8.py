@@ -4,14 +4,16 @@
     python benchmarks/fp8.py --layers 32 --dim 2560     about 3 B
     python benchmarks/fp8.py --tiny             on a CPU, 8 bits emulated: only the losses mean anything there
 
-Every variant has a model of its own; turns of a few steps alternate, so that a machine whose speed drifts slows all
-alike. Text: the Python standard library, byte by byte. ``--compile`` compiles the blocks, without which the casts of
-``delayed`` cost more than its products save on most sizes.
+Each recipe trains beside bf16: two models, in turns of a few steps, so that a machine whose speed drifts slows both
+alike. Two of the default size with their optimizer states take 36 GiB. Text: the Python standard library, byte by
+byte. ``--compile`` compiles the blocks, without which the casts of ``delayed`` cost more than its products save on most
+sizes. ``--json`` writes the figures of a recipe as soon as they are known.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sysconfig
@@ -62,19 +64,13 @@ def text_batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
         yield torch.stack([text[start : start + args.seq_len] for start in starts.tolist()]).long()
 
 
-def variants(args: argparse.Namespace) -> list[Variant]:
-    keys: dict[str, Any] = {"exclude": "lm_head", "emulate": args.tiny}
-    strategies = {"bf16": [BF16]} | {
-        recipe: [BF16, ("fp8", {"recipe": recipe, **keys})] for recipe in args.recipes.split(",")
-    }
-    found = []
-    for name, strategy in strategies.items():
-        model = model_of(args)
-        if args.compile:
-            for block in model.model.layers:
-                block.compile()
-        found.append(Variant(name, accelerated(model, strategy)))
-    return found
+def variant_of(name: str, args: argparse.Namespace) -> Variant:
+    options = {"recipe": name, "exclude": "lm_head", "emulate": args.tiny}
+    model = model_of(args)
+    if args.compile:
+        for block in model.model.layers:
+            block.compile()
+    return Variant(name, accelerated(model, [BF16] if name == "bf16" else [BF16, ("fp8", options)]))
 
 
 def accelerated(model: nn.Module, strategy: list[Any]) -> mw.Accelerated:
@@ -101,21 +97,25 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def report(every: list[Variant], args: argparse.Namespace) -> dict[str, Any]:
-    reference, tokens = every[0], args.batch * args.seq_len
-    figures: dict[str, Any] = {}
-    for variant in every:
-        times = variant.step_times_s[1:]  # the first turn warms up, and compiles
-        pairs = zip(reference.step_times_s[1:], times, strict=True)
-        loss, of_reference = (statistics.mean(each.losses[-LAST:]) for each in (variant, reference))
-        figures[variant.name] = {
-            "tokens_per_s": tokens / statistics.median(times),
-            "speedup": statistics.median(theirs / own for theirs, own in pairs),
-            "loss": loss,
-            "loss_change": loss / of_reference - 1,
-        }
-        print(f"{variant.name:<11}" + "  ".join(f"{key} {value:.4g}" for key, value in figures[variant.name].items()))
-    return figures
+def compare(recipe: str, args: argparse.Namespace) -> dict[str, float]:
+    """Figures of one recipe, which trains in turns with bf16."""
+    pair = [variant_of(name, args) for name in ("bf16", recipe)]
+    text = text_batches(args)
+    for _ in range(args.turns):
+        batches = [next(text) for _ in range(args.steps)]
+        for variant in pair:
+            turn(variant, batches)
+    reference, own = (each.step_times_s[1:] for each in pair)  # the first turn warms up, and compiles
+    loss_of_reference, loss = (statistics.mean(each.losses[-LAST:]) for each in pair)
+    tokens = args.batch * args.seq_len
+    return {
+        "tokens_per_s": tokens / statistics.median(own),
+        "tokens_per_s_bf16": tokens / statistics.median(reference),
+        "speedup": statistics.median(theirs / ours for theirs, ours in zip(reference, own, strict=True)),
+        "loss": loss,
+        "loss_bf16": loss_of_reference,
+        "loss_change": loss / loss_of_reference - 1,
+    }
 
 
 def main() -> None:
@@ -132,14 +132,17 @@ def main() -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     mw.init_distributed()
-    every, text = variants(args), text_batches(args)
-    for _ in range(args.turns):
-        batches = [next(text) for _ in range(args.steps)]
-        for variant in every:
-            turn(variant, batches)
-    figures = report(every, args)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = {}
+    for recipe in args.recipes.split(","):
+        figures[recipe] = compare(recipe, args)
+        text = "  ".join(f"{key} {value:.4g}" for key, value in figures[recipe].items())
+        print(f"{recipe:<11}{text}", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        # The next two models take the place of these, which are reference cycles.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from rich.table import Table
 import meshwright as mw
 from meshwright.cost import Memory, copies
 from meshwright.errors import readable_bytes
-from meshwright.runtime import settings
+from meshwright.runtime import settings, synchronize_device
 from meshwright.training.accelerated import Accelerated
 
 VOCAB, SEQ_LEN, BATCH = 512, 128, 4
@@ -61,16 +61,19 @@ def next_token(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def train(strategy: list[Any], dim: int, blocks: int) -> tuple[Accelerated, dict[str, int], float]:
-    """Three steps; what the last holds, and how long the last two took."""
+    """Three steps; what the last holds, and how long the second took."""
     ids = torch.randint(0, VOCAB, (BATCH, SEQ_LEN))
     result = mw.accelerate(
         build(dim, blocks), torch.optim.AdamW, None, next_token, strategy=strategy,
         optim_args={"lr": 1e-4, "fused": True}, sample_batch=ids, batch_size=BATCH,
     )  # fmt: skip
     result.step(ids)
+    synchronize_device(result.device)
     start = time.perf_counter()
     result.step(ids)
-    return result, result.measured_step(ids)[1], time.perf_counter() - start
+    synchronize_device(result.device)
+    seconds = time.perf_counter() - start
+    return result, result.measured_step(ids)[1], seconds
 
 
 def place(memory: Memory | dict[str, int], prefix: str) -> int:
@@ -82,7 +85,7 @@ def place(memory: Memory | dict[str, int], prefix: str) -> int:
 def show(dim: int, blocks: int, folder: str) -> None:
     """Prints predicted and measured bytes of every choice."""
     table = Table(title=f"GPT-2, {blocks} blocks of width {dim}, AdamW, {settings().device}: predicted / measured")
-    for column in ("offload", "device", "host", "disk", "copied per step", "seconds"):
+    for column in ("offload", "device", "host", "disk", "copied per step", "step"):
         table.add_column(column, justify="left" if column == "offload" else "right")
     for name, strategy in choices(folder).items():
         result, measured, seconds = train(strategy, dim, blocks)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from meshwright.cli import train_loop as training
 from meshwright.cli.train_options import Options
@@ -75,7 +75,7 @@ def train(folder, out, *changes, steps=3, resume=False):
     """What a rank of the program does, and prints on standard error."""
     seed_everything(0)
     path, said = list(sys.path), io.StringIO()
-    changes = ('strategy.methods="fsdp"', *(f'{key}="{value}"' for key, value in changes))
+    changes = ('strategy.methods="fsdp"', *(f"{key}={json.dumps(value)}" for key, value in changes))
     try:
         with (
             mock.patch.object(training, "shutdown_distributed"),
@@ -129,6 +129,18 @@ def test_a_resumed_run_does_not_read_the_weights_again(ranks, folder):
     assert "resuming after step 3" in said
     assert "weights from" not in said
     assert len(losses(folder / "run")) == 4
+
+
+def test_a_new_head_is_initialised_where_the_file_allows_it(ranks, folder):
+    stored = [load_file(file) for file in (folder / "base").glob("*.safetensors")]
+    headless = {name: tensor for each in stored for name, tensor in each.items() if name != "lm_head.weight"}
+    save_file(headless, folder / "headless.safetensors", metadata={"format": "pt"})
+    named = (("model.source", "hf:bare"), ("model.weights", "headless.safetensors"))
+    with pytest.raises(RemoteFailure, match=r"model\.allow_missing_weights = true"):
+        ranks(2).run(train, folder, "refused", *named)
+    said, _ = ranks(2).run(train, folder, "run", *named, ("model.allow_missing_weights", True))
+    assert "lm_head.weight" in said
+    assert len(losses(folder / "run")) == 3
 
 
 @pytest.mark.parametrize(

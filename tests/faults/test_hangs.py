@@ -11,7 +11,7 @@ from tests.faults.world import World
 LIMIT_S, GIVE_UP_S = 1.0, 90.0
 
 
-def watched(rank, size, port, folder, faults):
+def watched(rank, size, port, folder, faults, limit_s=LIMIT_S):
     """Steps that meet in a barrier, under a Watch. Every text is a line of ``told``, after the seconds it came."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch.distributed as dist
@@ -24,7 +24,7 @@ def watched(rank, size, port, folder, faults):
             file.write(f"{time.time()} {text.splitlines()[0]}\n")
 
     runtime.init_distributed(backend="gloo")
-    with Watch(LIMIT_S, lambda text: _write("told", text)) as watch:
+    with Watch(limit_s, lambda text: _write("told", text)) as watch:
         for step in range(1, 400):
             watch.beat()
             for fault in faults:
@@ -63,3 +63,17 @@ def test_a_rank_at_fault_is_named_in_time(tmp_path):
     finally:
         for world in worlds:
             world.end()
+
+
+@pytest.mark.long  # it holds seconds against a limit, and starts 32 processes
+def test_of_32_ranks_the_one_that_hangs_is_named_in_time(tmp_path):
+    world = World(32, watched, tmp_path, [hang(rank=21, at_step=5)], 4.0)
+    try:
+        told_s, text = _first(tmp_path / "told", "rank 21: not in a collective", time.monotonic() + 2 * GIVE_UP_S)
+        struck_s, _ = _first(tmp_path / "struck", "hang", time.monotonic() + 1.0)
+        assert "rank 21: step 5" in text
+        assert told_s - struck_s < 2 * 4.0
+        told = (tmp_path / "told").read_text()
+        assert told.count("no step has ended") == 1
+    finally:
+        world.end()

@@ -32,12 +32,13 @@ from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.planner import FamilyModel, FamilyWorkload, PlanRequest, parse_family
 from meshwright.planner.config_models import transformers_model
-from meshwright.runtime.watch import Report, verdict
+from meshwright.runtime.rank_reports import Report, verdict
 from meshwright.store import CheckpointStore
 from meshwright.store.folder import read_folder
 from meshwright.store.manifest import damage_of, describe, read_manifest, read_record, write_manifest
 from meshwright.store.optimizer_file import read_optimizer
 from meshwright.store.scheduler_file import check_fit, read_scheduler
+from meshwright.store.stored_shards import FolderIndex
 from meshwright.store.tensor_files import read_file
 from meshwright.strategy import Strategy
 from published_runs import read_rows
@@ -204,6 +205,8 @@ PARSERS = {
     "damage": Parser("step-00000001/manifest.json", lambda path: damage_of(path.parent)),
     "record": Parser("step-00000001/state.json", lambda path: read_record(path.parent)),
     "checkpoint": Parser("step-00000001/state.json", _checkpoint),
+    "shards": Parser("step-00000001/tensors/shards.json", lambda path: FolderIndex.read(path.parent)),
+    "checkpoint's shards": Parser("step-00000001/tensors/shards.json", lambda path: _checkpoint(path.parent)),
     "safetensors": Parser("weights.safetensors", read_file, "safetensors"),
     "pt": Parser("weights.pt", read_file, "pt"),
     "index": Parser("folder/model.safetensors.index.json", lambda path: read_folder(path.parent)),
@@ -275,7 +278,7 @@ def _texts() -> dict[str, str]:
         "earlier.json": json.dumps(EARLIER),
         "hf/config.json": json.dumps(GPT2),
         "header.json": bytes(Header.of("broadcast(src=0)", torch.ones(2, 3)).encode().tolist()).decode(),
-        "report.json": Report(4, 5, "all_reduce", "train.py:12", 0.5).to_json(),
+        "report.json": Report(4, 5, "all_reduce", "train.py:12", 0.5, {"0/0/2": (4, 3)}, "nccl:all_reduce 4").to_json(),
     }
 
 

@@ -129,6 +129,34 @@ def test_operands_lie_as_the_tensor_cores_want_them(monkeypatch):
     assert [each[4:] for each in seen] == [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)]
 
 
+@pytest.mark.parametrize("keep_weight", [True, False])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_operands_lie_so_whatever_the_strides_of_the_tensors(monkeypatch, rows, keep_weight):
+    seen, by_hand = [], layer(keep_weight=keep_weight)
+
+    def product(left, right, **options):
+        seen.append((left, right))
+        return options["scale_a"] * options["scale_b"] * (left.float() @ right.float())
+
+    monkeypatch.setattr("meshwright.nn.fp8.scaled_mm", product)
+    torch.manual_seed(0)
+    plain = nn.Linear(16, 32)
+    plain.weight = nn.Parameter(plain.weight.detach().t().contiguous().t())
+    linear = to_fp8(plain, Fp8Options(DelayedScaling(), emulate=False, keep_weight=keep_weight))
+    x, gradient = torch.randn(16, rows).t(), torch.randn(32, rows).t()
+    results = []
+    for each in (linear, by_hand):
+        inputs = x.detach().requires_grad_()
+        output = each(inputs)
+        output.backward(gradient)
+        results.append((output, inputs.grad, each.weight.grad))
+    for left, right in seen:
+        assert left.stride() == (left.shape[1], 1)
+        assert right.stride() == (1, right.shape[0])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
 def test_what_is_kept_changes_only_where_it_must():
     linear, x = layer(), torch.randn(4, 16)
     casts = []

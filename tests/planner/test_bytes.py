@@ -221,8 +221,8 @@ def test_states_of_frozen_parameters(ranks):
     check(ranks(2).run(compared, {"lora": ("lora", ["fsdp"], 1, ADAGRAD)})[0])
 
 
-def offloaded(strategy):
-    result, _, _ = trained("mixtral", strategy)
+def offloaded(strategy, name="mixtral"):
+    result, _, _ = trained(name, strategy)
     predicted = memory(result.plan.step, result._job.coordinate)
     measured = mw.planner.measured_state(result.model, result.optim)
     return {key: (getattr(predicted, key), size) for key, size in measured.items()}
@@ -232,6 +232,11 @@ def test_offload_weighs_experts_whole(ranks):
     for fraction in (0.3, 0.5):
         every = ranks(2).run(offloaded, [*EXPERTS, ("offload", {"optimizer": fraction})])
         assert all(predicted == counted for found in every for predicted, counted in found.values()), every
+
+
+def test_offload_tells_divided_parameters_from_whole_ones_of_their_shape(ranks):
+    every = ranks(2).run(offloaded, [*TENSOR, ("offload", {"optimizer": 0.85})], "vit")
+    assert all(predicted == counted for found in every for predicted, counted in found.values()), every
 
 
 @pytest.mark.long

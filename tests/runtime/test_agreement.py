@@ -35,3 +35,26 @@ def test_ranks_that_never_come_are_named(monkeypatch):
         monkeypatch.setattr(together, name, value)
     with pytest.raises(LaunchError, match=r"save was not called on every rank.*ranks 1, 2"):
         wait_for_all_ranks("save")
+
+
+def _gathered():
+    here, kind = rank(), "odd" if rank() % 2 else "even"
+    together.send_bytes(b"abc" * here, 0) if here else None
+    received = [together.receive_bytes(other) for other in range(1, 3)] if here == 0 else []
+    return (
+        together.gather_distinct(f"{kind} {here}", kind),
+        together.gather_distinct("same", "same"),
+        together.gather_numbers([here, -here]),
+        together.gather_on_first({"rank": here}),
+        received,
+    )
+
+
+def test_values_that_differ_travel_once_for_each_kind(ranks):
+    found = ranks(3).run(_gathered)
+    for number, (distinct, same, numbers, on_first, received) in enumerate(found):
+        assert distinct == [([0, 2], "even 0"), ([1], "odd 1")]
+        assert same == [([0, 1, 2], "same")]
+        assert numbers == [[0, 0], [1, -1], [2, -2]]
+        assert on_first == ([{"rank": each} for each in range(3)] if number == 0 else [])
+        assert received == ([b"abc", b"abcabc"] if number == 0 else [])

@@ -22,6 +22,7 @@ NOT_IN_EVERY_TORCH = {
     "_saved_split_sizes": "of the nodes of torch.split alone, tested below",
     "_is_avx512_bf16_supported": "of some builds for CPUs",
     "_is_amx_tile_supported": "of some builds for CPUs",
+    "_dump_nccl_trace_json": "of builds for CUDA",
     "_precomputed_scale": "torchao's",
     "_is_fsdp_managed_module": "transformers'",
 }

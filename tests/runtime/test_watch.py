@@ -1,6 +1,6 @@
 """A rank that hangs, and one that is slow, get a name from the others."""
 
-import sys
+import os
 import threading
 import time
 
@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
-from meshwright.runtime import agreement, rank, watch
-from meshwright.runtime.watch import Report, Watch, slow_ranks, verdict
+from meshwright.runtime import rank, watch
+from meshwright.runtime.flight_recorder import Collectives
+from meshwright.runtime.rank_reports import Report
+from meshwright.runtime.watch import Watch
 
 LIMIT_S = 0.5
 
@@ -70,7 +72,7 @@ def _apart():
 def _slow():
     told: list[str] = []
     with Watch(100.0, told.append) as watch:
-        watch._pause_s = 0.3
+        watch._pause_s = 0.1
         _steps(watch, [0.02 if rank() == 1 else 0] * 130)
     return told
 
@@ -112,90 +114,232 @@ def test_who_holds_up_the_others_is_named(ranks):
     assert "rank 1: step 3" in hang
 
 
-def test_ranks_that_wait_in_the_store_wait_and_those_that_add_up_bits_work(monkeypatch):
-    has_come = threading.Event()
-
-    class Store:
-        def add(self, key, amount):
-            return 2 if has_come.is_set() else 1
-
-    monkeypatch.setattr(agreement, "world_size", lambda: 2)
-    monkeypatch.setattr(agreement, "default_store", Store)
-    thread = threading.Thread(target=agreement.wait_for_all_ranks, args=("save",))
-    thread.start()
-    seen = set()
-    deadline_s = time.monotonic() + 10.0
-    while "wait_for_all_ranks" not in seen and time.monotonic() < deadline_s:
-        seen.add(watch.place_of(thread.ident).operation)
-    has_come.set()
-    thread.join()
-    assert "wait_for_all_ranks" in seen
-    found = {}
-    exec(compile("def bit_sum(): return sys._getframe()", agreement.__file__, "exec"), {"sys": sys}, found)
-    assert watch._operation(found["bit_sum"]()) == ""
-
-
-def _report(step=5, operation="all_reduce", caller="a.py:1 in f", number=3):
-    return Report(number, step, operation, caller)
-
-
-@pytest.mark.parametrize(
-    ("reports", "silent", "guilty", "words"),
-    [
-        ([_report(), _report(operation="")], [], [1], "not in a collective"),
-        ([_report(), _report(step=4), _report()], [], [1], "behind"),
-        ([_report(), _report(), _report(operation="broadcast")], [], [2], "same collectives"),
-        ([_report(), _report(operation="broadcast")], [], [0, 1], "same collectives"),
-        ([_report(), _report()], [], [], "all are in the same place"),
-        ([_report(operation="", caller=f"a.py:{line} in f") for line in (1, 1, 2)], [], [2], "same collectives"),
-        ([_report(), _report(operation="")], [3], [3], "no sign of life"),
-    ],
-)
-def test_the_verdict(reports, silent, guilty, words):
-    found = verdict(dict(enumerate(reports)), silent)
-    assert found.guilty == guilty
-    assert words in str(found)
-    assert str(found).count(": step") == len({str(report) for report in reports})
-
-
-def test_who_is_slow():
-    assert slow_ranks({0: 0.6, 1: 0.1, 2: 0.7}) == [1]
-    assert slow_ranks({0: 0.6, 1: 0.5}) == []
-    assert slow_ranks({0: 0.2, 1: 0.0, 2: 0.2}) == []
-    assert slow_ranks({0: 0.9, 1: 0.1}) == [1]
-
-
-def test_a_report_travels_as_text():
-    assert Report.from_json(_report().to_json()) == _report()
+def test_a_limit_is_a_duration():
     with pytest.raises(ConfigError, match="not a duration"):
         Watch(0.0)
 
 
-class _Looks:
-    """In the place of a watch's event: before each look the other rank may report, and this one's reports are kept."""
-
-    def __init__(self, store, reports_before):
-        self.store, self.reports_before, self.numbers = store, reports_before, []
-
-    def is_set(self):
-        return False
-
-    def wait(self, duration_s):
-        self.numbers.append(Report.from_json(self.store.get("watch/0")).number)
-        if len(self.numbers) == self.reports_before:
-            self.store.set("watch/1", _report(number=4).to_json())
+def test_of_four_ranks_the_one_that_hangs_is_named(ranks):
+    every = ranks(4).run(_hang)
+    told = [text for texts, _ in every for text in texts]
+    (found,) = [text for text in told if "no step has ended" in text]
+    assert "rank 1: not in a collective, while others wait in one" in found
+    assert "ranks 0, 2, 3: step 3, in barrier, test_watch.py" in found
+    assert any("rank 1 holds up the others" in text for text in every[1][0])
 
 
-@pytest.mark.parametrize("reports_before", [1, 2, 3, None])
-def test_a_rank_that_reports_late_is_not_silent(monkeypatch, reports_before):
-    """Ranks diagnose in the same moments: each reports on meanwhile, and has three pauses to."""
-    monkeypatch.setattr(watch, "rank", lambda: 0)
-    monkeypatch.setattr(watch, "world_size", lambda: 2)
-    told, store = [], dist.HashStore()
-    watching = Watch(LIMIT_S, told.append)
-    watching._watched, watching._keys, watching._store = threading.get_ident(), "watch", store
-    watching._step, watching._over = 2, _Looks(store, reports_before)
-    store.set("watch/1", _report().to_json())
-    watching._look()
-    assert watching._over.numbers == list(range(1, (reports_before or 3) + 1))
-    assert ("rank 1: no sign of life" in told[0]) == (reports_before is None)
+def _report(number):
+    return Report(number, 5, "all_reduce", "a.py:1 in f")
+
+
+# --- Whole worlds of watches in one process: their looks are called in turn, by a clock that the test moves on.
+
+
+class CountingStore:
+    """A store that counts its operations, and the reports that are read from it."""
+
+    def __init__(self, store):
+        self.store, self.operations, self.reports = store, 0, 0
+
+    def __getattr__(self, name):
+        self.operations += 1
+        return getattr(self.store, name)
+
+    def multi_get(self, names):
+        self.operations += 1
+        found = self.store.multi_get(names)
+        self.reports += sum(text.count(b'"caller"') for text in found)
+        return found
+
+
+class World:
+    """Ranks of hosts, each with a watch; what they tell is kept by rank."""
+
+    def __init__(self, monkeypatch, tmp_path, hosts):
+        self.now_s, self.told, self.frozen = 0.0, [], set()
+        self.store = CountingStore(dist.HashStore())
+        monkeypatch.setattr(watch.time, "monotonic", lambda: self.now_s)
+        host_of = [host for host, size in enumerate(hosts) for _ in range(size)]
+        real = watch.HostReports
+
+        def host_reports(name, own):
+            with monkeypatch.context() as patched:
+                patched.setattr(watch.os, "access", lambda *_: False)
+                folder = tmp_path / f"host-{host_of[own]}"
+                folder.mkdir(exist_ok=True)
+                patched.setattr(watch.tempfile, "gettempdir", lambda: str(folder))
+                return real(name, own)
+
+        monkeypatch.setattr(watch, "HostReports", host_reports)
+        self.watches = []
+        for number in range(len(host_of)):
+            each = Watch(10.0, lambda text, number=number: self.told.append((number, text)))
+            each._rank, each._size, each._store, each._keys = number, len(host_of), self.store, "watch"
+            each._watched, each._recorder = threading.get_ident(), Recorder()
+            self.watches.append(each)
+
+    def beat(self, *numbers):
+        for number in numbers or range(len(self.watches)):
+            self.watches[number].beat()
+
+    def pass_time(self, seconds, order=1):
+        """All but the frozen look once in every pause, one after the other."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s += self.watches[0]._pause_s
+            for number, each in [*enumerate(self.watches)][::order]:
+                if number not in self.frozen:
+                    each._look()
+
+
+class Recorder:
+    """In the place of a flight recorder."""
+
+    def __init__(self):
+        self.called, self.share = {}, None
+
+    def collectives(self, patience_s):
+        return Collectives(self.called, "")
+
+    def wait_share(self, patience_s):
+        return self.share
+
+
+@pytest.mark.parametrize(("hosts", "order"), [([2], 1), ([4, 4], -1), ([1, 3, 2], 1), ([4] * 4, -1), ([8] * 5, 1)])
+def test_a_hang_is_found_by_few_operations_of_the_store(monkeypatch, tmp_path, hosts, order):
+    world = World(monkeypatch, tmp_path, hosts)
+    size, guilty = sum(hosts), sum(hosts) - 1
+    for _ in range(3):
+        world.beat()
+        world.pass_time(5.0, order)
+    routine = world.store.operations
+    world.pass_time(1.0, order)
+    assert world.store.operations - routine <= 2 * len(hosts) + 5  # one value of each host, and a search for slow ranks
+    world.watches[guilty]._recorder.called = {f"0/0/{size}": (6, 6)}
+    for number in range(size - 1):
+        world.watches[number]._recorder.called = {f"0/0/{size}": (8, 6)}
+    world.beat()
+    world.pass_time(9.0, order)
+    before, world.store.reports = world.store.operations, 0
+    world.pass_time(6.0, order)
+    (_, found), (own, stack) = sorted(world.told, key=lambda told: "holds up" in told[1])
+    assert f"rank {guilty}: not in a collective, while others wait in one" in found
+    assert own == guilty
+    assert f"rank {guilty} holds up the others" in stack
+    assert world.store.operations - before <= 12 * size + 30
+    assert world.store.reports <= 5 * size
+    told = len(world.told)
+    world.pass_time(30.0, order)
+    assert len(world.told) == told
+    world.beat()
+    world.pass_time(16.0, order)  # the next hang has a verdict of its own
+    assert len(world.told) == told + 2
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 3, 4, 7])
+def test_a_rank_whose_process_stands_still_is_named_whatever_its_part(monkeypatch, tmp_path, frozen):
+    """Whoever sends the reports of its host, reads them first, or does nothing: others take over."""
+    world = World(monkeypatch, tmp_path, [4, 4])
+    for _ in range(3):
+        world.beat()
+        world.pass_time(5.0)
+    world.beat()
+    world.frozen.add(frozen)
+    world.pass_time(15.0)
+    ((_, found),) = world.told
+    assert f"rank {frozen}: no sign of life" in found
+
+
+def test_the_next_in_turn_reads_when_the_first_stops_in_the_middle(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, [4, 4])
+    for _ in range(3):
+        world.beat()
+        world.pass_time(5.0)
+    world.beat()
+    world.pass_time(11.0)
+    (first,) = [each._rank for each in world.watches if each._diagnosis and each._diagnosis.before is not None]
+    world.frozen.add(first)
+    world.pass_time(12.0)
+    ((_, found),) = world.told
+    assert f"rank {first}: no sign of life" in found
+
+
+def test_steps_that_end_late_do_not_delay_the_verdict_of_a_later_hang(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, [4, 4])
+    for _ in range(6):
+        world.beat()
+        world.pass_time(11.0)  # every rank has taken its turn, and goes on
+    assert world.told == []
+    world.beat()
+    world.frozen.add(5)
+    world.pass_time(15.0)
+    ((_, found),) = world.told
+    assert "rank 5: no sign of life" in found
+
+
+def test_a_whole_host_that_is_gone_is_named(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, [3, 3, 3])
+    for _ in range(3):
+        world.beat()
+        world.pass_time(5.0)
+    world.beat()
+    world.frozen.update((0, 1, 2))
+    world.pass_time(15.0)
+    ((_, found),) = world.told
+    assert "ranks 0, 1, 2: no sign of life" in found
+
+
+def test_slow_ranks_are_found_by_the_time_of_the_device(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, [2, 2])
+    for each, share in zip(world.watches, (0.6, 0.5, 0.1, 0.6), strict=True):
+        each._recorder.share, each._samples = share, 200
+    for _ in range(4):
+        world.beat()
+        world.pass_time(5.0)
+    ((_, text),) = world.told
+    assert text == "rank 2 is slow, and the others wait for it: it waits 10% of its time in collectives, the others 60%"
+
+
+def test_a_lost_store_is_told_once_on_each_host(monkeypatch, tmp_path):
+    world = World(monkeypatch, tmp_path, [3, 2])
+    for _ in range(3):
+        world.beat()
+        world.pass_time(5.0)
+    world.beat()
+    world.now_s += 11.0
+    for each in world.watches:
+        each._report_lost_store(RuntimeError("Broken pipe\nat tcp"))
+    assert [number for number, _ in world.told] == [0, 3]
+    assert "cannot reach the store of the ranks, which rank 0 or the launcher keeps: Broken pipe" in world.told[0][1]
+
+
+def test_the_files_of_a_host_go_with_its_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch.os, "access", lambda *_: False)
+    monkeypatch.setattr(watch.tempfile, "gettempdir", lambda: str(tmp_path))
+    store, hosts = dist.HashStore(), [watch.HostReports("x", number) for number in range(2)]
+    for number, each in enumerate(hosts):
+        each.write(_report(number=number).to_json())
+        assert each.is_sender() == (number == 0)
+    hosts[0].send(store, "keys")
+    assert sorted(watch.read_hosts(store, "keys")) == [0, 1]
+    for each in hosts:
+        each.leave()
+    assert not [*tmp_path.iterdir()]
+    killed = tmp_path / "meshwright-watch-killed"
+    killed.mkdir()
+    watch.HostReports("y", 0)
+    assert killed.exists()
+    os.utime(killed, (1e9, 1e9))
+    watch.HostReports("z", 0)
+    assert not killed.exists()
+
+
+def test_without_room_for_files_a_rank_is_a_host_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch.os, "access", lambda *_: False)
+    monkeypatch.setattr(watch.tempfile, "gettempdir", lambda: str(tmp_path / "missing"))
+    store, hosts = dist.HashStore(), [watch.HostReports("x", number) for number in range(2)]
+    for number, each in enumerate(hosts):
+        each.write(_report(number=number).to_json())
+        assert each.is_sender()
+        each.send(store, "keys")
+    assert sorted(watch.read_hosts(store, "keys")) == [0, 1]

@@ -21,7 +21,7 @@ from meshwright.optim import CAME, AdamW8bit, GaLoreAdamW, Lamb, Muon, get_galor
 from meshwright.store import CheckpointStore, TrainingState
 from meshwright.store.entries import dtype_named
 from meshwright.store.manifest import TENSORS, Record, verify
-from meshwright.store.tensor_files import load_shards
+from meshwright.store.stored_shards import load_shards
 from tests import tiny
 from tests.methods.pair_runs import DIM, VOCAB, Experts, RmsNorm
 

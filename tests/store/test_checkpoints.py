@@ -38,6 +38,7 @@ def test_a_checkpoint_is_tensors_and_json_only(tmp_path):
         "state.json",
         "rng-00000.safetensors",
         "tensors/shard-00001-model-00001-of-00001.safetensors",
+        "tensors/shards.json",
     }
     assert files - set(json.loads((path / "manifest.json").read_text())["files"]) == {"manifest.json"}
 

@@ -172,6 +172,7 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
         optim_param_func=prepared.optimizer.param_func,
         dataloader_args=loader_args,
         weights=weights,
+        allow_missing_weights=weights is not None and prepared.config.model.allow_missing_weights,
         sample_batch=data.sample_batch,
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={
@@ -333,7 +334,7 @@ def _peak_flops_per_s(device: torch.device) -> float | None:
         # All ranks measure at once: they share the machine while they train, too.
         synchronize()
         own = measured_flops_per_s(device)
-    return None if any_rank(own is None) else sum(gather_numbers(own or 0.0))
+    return None if any_rank(own is None) else sum(each for (each,) in gather_numbers([own or 0.0]))
 
 
 # --- Adapters of peft: what the run directory records of them, for ``meshwright checkpoint export``

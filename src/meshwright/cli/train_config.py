@@ -47,6 +47,10 @@ class ModelTable(Table):
         "wrote, a safetensors file, a run of meshwright train or one of its checkpoints, or a directory of "
         "torch.distributed.checkpoint",
     )
+    allow_missing_weights: bool = Field(
+        default=False,
+        description="let the model's own initialisation fill what the weights lack, such as a new head, and name it",
+    )
     dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None,
         description="type of the parameters that are trained, to which stored weights are cast; default: fp32 for "

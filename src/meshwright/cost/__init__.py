@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         offload_placements as offload_placements,
         pick_largest as pick_largest,
         shape_on as shape_on,
+        tie_key as tie_key,
     )
     from meshwright.cost.scheduling import Event as Event
     from meshwright.cost.step import (

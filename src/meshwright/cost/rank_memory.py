@@ -75,6 +75,17 @@ def pick_numbers(
     return chosen
 
 
+def tie_key(shape: tuple[int, ...], tensor_dim: int | None, sharded: bool) -> tuple[Any, ...]:
+    """Return a key by which parameters of one size are told apart if ranks hold different parts of them.
+
+    Args:
+        shape: Shape of the whole parameter.
+        tensor_dim: The dim that a tensor axis divides; None: none.
+        sharded: Whether it is sharded where others are.
+    """
+    return shape, -1 if tensor_dim is None else tensor_dim, sharded
+
+
 @dataclass
 class OffloadPlacement:
     """Numbers of the equal instances of a parameter that are offloaded, by how far they are."""
@@ -105,7 +116,8 @@ def offload_placements(step: Step) -> list[OffloadPlacement]:
         return placements
     _place_parameters(step, placements)
     listed = [parameter for _, parameter in step.every_parameter()]
-    keys, sizes = [_whole_shape(step, each) for each in listed], [whole_numel(step, each) for each in listed]
+    keys = [tie_key(_whole_shape(step, each), each.tensor_dim, each.sharded) for each in listed]
+    sizes = [whole_numel(step, each) for each in listed]
     trained = [size if each.trainable else 0 for size, each in zip(sizes, listed, strict=True)]
     total = sum(placement.count * size for placement, size in zip(placements, trained, strict=True))
     taken = sum(placement.parameters * size for placement, size in zip(placements, trained, strict=True))

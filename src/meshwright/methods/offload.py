@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.cost import Activations, Offloaded, Step, pick_largest
+from meshwright.cost import Activations, Offloaded, Step, pick_largest, tie_key
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Conflict, Method, Phase
 from meshwright.methods.job import AVERAGED, Job
@@ -68,15 +68,27 @@ def choose(job: Job, offloaded: Offloaded) -> Chosen:
     total = sum(parameter.numel() for parameter in trainable.values())
     taken = sum(parameter.numel() for parameter in resident)
     others: list[torch.Tensor] = [parameter for parameter in trainable.values() if parameter not in resident]
-    listed = _largest(others, offloaded.optimizer * total - taken)
+    listed = _largest(others, offloaded.optimizer * total - taken, job.shard_axis)
     complete = [p for p in listed if isinstance(p, DTensor) or job.shard_axis is None]
-    return Chosen(resident, set(listed), set(_largest(complete, offloaded.gradients * total - taken)))
+    in_backward = _largest(complete, offloaded.gradients * total - taken, job.shard_axis)
+    return Chosen(resident, set(listed), set(in_backward))
 
 
-def _largest(parameters: list[torch.Tensor], budget: float) -> list[torch.Tensor]:
-    keys = [tuple(parameter.shape) for parameter in parameters]
+def _largest(parameters: list[torch.Tensor], budget: float, shard_axis: str | None) -> list[torch.Tensor]:
+    keys = [tie_key(tuple(p.shape), *_divided(p, shard_axis)) for p in parameters]
     picked = pick_largest(keys, [parameter.numel() for parameter in parameters], budget)
     return [parameters[place] for place in sorted(picked)]
+
+
+def _divided(parameter: torch.Tensor, shard_axis: str | None) -> tuple[int | None, bool]:
+    """Return the dim that a tensor axis divides, and whether the axis of sharding divides the parameter, too."""
+    if not isinstance(parameter, DTensor):
+        return None, shard_axis is None
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    dims = (
+        getattr(each, "dim", None) for axis, each in zip(axes, parameter.placements, strict=True) if axis == "tensor"
+    )
+    return next(dims, None), shard_axis is None or shard_axis in axes
 
 
 # --- Checks

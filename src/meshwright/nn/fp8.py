@@ -79,12 +79,12 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast(tensor: torch.Tensor, amax: torch.Tensor, known: torch.Tensor, recipe: DelayedScaling, role: int) -> Scaled:
-    """Cast a tensor to the 8-bit type of its role; values beyond the largest saturate.
+    """Cast a matrix to the 8-bit type of its role, row-major whatever it was; values beyond the largest saturate.
 
     A tensor that holds inf or nan becomes nan as a whole: saturating would hide an overflow from the loss scale.
 
     Args:
-        tensor: A tensor of any floating type.
+        tensor: A matrix of any floating type and strides.
         amax: Its :func:`largest`.
         known: The scale from its history, 0-dim fp32; 0 if there is none yet. Then the scale follows from its own amax,
             rounded down to a power of two: so ranks with other data round alike until a shared history makes their
@@ -96,7 +96,9 @@ def cast(tensor: torch.Tensor, amax: torch.Tensor, known: torch.Tensor, recipe: 
     own = (own.view(torch.int32) & _FP32_EXPONENT_BITS).view(torch.float32)
     scale = torch.where(known > 0, known, own)
     limit = torch.finfo(recipe.dtype(role)).max
-    values = (tensor.float() * scale).clamp(-limit, limit).to(recipe.dtype(role))
+    values = (tensor.float() * scale).clamp(-limit, limit)
+    # Products on tensor cores ask for row-major operands, by their strides: also in a matrix of one row.
+    values = values.to(recipe.dtype(role), memory_format=torch.contiguous_format)
     return Scaled(values, torch.where(torch.isfinite(amax), scale.reciprocal(), float("nan")))
 
 
@@ -309,7 +311,10 @@ def to_fp8(linear: nn.Linear, options: Fp8Options) -> Fp8Linear:
     for name, shape in shapes.items():
         zeros = torch.zeros(shape, dtype=torch.int32, device=device)
         linear.register_buffer(name, zeros, persistent=name in PERSISTENT)
-    kept = torch.empty_like(linear.weight, dtype=torch.uint8, requires_grad=False) if options.keep_weight else None
+    kept = None
+    if options.keep_weight:
+        kept = torch.empty_like(linear.weight, dtype=torch.uint8, memory_format=torch.contiguous_format)
+        kept.requires_grad_(False)
     linear.register_buffer("fp8_weight", kept, persistent=False)
     return linear
 

@@ -114,6 +114,70 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     return sent[0]
 
 
+def gather_on_first(value: Any) -> list[Any]:
+    """Gather one picklable object per rank on rank 0, in rank order; return an empty list on the other ranks."""
+    if world_size() == 1:
+        return [value]
+    every: list[Any] = [None] * world_size() if rank() == 0 else []
+    dist.gather_object(value, every or None, dst=0, group=_living_group())
+    return every
+
+
+def send_bytes(data: bytes, to: int) -> None:
+    """Send bytes to one rank, which calls :func:`receive_bytes`."""
+    group = _living_group()
+    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(object_device(group))
+    dist.send(torch.tensor([len(packed)], device=packed.device), to, group)
+    dist.send(packed, to, group)
+
+
+def receive_bytes(source: int) -> bytes:
+    """Receive what one rank sends with :func:`send_bytes`."""
+    group = _living_group()
+    length = torch.zeros(1, dtype=torch.int64, device=object_device(group))
+    dist.recv(length, source, group)
+    packed = torch.empty(int(length), dtype=torch.uint8, device=length.device)
+    dist.recv(packed, source, group)
+    return packed.cpu().numpy().tobytes()
+
+
+def gather_numbers(numbers: Sequence[Number]) -> list[list[Number]]:
+    """Gather numbers of 64 bits from every rank, equally many from each; in rank order, equal on all ranks."""
+    if world_size() == 1:
+        return [list(numbers)]
+    group = _living_group()
+    own = torch.tensor(numbers, dtype=_dtype_of(numbers[0]), device=object_device(group))
+    every = own.new_empty(world_size(), len(own))
+    dist.all_gather(list(every), own, group=group)
+    return every.tolist()
+
+
+def gather_distinct(value: Any, key: str) -> list[tuple[list[int], Any]]:
+    """Gather one picklable object for every set of ranks that have the same key; equal on all ranks.
+
+    Costs one all-reduce where all keys are equal. Otherwise each rank sends 16 bytes, and the first rank of each set
+    broadcasts its object: the bytes that a rank receives grow with what differs, not with the number of ranks.
+
+    Args:
+        value: The same on all ranks with this key.
+        key: Text that tells different values apart.
+
+    Returns:
+        The ranks of each set, ascending, and the object; sets are ordered by their first ranks.
+    """
+    if all_equal(key.encode()):
+        return [(list(range(world_size())), value)]
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for number, words in enumerate(gather_numbers(_digest(key.encode()))):
+        sets.setdefault(tuple(words), []).append(number)
+    found = []
+    for ranks in sets.values():
+        sent = [value]
+        dist.broadcast_object_list(sent, src=ranks[0], group=_living_group())
+        found.append((ranks, sent[0]))
+    return found
+
+
 def smallest(numbers: Sequence[Number]) -> list[Number]:
     """Return the smallest number of any rank at each place; see [Note: agreement is cheap].
 
@@ -152,17 +216,6 @@ def largest(numbers: Sequence[Number]) -> list[Number]:
     return [-each for each in smallest([-each for each in numbers])]
 
 
-def gather_numbers(number: Number) -> list[Number]:
-    """Gather a number of 64 bits from every rank, in rank order: 8 bytes each, and no objects."""
-    if world_size() == 1:
-        return [number]
-    group = _living_group()
-    own = torch.tensor([number], dtype=_dtype_of(number), device=object_device(group))
-    every = [torch.empty_like(own) for _ in range(world_size())]
-    dist.all_gather(every, own, group=group)
-    return torch.cat(every).tolist()
-
-
 def _dtype_of(number: float) -> torch.dtype:
     return torch.float64 if isinstance(number, float) else torch.int64
 
@@ -184,10 +237,14 @@ def all_equal(data: bytes) -> bool:
 
     See [Note: agreement is cheap].
     """
-    words = struct.unpack("2q", hashlib.blake2b(data, digest_size=16).digest())
+    words = _digest(data)
     # A number that is the smallest, and whose complement is the smallest complement, is the largest too.
     claimed = [*words, *(~word for word in words)]
     return smallest(claimed) == claimed
+
+
+def _digest(data: bytes) -> tuple[int, ...]:
+    return struct.unpack("2q", hashlib.blake2b(data, digest_size=16).digest())
 
 
 def _living_group() -> dist.ProcessGroup | None:
@@ -234,7 +291,8 @@ def check_all_equal(*claims: tuple[str, str, str]) -> None:
     at = next((place for place, value in enumerate(own) if value != theirs[place]), len(own))
     place, other = divmod(smallest([at * world_size() + rank()])[0], world_size())
     expected, got = theirs[place], broadcast_object(own[place], other)
-    holders = gather_numbers(0 if own[place] == expected else 1 if own[place] == got else 2)
+    kind = 0 if own[place] == expected else 1 if own[place] == got else 2
+    holders = [each for (each,) in gather_numbers([kind])]
     what, _, fix = claims[place]
     raise agreed(
         LaunchError(
@@ -515,7 +573,7 @@ def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference 
     differing = [
         place for place, low in enumerate(low_and_high[: len(sums)]) if low != ~low_and_high[place + len(sums)]
     ]
-    odd, majority = outvoted(dict(enumerate(gather_numbers(sums[differing[0]]))))
+    odd, majority = outvoted({rank: each for rank, (each,) in enumerate(gather_numbers([sums[differing[0]]]))})
     names = list(tensors)
     return Difference(names[differing[0]], odd, majority, tuple(names[place] for place in differing[1:]))
 

@@ -5,205 +5,198 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import shutil
 import statistics
 import sys
+import tempfile
 import threading
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import PurePath
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-import torch.distributed as dist
-
-from meshwright.errors import ConfigError, LaunchError
-from meshwright.runtime.agreement import first_over_store, wait_for_all_ranks
+from meshwright.errors import ConfigError
+from meshwright.runtime.flight_recorder import FlightRecorder
 from meshwright.runtime.processes import rank, world_size
-from meshwright.runtime.rendezvous import named_ranks
-from meshwright.runtime.torch_internals.c10d import default_store
+from meshwright.runtime.rank_reports import (
+    Report,
+    Verdict,
+    joined_reports,
+    place_of,
+    read_joined,
+    slow_ranks,
+    stack_of,
+    verdict,
+)
+from meshwright.runtime.torch_internals.c10d import Store, default_store
 
-_COLLECTIVES = ("/torch/distributed/",)
-# They wait for other ranks in the store; all else in their file computes.
-_STORE_WAITS = frozenset({wait_for_all_ranks.__code__, first_over_store.__code__})
-_LIBRARIES = ("/torch/", "/meshwright/runtime/", "/meshwright/comm/")
-_WRAPPERS = frozenset({"wrapper", "inner", "_wrapped_call_impl", "_call_impl", "decorate_context"})
+# [Note: watching thousands of ranks]
+#
+# The ranks keep one store, which one process serves, so what they do there must not grow faster than their number.
+# Routine: a rank writes its report into a file in its host's memory. One rank of each host sends all of them on, as one
+# value: the lowest whose own report is fresh, so that the next takes over when it stops. One rank of the first host
+# reads them now and then, to find slow ranks. At a hang: every rank that is late takes a turn, by one addition. The
+# first reads all hosts' reports, a few times, and publishes its verdict, which the others wait for. The second reads
+# them if the first does not publish, and so on.
 
-
-class Place(NamedTuple):
-    """The activity of a thread at one moment."""
-
-    operation: str
-    """The collective it waits in; empty when it does something else."""
-    caller: str
-    """File, line and function outside of torch: the user's, as a rule."""
-
-
-def place_of(thread_id: int) -> Place:
-    """Return the place of a thread of this process; costs some microseconds.
-
-    A thread counts as waiting when its innermost Python frame belongs to torch.distributed, or to a function that waits
-    in the store. With NCCL the host runs ahead of the device and waits where it next needs a number: only the caller
-    shows it then.
-    """
-    frame = sys._current_frames().get(thread_id)
-    if frame is None:
-        return Place("", "no such thread")
-    return Place(_operation(frame), _caller(frame))
-
-
-def stack_of(thread_id: int) -> str:
-    """Return the stack of a thread of this process, as a traceback shows it."""
-    frame = sys._current_frames().get(thread_id)
-    return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "no such thread"
-
-
-def _operation(frame: FrameType | None) -> str:
-    """Return the collective that the caller has called: the outermost one at the inner end of the stack."""
-    found = ""
-    while frame is not None and (frame.f_code in _STORE_WAITS or _is_of(frame, _COLLECTIVES)):
-        name = frame.f_code.co_name
-        found = name if name not in _WRAPPERS else found or name
-        frame = frame.f_back
-    return found
-
-
-def _caller(frame: FrameType | None) -> str:
-    innermost = frame
-    while frame is not None and _is_of(frame, _LIBRARIES):
-        frame = frame.f_back
-    frame = frame or innermost
-    assert frame is not None
-    return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _is_of(frame: FrameType, folders: tuple[str, ...]) -> bool:
-    name = frame.f_code.co_filename.replace("\\", "/")
-    return any(folder in name for folder in folders)
-
-
-# --- The verdict: which rank holds up the others, decided on plain data from every rank's report.
-
-_WAITING_SHARE = 0.3  # others that wait less than this are not held up by anybody
-_SLOW_SHARE = 0.5  # a rank that waits less than half as much as the others do is who they wait for
-
-_KINDS: dict[str, Any] = {"number": int, "step": int, "operation": str, "caller": str, "wait_share": (int, float)}
-
-
-@dataclass(frozen=True)
-class Report:
-    """A rank's periodic report of itself."""
-
-    number: int
-    """Counts reports: one that has not grown comes from a process that is gone or stopped."""
-    step: int
-    """Steps that it has begun."""
-    operation: str
-    """The collective that it waits in; empty when it does something else."""
-    caller: str
-    wait_share: float = 0.0
-    """Share of its time in the latest steps in which it waited in collectives."""
-
-    def to_json(self) -> str:
-        """Return the report as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Report:
-        """Read a report that :meth:`to_json` wrote.
-
-        Raises:
-            LaunchError: When it is something else.
-        """
-        try:
-            report = cls(**json.loads(text))
-            for name, kinds in _KINDS.items():
-                if not isinstance(getattr(report, name), kinds):
-                    raise TypeError(f"{name} is {getattr(report, name)!r}")
-        except (TypeError, ValueError, RecursionError) as error:
-            raise LaunchError(
-                "A rank's report of itself cannot be read",
-                expected="the same Meshwright on every rank",
-                got=f"{type(error).__name__}: {error}",
-                fix="install one version everywhere",
-            ) from error
-        return report
-
-    def __str__(self) -> str:
-        return f"step {self.step}, {'in ' + self.operation + ', ' if self.operation else ''}{self.caller}"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The ranks that cause a hang."""
-
-    guilty: list[int]
-    """Empty when nothing tells them apart."""
-    reason: str
-    reports: Mapping[int, Report] = field(repr=False)
-
-    def __str__(self) -> str:
-        ranks_at: dict[str, list[int]] = {}
-        for number, report in sorted(self.reports.items()):
-            ranks_at.setdefault(str(report), []).append(number)
-        places = "; ".join(f"{named_ranks(ranks)}: {place}" for place, ranks in ranks_at.items())
-        who = named_ranks(self.guilty) if self.guilty else "no one rank"
-        return f"{who}: {self.reason}. {places}"
-
-
-def verdict(reports: Mapping[int, Report], silent: list[int]) -> Verdict:
-    """Find the ranks that cause a hang.
-
-    Args:
-        reports: The latest of every rank that has sent any.
-        silent: Ranks that have not sent any lately, or never.
-    """
-    if silent:
-        return Verdict(silent, "no sign of life: the process is gone, stopped, or its machine unreachable", reports)
-    last = min(report.step for report in reports.values())
-    behind = [rank for rank, report in reports.items() if report.step == last]
-    busy = [rank for rank in behind if not reports[rank].operation]
-    if busy and len(busy) < len(reports):
-        return Verdict(busy, "not in a collective, while others wait in one", reports)
-    if len(behind) < len(reports):
-        return Verdict(behind, "behind the others", reports)
-    odd = _minority({rank: f"{report.operation} {report.caller}" for rank, report in reports.items()})
-    if odd:
-        return Verdict(odd, "in another place than most: the ranks do not call the same collectives", reports)
-    return Verdict([], "all are in the same place: a network, a device, or something all of them wait for", reports)
-
-
-def _minority(places: Mapping[int, str]) -> list[int]:
-    """Return the ranks in another place than most; all of them where there is no majority."""
-    counted = Counter(places.values()).most_common()
-    if len(counted) == 1:
-        return []
-    most = counted[0][0] if counted[0][1] > counted[1][1] else None
-    return [rank for rank, place in places.items() if place != most]
-
-
-def slow_ranks(wait_shares: Mapping[int, float]) -> list[int]:
-    """Return the ranks for which the others wait: those wait in collectives, and these hardly do.
-
-    Args:
-        wait_shares: Share of every rank's time in which it waits in collectives.
-    """
-    typical = statistics.median_high(wait_shares.values())
-    if typical < _WAITING_SHARE:
-        return []
-    return [rank for rank, share in wait_shares.items() if share < _SLOW_SHARE * typical]
-
-
-# --- A thread on every rank that reports, over the rendezvous store, where its rank is.
-
-_LOOKS_PER_LIMIT = 8
-_SILENT_LOOKS = 3  # so many pauses without a report are silence; with the one before, half a limit
+_LOOKS_PER_LIMIT = 10
+_SILENT_LOOKS = 4  # so many pauses without a report are silence: a report passes through two threads that pause
+_TURN_LOOKS = _SILENT_LOOKS + 2  # pauses in which whoever has the turn must have published a verdict
+_SLOW_LOOKS = 5  # pauses between two searches for slow ranks
+_ABANDONED_S = 24 * 3600.0
 _SAMPLE_S = 0.02
 _SAMPLES = 100  # fewer say nothing of a share
 _entered = itertools.count()  # watches of this process; all ranks enter theirs in the same order
+
+
+class HostReports:
+    """The reports of the ranks of one host, in files in its memory, of which one rank sends all on.
+
+    Ranks that cannot share files, such as those of several containers, are hosts of their own.
+
+    Args:
+        name: Name of the watch, which no other on this host has.
+        own: Rank of this process.
+    """
+
+    def __init__(self, name: str, own: int) -> None:
+        self._own, self._text = own, ""
+        self._seen: dict[int, tuple[str, int]] = {}  # by rank: its report, and how often it has been the same
+        self._number = 0  # of the host, among those that send; 0 before
+        memory = Path("/dev/shm")
+        folder = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+        self._folder: Path | None = folder / f"meshwright-watch-{name}"
+        with self._alone_after_errors():
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            _remove_abandoned(folder)
+            if self._folder.stat().st_uid != os.getuid():
+                raise PermissionError(f"{self._folder} belongs to somebody else")
+
+    @contextlib.contextmanager
+    def _alone_after_errors(self) -> Iterator[None]:
+        """Go on without the other ranks of the host when their folder cannot be used."""
+        try:
+            yield
+        except OSError:
+            self._folder, self._number, self._seen = None, 0, {}
+
+    def write(self, text: str) -> None:
+        """Replace this rank's report."""
+        self._text = text
+        if self._folder is not None:
+            with self._alone_after_errors():
+                self._replace(self._folder / str(self._own), text)
+
+    def _replace(self, file: Path, text: str) -> None:
+        fresh = file.with_name(f"new-{self._own}")
+        fresh.write_text(text)
+        fresh.replace(file)
+
+    def is_sender(self) -> bool:
+        """Return whether this rank is the lowest of the host whose report is fresh; asked once in each pause."""
+        return not any(self._is_fresh(each) for each in self._ranks() if each < self._own)
+
+    def _ranks(self) -> list[int]:
+        if self._folder is None:
+            return []
+        names: list[str] = []
+        with self._alone_after_errors():
+            names = os.listdir(self._folder)
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _is_fresh(self, other: int) -> bool:
+        text = self._read(other)
+        before, times = self._seen.get(other, ("", 0))
+        self._seen[other] = text, times + 1 if text == before else 0
+        return self._seen[other][1] <= _SILENT_LOOKS
+
+    def _read(self, other: int) -> str:
+        try:
+            return (self._folder / str(other)).read_text() if self._folder is not None else ""
+        except OSError:  # it has just left
+            return ""
+
+    def send(self, store: Store, keys: str) -> None:
+        """Write the reports of all ranks of the host as one value into the store."""
+        if self._number == 0:
+            self._number = self._join(store, keys)
+        others = {each: text for each in self._ranks() if each != self._own and (text := self._read(each))}
+        store.set(f"{keys}/host/{self._number}", joined_reports({**others, self._own: self._text}))
+
+    def _join(self, store: Store, keys: str) -> int:
+        """Return the number of the host, from its first sender on."""
+        number = int(store.add(f"{keys}/hosts", 1))
+        if self._folder is not None:
+            with self._alone_after_errors():
+                file, own = self._folder / "host", self._folder / f"host-{self._own}"
+                own.write_text(str(number))
+                # Of two ranks that begin in the same moment the first one's number holds; the other's stays unused.
+                with contextlib.suppress(FileExistsError):
+                    os.link(own, file)
+                own.unlink()
+                return int(file.read_text())
+        return number
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the first host that has sent anything, as far as this rank knows."""
+        return self._number == 1
+
+    def leave(self) -> None:
+        """Remove this rank's report, and the folder with the last one."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                (folder / str(self._own)).unlink()
+                if os.listdir(folder) in ([], ["host"]):
+                    (folder / "host").unlink(missing_ok=True)
+                    folder.rmdir()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the reports of jobs that were killed: in those of living ones a file is replaced every few seconds."""
+    for each in folder.glob("meshwright-watch-*"):
+        with contextlib.suppress(OSError):
+            if each.stat().st_mtime < time.time() - _ABANDONED_S:
+                shutil.rmtree(each)
+
+
+def read_hosts(store: Store, keys: str) -> dict[int, Report]:
+    """Return the latest report of every rank whose host has sent any."""
+    names = [f"{keys}/host/{number}" for number in range(1, int(store.add(f"{keys}/hosts", 0)) + 1)]
+    if not names or not store.check(names):
+        names = [name for name in names if store.check([name])]
+    return read_joined(store.multi_get(names)) if names else {}
+
+
+def _intervals(numbers: Sequence[int]) -> list[list[int]]:
+    """Return sorted numbers as closed intervals."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
+
+
+@dataclass
+class _Diagnosis:
+    """The state of this rank's part in finding out about one hang."""
+
+    number: int  # of the verdict that is looked for
+    turn: int  # in reading the reports
+    looks: int = 0
+    before: dict[int, Report] | None = None
+    num_reads: int = 0
+
+
+# --- A thread on every rank that reports where its rank is.
 
 
 def say(text: str) -> None:
@@ -214,9 +207,10 @@ def say(text: str) -> None:
 class Watch:
     """A context that names the rank at fault when steps stop coming, and one that slows the others down.
 
-    It needs no collectives: a thread on each rank writes where its training thread is into the ranks' store, and reads
-    the others' reports when its own steps stop. One rank reports; a rank at fault shows its own stack too. Nothing is
-    ended: that is for the backend's timeout, or for ``tell``, to decide.
+    It needs no collectives: a thread on each rank reports where its training thread is, by way of its host and the
+    ranks' store, and the reports are read when steps stop: see [Note: watching thousands of ranks]. One rank reports; a
+    rank at fault shows its own stack too. Nothing is ended: that is for the backend's timeout, or for ``tell``, to
+    decide.
 
     The thread that enters is the one watched. Watching begins at the second :meth:`beat`, as the first step may
     compile.
@@ -237,19 +231,29 @@ class Watch:
         self._limit_s, self._tell = limit_s, tell
         self._pause_s = min(limit_s / _LOOKS_PER_LIMIT, 2.0)  # between two reports
         self._over = threading.Event()
+        self._rank, self._size, self._watched = 0, 1, 0
+        self._store: Store | None = None
+        self._host: HostReports | None = None
         self._step, self._beat_s, self._paused = 0, 0.0, False
         self._samples = self._waits = 0  # where the thread was, of late
+        self._device_share = 0.0  # of the time in which the device was in collectives
         self._number = 0  # of reports
+        self._diagnosis: _Diagnosis | None = None
+        self._turn = "", 0
         self._reported_step = -1  # a hang is reported once
         self._reported_slow: set[int] = set()
+        self._is_sender = True
+        self._recorder = FlightRecorder()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._watched = threading.get_ident()
+        # The thread may outlive the process group.
+        self._rank, self._size = rank(), world_size()
         self._keys = f"meshwright/watch/{next(_entered)}"
         # A connection of its own: a read that waits would hold up everything else that uses the store.
-        self._store = default_store().clone() if dist.is_initialized() else None  # type: ignore[attr-defined]
-        if self._store is not None:
+        if self._size > 1:
+            self._store = default_store().clone()  # type: ignore[attr-defined]
             self._store.set_timeout(timedelta(seconds=max(self._limit_s / _LOOKS_PER_LIMIT, 0.5)))
         self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
         self._thread.start()
@@ -282,11 +286,18 @@ class Watch:
             try:
                 self._look()
             except RuntimeError as error:  # torch's DistError is one
-                if self._is_news() and not self._over.is_set():
-                    self._reported_step = self._step
-                    cause = f"which rank 0 or the launcher keeps: {str(error).splitlines()[0]}"
-                    self._tell(f"{self._hang_text()} rank {rank()} cannot reach the store of the ranks, {cause}")
+                self._report_lost_store(error)
                 self._over.wait(self._pause_s)
+        if self._host is not None:
+            self._host.leave()
+
+    def _report_lost_store(self, error: RuntimeError) -> None:
+        """Tell, on one rank of each host, that a hang cannot be explained without the store."""
+        if self._is_news() and not self._over.is_set():
+            self._reported_step = self._step
+            if self._is_sender:
+                cause = f"which rank 0 or the launcher keeps: {str(error).splitlines()[0]}"
+                self._tell(f"{self._hang_text()} rank {self._rank} cannot reach the store of the ranks, {cause}")
 
     def _sample_for(self, duration_s: float) -> None:
         end_s = time.monotonic() + duration_s
@@ -298,8 +309,8 @@ class Watch:
                 self._samples += 1
                 self._waits += bool(place_of(self._watched).operation)
 
-    def _is_late(self) -> bool:
-        return self._step > 1 and not self._paused and time.monotonic() - self._beat_s > self._limit_s
+    def _is_late(self, limits: float = 1.0) -> bool:
+        return self._step > 1 and not self._paused and time.monotonic() - self._beat_s > limits * self._limit_s
 
     def _is_news(self) -> bool:
         return self._is_late() and self._reported_step != self._step
@@ -308,60 +319,110 @@ class Watch:
         self._publish()
         if self._is_news():
             self._diagnose()
-        elif rank() == 0 and world_size() > 1 and self._samples >= _SAMPLES:
-            self._find_slow()
+        else:
+            self._diagnosis = None
+            if self._store is not None and self._number % _SLOW_LOOKS == 0:
+                self._device_share = self._recorder.wait_share(self._pause_s) or 0.0
+                if self._is_sender and self._host is not None and self._host.is_first and self._samples >= _SAMPLES:
+                    self._find_slow(self._store)
 
     def _publish(self) -> None:
         self._number += 1
         place = place_of(self._watched)
-        self._own = Report(self._number, self._step, *place, wait_share=self._waits / max(self._samples, 1))
+        share = max(self._waits / max(self._samples, 1), self._device_share)
+        # In time for the reports that are read when the limit has passed.
+        known: Any = self._recorder.collectives(self._pause_s) if self._store is not None and self._is_late(0.5) else ()
+        self._own = Report(self._number, self._step, *place, share, *known)
         if self._store is not None:
-            self._store.set(f"{self._keys}/{rank()}", self._own.to_json())
+            if self._host is None:
+                name = self._store.compare_set(f"{self._keys}/name", "", uuid.uuid4().hex).decode()
+                self._host = HostReports(name, self._rank)
+            self._host.write(self._own.to_json())
+            self._is_sender = self._host.is_sender()
+            if self._is_sender:
+                self._host.send(self._store, self._keys)
 
     def _diagnose(self) -> None:
-        """Read the others' reports until each is new, or late enough to count as silent.
+        """Go on finding out about a hang, by as much as one look allows; see [Note: watching thousands of ranks].
 
-        This rank keeps reporting meanwhile: others diagnose in the same moments, and would take it for silent.
+        This rank keeps reporting between two looks: others would take it for silent.
         """
-        before, now = self._read(), dict[int, Report]()
-        silent = list(range(world_size()))
-        for _ in range(_SILENT_LOOKS):
-            if not silent or self._over.wait(self._pause_s):
-                break
-            self._publish()
-            now = self._read()
-            silent = [each for each in range(world_size()) if each not in now or now[each] == before.get(each)]
-        if self._over.is_set() or not self._is_news():
+        if self._store is None:
+            self._conclude(str(found := verdict({self._rank: self._own}, [])), found.guilty)
             return
-        found = verdict(now, [each for each in silent if each != rank()])
-        self._reported_step = self._step
-        if rank() in found.guilty and world_size() > 1:
-            self._tell(f"rank {rank()} holds up the others; it is at\n{stack_of(self._watched)}")
-        if self._is_first(min(report.step for report in now.values())):
-            self._tell(f"{self._hang_text()} {found}")
+        state = self._diagnosis
+        if state is None:
+            latest = int(self._store.get(f"{self._keys}/latest")) if self._store.check([f"{self._keys}/latest"]) else 0
+            if latest and self._follow(self._store, latest):
+                return
+            state = self._diagnosis = _Diagnosis(latest + 1, self._take_turn(self._store, latest + 1))
+        if self._store.check([self._verdict_key(state.number)]):
+            self._diagnosis = None  # another turn if the verdict is of another hang
+            self._follow(self._store, state.number)
+            return
+        if state.looks >= (state.turn - 1) * _TURN_LOOKS:
+            self._read_in_turn(self._store, state)
+        state.looks += 1
+
+    def _take_turn(self, store: Store, number: int) -> int:
+        """Return this rank's place among those that are late in the same step; 1 comes first."""
+        # Others may be in the next step. Turns of a step that has ended after all must not delay a later hang.
+        key = f"{self._keys}/turn/{number}/{self._step}"
+        if self._turn[0] != key:
+            self._turn = key, int(store.add(key, 1))
+        return self._turn[1]
+
+    def _read_in_turn(self, store: Store, state: _Diagnosis) -> None:
+        """Read all reports until each is new, or late enough to count as silent; then publish the verdict."""
+        now = read_hosts(store, self._keys) | {self._rank: self._own}
+        state.num_reads += 1
+        if state.before is None:
+            state.before = now
+            return
+        silent = [each for each in range(self._size) if each not in now or now[each] == state.before.get(each)]
+        silent = [each for each in silent if each != self._rank]
+        if silent and state.num_reads <= _SILENT_LOOKS:
+            return
+        if self._is_news() and not self._over.is_set():
+            self._publish_verdict(store, state.number, verdict(now, silent))
+
+    def _publish_verdict(self, store: Store, number: int, found: Verdict) -> None:
+        ranks_at: dict[int, list[int]] = {}
+        for each, report in sorted(found.reports.items()):
+            ranks_at.setdefault(report.step, []).append(each)
+        steps = {str(step): _intervals(ranks) for step, ranks in ranks_at.items()}
+        store.set(self._verdict_key(number), json.dumps({"guilty": found.guilty, "steps": steps}))
+        store.set(f"{self._keys}/latest", str(number))
+        # Whoever took over from this rank may have told it; the step of the last rank tells hangs apart.
+        is_first = store.add(f"{self._keys}/told/{min(ranks_at)}", 1) == 1
+        self._conclude(str(found) if is_first else "", found.guilty)
+
+    def _verdict_key(self, number: int) -> str:
+        return f"{self._keys}/verdict/{number}"
+
+    def _follow(self, store: Store, number: int) -> bool:
+        """Take over a verdict of another rank if it is of this hang: this rank was in the same step then."""
+        found = json.loads(store.get(self._verdict_key(number)))
+        intervals = found["steps"].get(str(self._step), [])
+        if not any(first <= self._rank <= last for first, last in intervals):
+            return False
+        self._conclude("", found["guilty"])
+        return True
+
+    def _conclude(self, text: str, guilty: Sequence[int]) -> None:
+        """Tell what was found, and where this rank is if it is at fault."""
+        self._reported_step, self._diagnosis = self._step, None
+        if self._rank in guilty and self._size > 1:
+            self._tell(f"rank {self._rank} holds up the others; it is at\n{stack_of(self._watched)}")
+        if text:
+            self._tell(f"{self._hang_text()} {text}")
 
     def _hang_text(self) -> str:
         return f"no step has ended for {self._limit_s:g} s:"
 
-    def _is_first(self, last: int) -> bool:
-        """Return whether no other rank has reported this hang yet, keyed by the step of the last rank.
-
-        Others may be in the next step.
-        """
-        return self._store is None or self._store.add(f"{self._keys}/told/{last}", 1) == 1
-
-    def _read(self) -> dict[int, Report]:
-        if self._store is None:
-            return {0: self._own}
-        names = [f"{self._keys}/{each}" for each in range(world_size())]
-        if self._store.check(names):
-            return {each: Report.from_json(text) for each, text in enumerate(self._store.multi_get(names))}
-        present = [each for each, name in enumerate(names) if self._store.check([name])]
-        return {each: Report.from_json(self._store.get(names[each])) for each in present}
-
-    def _find_slow(self) -> None:
-        shares = {each: report.wait_share for each, report in self._read().items()}
-        slow = set(slow_ranks(shares)) if len(shares) == world_size() else set()
+    def _find_slow(self, store: Store) -> None:
+        shares = {each: report.wait_share for each, report in read_hosts(store, self._keys).items()}
+        slow = set(slow_ranks(shares)) if len(shares) == self._size else set()
         for each in sorted(slow - self._reported_slow):
             others = statistics.median(share for other, share in shares.items() if other != each)
             waits = f"it waits {shares[each]:.0%} of its time in collectives, the others {others:.0%}"

@@ -21,6 +21,7 @@ manifest; :mod:`meshwright.store.snapshot` collects the state that goes into the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import sys
@@ -36,6 +37,7 @@ from meshwright import runtime
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.optim.dtensors import local_tensor, wrapped_like
 from meshwright.runtime import synchronize_device
+from meshwright.runtime.agreement import gather_on_first, receive_bytes, send_bytes
 from meshwright.runtime.processes import agreeing_over, background_group
 from meshwright.store.entries import CheckpointInfo, TrainingState, generator_tensors, model_entries, set_generators
 from meshwright.store.manifest import (
@@ -53,20 +55,15 @@ from meshwright.store.manifest import (
     storage_errors,
     sync_directory,
     verify,
+    wait_until_seen,
     write_durably,
     write_manifest,
 )
-from meshwright.store.optimizer_state import names_of_others, names_on_rank, united
+from meshwright.store.optimizer_state import names_of_others, names_on_rank, stored_names, united
+from meshwright.store.shards import INDEX, save_shards, shard_file, writable
 from meshwright.store.snapshot import begin, capture, completed, load_means, plan_restore
-from meshwright.store.tensor_files import (
-    failed_before,
-    file_prefix,
-    load_shards,
-    run_later,
-    save_shards,
-    wait_for_saves,
-    writable,
-)
+from meshwright.store.stored_shards import load_shards, open_shards
+from meshwright.store.tensor_files import failed_before, run_later, wait_for_saves
 
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"
 _CALLS = "a CheckpointStore's save, load, newest or wait"
@@ -210,7 +207,7 @@ class CheckpointStore:
             # One rank asks the file system, so that all get the same answer.
             if runtime.rank() == 0:
                 found = [path for _, path in complete_checkpoints(self.directory)]
-        answer: list[Path] = runtime.gather_objects(found)[0]
+        answer: list[Path] = runtime.broadcast_object(found)
         return answer
 
     def load(self, state: TrainingState, checkpoint: Path | None = None) -> CheckpointInfo:
@@ -236,7 +233,7 @@ class CheckpointStore:
             try:
                 return self._load(state, None)
             except CheckpointError:
-                if newest is None or runtime.gather_objects(newest.exists())[0]:
+                if newest is None or runtime.broadcast_object(newest.exists()):
                     raise
         return self._load(state, None)
 
@@ -244,17 +241,21 @@ class CheckpointStore:
         path, damaged = self._chosen(checkpoint)
         begin(state, to_load=True)
         # Check: nothing changes before every rank has found that everything fits.
+        stored_record: Record | None = None
         with runtime.same_on_every_rank():
-            record = read_record(path)
+            if runtime.rank() == 0:
+                stored_record = read_record(path)
             own = names_on_rank(model_entries(state.model), state.optim)
-        others = names_of_others(*own)
+        record: Record = runtime.broadcast_object(stored_record)
+        others = names_of_others(*own, *stored_names(record))
         with runtime.same_on_every_rank(), consistent(path):
             restoration = plan_restore(state, record, others)
             generators = _read_generators(path, record)
         # Fill the tensors in place, each rank its own parts of them.
-        load_shards(restoration.targets, path / TENSORS)
-        if record.outer is not None and any(runtime.gather_objects(bool(restoration.averaged))):
-            load_means(restoration.averaged, len(record.outer.replicas), path / TENSORS)
+        stored = open_shards(path / TENSORS)
+        load_shards(restoration.targets, path / TENSORS, stored)
+        if record.outer is not None and runtime.any_rank(bool(restoration.averaged)):
+            load_means(restoration.averaged, len(record.outer.replicas), path / TENSORS, stored)
         # Commit everything that is not a tensor. Generators come last: the calls before may draw from them.
         with runtime.same_on_every_rank(), consistent(path):
             restoration.commit()
@@ -286,35 +287,68 @@ def _write_files(ready: Staged, directory: Path) -> None:
     """
     rank = runtime.rank()
     save_shards(ready.tensors, directory / TENSORS)
+    generators = _of_neighbours(ready.generators)
     with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
-        own = {path.name: path for path in (directory / TENSORS).glob(file_prefix(rank) + "*")}
-        write_durably(directory / _rng_name(rank), safetensors.torch.save(dict(ready.generators)))
-        names = [_rng_name(rank), *(f"{TENSORS}/{name}" for name in own)]
+        names = [name for name in (f"{TENSORS}/{shard_file(rank)}",) if (directory / name).is_file()]
+        if generators:
+            write_durably(directory / _rng_name(rank), safetensors.torch.save(generators))
+            names.append(_rng_name(rank))
         if rank == 0:
             write_durably(directory / RECORD, ready.record.to_json().encode())
             sync_directory(directory / TENSORS)
-            names.append(RECORD)
+            names += [RECORD, f"{TENSORS}/{INDEX}"]
         # Each rank hashes what it wrote, while that is still in its machine's memory.
         entries = {name: describe(directory / name) for name in names}
     # The manifest comes last: a directory that has one has everything that it names.
     every: dict[str, FileEntry] = {}
-    for part in runtime.gather_objects(entries):
+    for part in gather_on_first(entries):
         every |= part
     with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
         if rank == 0:
             write_manifest(directory, every)
 
 
+# --- Random generators: the states of some neighbouring ranks in one file
+
+_RANKS_PER_FILE = 64
+
+
 def _rng_name(rank: int) -> str:
     return f"rng-{rank:05d}.safetensors"
 
 
+def _of_neighbours(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Bring the states of some ranks to the first of them; nothing elsewhere. Every rank calls it."""
+    rank = runtime.rank()
+    first = rank - rank % _RANKS_PER_FILE
+    packed = safetensors.torch.save(dict(own))
+    if rank != first:
+        send_bytes(packed, first)
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for each in range(first, min(first + _RANKS_PER_FILE, runtime.world_size())):
+        states = safetensors.torch.load(packed if each == first else receive_bytes(each))
+        found |= {_state_of(each, name): state for name, state in states.items()}
+    return found
+
+
+def _state_of(rank: int, name: str) -> str:
+    return f"{rank}.{name}"
+
+
 def _read_generators(path: Path, record: Record) -> dict[str, torch.Tensor] | None:
+    rank, several = runtime.rank(), record.ranks_per_rng_file
     if record.world_size != runtime.world_size():
         return None
-    file = path / _rng_name(runtime.rank())
+    file = path / _rng_name(rank - rank % (several or 1))
+    wait_until_seen(file)
     with storage_errors(f"{file} cannot be read", "name an older checkpoint to resume from"):
-        return safetensors.torch.load_file(file)
+        if several is None:
+            return safetensors.torch.load_file(file)
+        with safetensors.safe_open(file, "pt") as found:
+            prefix = _state_of(rank, "")
+            own = [name for name in list(found.keys()) if name.startswith(prefix)]
+            return {name.removeprefix(prefix): found.get_tensor(name) for name in own}
 
 
 # --- Staging: name the tensors of a training state, and copy them to the host if training goes on meanwhile
@@ -340,7 +374,9 @@ def staged(state: TrainingState) -> Staged:
         snapshot = capture(state, runtime.world_size())
     # Ranks may hold different parts of a model, or replicas of their own. The record describes all of them.
     record = united(snapshot.record) if snapshot.replica is None else completed(snapshot.record, snapshot.replica)
-    return Staged(writable(snapshot.tensors), record, generator_tensors())
+    with runtime.same_on_every_rank():
+        tensors = writable(snapshot.tensors)
+    return Staged(tensors, dataclasses.replace(record, ranks_per_rng_file=_RANKS_PER_FILE), generator_tensors())
 
 
 class HostCopies:

@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.errors import CheckpointError, ConfigError, join_names
-from meshwright.runtime import gather_objects, rank, same_on_every_rank
+from meshwright.runtime import broadcast_object, rank, same_on_every_rank
+from meshwright.runtime.agreement import gather_numbers
 from meshwright.runtime.processes import agreeing_over, background_group
 from meshwright.store.tensor_files import (
     make_folder,
@@ -103,11 +104,11 @@ def _ranks_that_see(folder: Path, stem: str) -> list[int]:
         if rank() == 0:
             make_folder(folder)
             trace = write_beside(folder / stem, "")
-    name = gather_objects(trace and trace.name)[0]
-    seen = gather_objects((folder / name).exists())
+    name = broadcast_object(trace and trace.name)
+    seen = gather_numbers([(folder / name).exists()])
     if trace is not None:
         trace.unlink(missing_ok=True)
-    return [number for number, sees in enumerate(seen) if sees]
+    return [number for number, [sees] in enumerate(seen) if sees]
 
 
 class _NewFolder:

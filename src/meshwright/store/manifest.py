@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import re
+import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -64,6 +65,25 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
+_PATIENCE_S = 30.0
+_PAUSE_S = 0.05
+
+
+def wait_until_seen(*paths: Path) -> list[Path]:
+    """Wait a little for what other ranks have written, which network file systems may show late to other hosts.
+
+    Returns:
+        Those that are not there after that. A single process does not wait.
+    """
+    end = time.monotonic() + (_PATIENCE_S if runtime.world_size() > 1 else 0.0)
+    while (unseen := [path for path in paths if not path.exists()]) and time.monotonic() < end:
+        time.sleep(_PAUSE_S)
+        for folder in {path.parent for path in unseen}:
+            with contextlib.suppress(OSError):  # opening a directory makes a client ask the server anew
+                os.scandir(folder).close()
+    return unseen
+
+
 def describe(path: Path) -> FileEntry:
     """Return the size and SHA-256 of a file, read once."""
     with path.open("rb") as stream:
@@ -75,18 +95,27 @@ def write_manifest(directory: Path, files: Mapping[str, FileEntry]) -> None:
     """Write the manifest: the directory is a complete checkpoint from here on.
 
     Raises:
-        CheckpointError: When the directory holds a file that ``files`` lacks: its damage would not be noticed.
+        CheckpointError: When the directory lacks a file of ``files``, even after a while, or holds another one: its
+            damage would not be noticed.
     """
-    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    wait_until_seen(*(directory / name for name in files.keys() - _names_below(directory)))
+    present = _names_below(directory)
     if present != files.keys():
         raise CheckpointError(
             "The files of a new checkpoint are not those that the ranks wrote",
             expected=join_names(sorted(files)),
-            got=join_names(sorted(present)),
+            got=f"{join_names(sorted(present))}; not seen on rank {runtime.rank()}: "
+            f"{join_names(sorted(files.keys() - present))}",
             fix="check that all ranks share one file system, and that nothing else writes into the directory",
         )
     write_durably(directory / MANIFEST, _render(files).encode())
     sync_directory(directory)
+
+
+def _names_below(directory: Path) -> set[str]:
+    """List everything in a directory that is no directory, without asking for each file on its own."""
+    folders = ((PurePosixPath(os.path.relpath(folder, directory)), names) for folder, _, names in os.walk(directory))
+    return {str(folder / name) for folder, names in folders for name in names}
 
 
 def _render(files: Mapping[str, FileEntry], *, with_digest: bool = True) -> str:
@@ -163,20 +192,30 @@ def _outside(directory: Path, name: str) -> CheckpointError:
     return CheckpointError(what, got=repr(name), fix=_RESTORE)
 
 
-def check_present(directory: Path, files: Mapping[str, FileEntry], folders: Iterable[str]) -> None:
-    """Refuse a checkpoint with missing files or other sizes, and files in ``folders`` that the manifest lacks.
+def check_present(
+    directory: Path, files: Mapping[str, FileEntry], names: Sequence[str] | None = None, *, listing: bool = True
+) -> None:
+    """Refuse a checkpoint with missing files or other sizes, or with tensor files that the manifest lacks.
+
+    Args:
+        directory: The checkpoint.
+        files: The files of its manifest.
+        names: The files whose sizes are asked for; None: all.
+        listing: Whether to look for all files in the directory.
 
     Raises:
         CheckpointError: Naming all of them.
     """
+    asked = frozenset(files if names is None else names)
     with storage_errors(f"{directory} cannot be read", _RESTORE):
-        sizes = {name: path.stat().st_size for name in files if (path := directory / name).is_file()}
-        found = {f"{folder}/{path.name}" for folder in folders for path in (directory / folder).glob("*")}
-    missing = [name for name in files if name not in sizes]
+        sizes = {name: path.stat().st_size for name in sorted(asked) if (path := directory / name).is_file()}
+        found = _names_below(directory) if listing else set(sizes)
+    wanted = files if listing else sorted(asked)
+    missing = [name for name in wanted if name not in (sizes if name in asked else found)]
     resized = [
         f"{name} ({sizes[name]} of {files[name].size} bytes)" for name in sizes if sizes[name] != files[name].size
     ]
-    unlisted = sorted(found - files.keys())
+    unlisted = sorted(name for name in found - files.keys() if name.startswith(f"{TENSORS}/"))
     if missing or resized or unlisted:
         raise CheckpointError(
             f"{directory} is damaged",
@@ -292,6 +331,8 @@ class Record:
     average: dict[str, int] | None = None
     """Counts of the moving average of the weights, whose tensors are ``average.NAME``."""
     spikes: SpikeRecord | None = None
+    ranks_per_rng_file: int | None = None
+    """None: each rank's random generators are in a file of its own, as the first version wrote them."""
 
     def to_json(self) -> str:
         """Return JSON text, with the versions that wrote it."""
@@ -369,6 +410,7 @@ def consistent(directory: Path) -> Iterator[None]:
 # --- Which checkpoint of a directory to use: the newest that is whole
 
 TENSORS = "tensors"  # a folder of its own: DCP reads every safetensors file in it
+_SHARD = ".safetensors"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -383,13 +425,8 @@ def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted((step, path) for step, path in found if (path / MANIFEST).is_file())
 
 
-def verify(path: Path, part: int = 0, num_parts: int = 1) -> Record:
+def verify(path: Path) -> Record:
     """Read every file of a checkpoint once and compare it with the manifest.
-
-    Args:
-        path: The directory of one checkpoint.
-        part: Hash only every ``num_parts``-th file, from this one on.
-        num_parts: Number of ranks that divide the work.
 
     Returns:
         The checkpoint's record.
@@ -398,11 +435,39 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> Record:
         CheckpointError: Naming every file that is missing, damaged or not of this checkpoint.
     """
     files = read_manifest(path)
-    # One rank asks for all files: thousands of ranks that did would stall a shared file system.
-    if part == 0:
-        check_present(path, files, folders=[TENSORS])
-    check_contents(path, files, sorted(files)[part::num_parts])
+    check_present(path, files)
+    check_contents(path, files, sorted(files))
     return read_record(path)
+
+
+def _verify_together(path: Path) -> None:
+    """Make the checks of :func:`verify`, each file on one rank; collective.
+
+    Rank 0 reads the manifest and lists the directory: thousands of ranks that did would stall a shared file system. The
+    others believe it, and wait for files that they do not see yet.
+    """
+    files: dict[str, FileEntry] = {}
+    with runtime.same_on_every_rank():
+        if runtime.rank() == 0:
+            files = read_manifest(path)
+            check_present(path, files, _share(files))
+    files = runtime.broadcast_object(files)
+    own = _share(files)
+    with runtime.same_on_every_rank():
+        wait_until_seen(path / MANIFEST, *(path / name for name in own))
+        check_present(path, files, own, listing=False)
+        check_contents(path, files, own)
+        if runtime.rank() == 0:
+            read_record(path)
+
+
+def _share(files: Iterable[str]) -> list[str]:
+    """Return the files that this rank reads and hashes: where the layout has not changed, those that it loads."""
+    own = sorted(name for name in files if not name.endswith(_SHARD) and runtime.rank() == 0)
+    for is_tensor in (False, True):
+        alike = sorted(n for n in files if n.endswith(_SHARD) and n.startswith(f"{TENSORS}/") == is_tensor)
+        own += [n for i, n in enumerate(alike) if i * runtime.world_size() // len(alike) == runtime.rank()]
+    return own
 
 
 def damage_of(path: Path) -> list[CheckpointError]:
@@ -414,7 +479,7 @@ def damage_of(path: Path) -> list[CheckpointError]:
     whole = [n for n in sorted(files) if (path / n).is_file() and (path / n).stat().st_size == files[n].size]
     found: list[CheckpointError] = []
     for check in (
-        lambda: check_present(path, files, folders=[TENSORS]),
+        lambda: check_present(path, files),
         lambda: check_contents(path, files, whole),
         lambda: read_record(path),
     ):
@@ -430,8 +495,7 @@ def newest_valid(candidates: Sequence[Path]) -> tuple[Path | None, list[Checkpoi
     damaged: list[CheckpointError] = []
     for path in candidates:
         try:
-            with runtime.same_on_every_rank():
-                verify(path, runtime.rank(), runtime.world_size())
+            _verify_together(path)
         except CheckpointError as error:
             damaged.append(error)
         else:

@@ -15,7 +15,7 @@ from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim.guarded_step import masters_of, weights_were_loaded
 from meshwright.optim.mixed_precision import MasterWeights
-from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank, wait_for_all_ranks
+from meshwright.runtime import broadcast_object, rank, require_distributed, same_on_every_rank, wait_for_all_ranks
 from meshwright.store.entries import ModelEntries, in_model_order, model_entries, stored_name, to_rank_order_
 from meshwright.store.folder import configs_of, is_folder, read_folder, write_folder
 from meshwright.store.optimizer_state import refuse_parts
@@ -177,7 +177,7 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     own = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in found.items()}
     floats = [n for n, value in found.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
     wide = {name for name in floats if found[name].dtype.itemsize > 2}
-    stored, wide = gather_objects((own, wide) if rank() == 0 else None)[0]
+    stored, wide = broadcast_object((own, wide))
     # Values that half precision cannot hold go into the masters; the weights are rounded from these afterwards.
     masters = masters_of(model)
     if masters is not None:
@@ -245,7 +245,7 @@ def _fill(entries: ModelEntries, whole: WholeEntries, found: Mapping[str, Any], 
         if target is not None:
             to_rank_order_(entries, {name: target})
     if whole.values:
-        values = gather_objects({name: found[name] for name in whole.values if name in found})[0]
+        values = broadcast_object({name: found[name] for name in whole.values if name in found})
         own = {name: values[stored_name(name)] for name in entries.raw if stored_name(name) in values}
         if own:
             entries.module.load_state_dict(entries.raw | own)

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from meshwright.errors import CheckpointError
 from meshwright.nn import part_of_whole
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, inner_optimizer
-from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank, wait_for_all_ranks
+from meshwright.runtime import broadcast_object, rank, require_distributed, same_on_every_rank, wait_for_all_ranks
+from meshwright.runtime.agreement import gather_distinct
 from meshwright.store.entries import from_plain, in_model_order, model_entries, to_plain, to_rank_order_, unwrapped
 from meshwright.store.folder import is_folder, read_folder, write_folder
 from meshwright.store.manifest import GroupRecord, OptimizerRecord, TensorRecord, tensor_records
@@ -33,6 +34,7 @@ from meshwright.store.optimizer_state import (
     state_name,
     united_optimizer,
     updatable,
+    updated_names,
 )
 from meshwright.store.tensor_files import failed_before, make_folder, read_file, wait_for_saves, write_file, write_later
 from meshwright.store.transfer import OwnedTensor, collect_named, owned_by_ranks, spread, spread_owned
@@ -116,7 +118,7 @@ def _capture(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, torch.Te
 
 def _united_contents(contents: OptimizerContents, order: Sequence[str]) -> OptimizerContents:
     """Unite the contents of all ranks' optimizers, with parameters in the order of the whole model; collective."""
-    every: list[OptimizerContents] = gather_objects(contents)
+    every: list[OptimizerContents] = [each for _, each in gather_distinct(contents, repr(contents))]
     record = united_optimizer([each.record for each in every])
     place = {name: number for number, name in enumerate(order)}
     for group in record.groups:
@@ -144,11 +146,11 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLi
         wait_for_saves()
         if rank() == 0:
             found, contents = read_optimizer(Path(path))
-    stored, contents = gather_objects((tensor_records(found), contents) if rank() == 0 else None)[0]
+    stored, contents = broadcast_object((tensor_records(found), contents))
     in_parts = part_of_whole(unwrapped(model)) is not None
     with same_on_every_rank():
         names = names_on_rank(model_entries(model), optimizer)
-    others = names_of_others(*names).updated if in_parts else frozenset[str]()
+    others = names_of_others(*names, [], updated_names([contents.record])).updated if in_parts else frozenset[str]()
     with same_on_every_rank():
         plan, targets = _plan(optimizer, model, contents, stored, others)
     with torch.no_grad():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -18,7 +17,8 @@ from torch.optim import Optimizer
 from meshwright.errors import CheckpointError, join_names
 from meshwright.optim import WeightAverage, guard_of, inner_optimizer
 from meshwright.optim.full_state_dict import template_of
-from meshwright.runtime import gather_objects
+from meshwright.runtime import smallest
+from meshwright.runtime.agreement import gather_distinct
 from meshwright.store.entries import ModelEntries, dtype_named, from_plain, to_plain
 from meshwright.store.manifest import GroupRecord, OptimizerRecord, Record, TensorRecord
 
@@ -361,36 +361,46 @@ def names_on_rank(entries: ModelEntries, optimizer: Optimizer | None) -> tuple[l
     return own, [names[id(p)] for group in inner.param_groups for p in group["params"]]
 
 
-def names_of_others(entries: Iterable[str], updated: Iterable[str]) -> Others:
-    """Return the names that only other ranks hold; collective, one small gather where all hold the same.
+def names_of_others(
+    entries: Iterable[str], updated: Iterable[str], stored: Sequence[str], stored_updated: Sequence[str]
+) -> Others:
+    """Return those of the stored names that only other ranks hold; collective, one all-reduce of a flag per name.
 
     Args:
         entries: This rank's names in the model.
         updated: The parameters that its optimizer updates.
+        stored: Names of a model, the same on every rank.
+        stored_updated: Parameters of an optimizer, the same on every rank.
     """
-    own = (sorted(entries), sorted(updated))
-    if _is_equal_everywhere(own):
-        return Others()
-    every = gather_objects(own)
-    return Others(
-        frozenset(name for names, _ in every for name in names).difference(own[0]),
-        frozenset(name for _, names in every for name in names).difference(own[1]),
-    )
+    own, own_updated = frozenset(entries), frozenset(updated)
+    nowhere = smallest([*(name not in own for name in stored), *(name not in own_updated for name in stored_updated)])
+    held = [name for name, absent in zip(stored, nowhere, strict=False) if not absent]
+    held_updated = [n for n, absent in zip(stored_updated, nowhere[len(stored) :], strict=True) if not absent]
+    return Others(frozenset(held) - own, frozenset(held_updated) - own_updated)
 
 
-def _is_equal_everywhere(names: Any) -> bool:
-    digest = hashlib.sha256(repr(names).encode()).hexdigest()
-    return len(set(gather_objects(digest))) == 1
+def stored_names(record: Record) -> tuple[list[str], list[str]]:
+    """Return the names of the model, and the parameters that optimizers update, of a checkpoint."""
+    tensors = [name.removeprefix("model.") for name in record.tensors if name.startswith("model.")]
+    replicas = record.outer.replicas if record.outer is not None else []
+    optimizers = [record.optimizer, *(replica.optimizer for replica in replicas)]
+    return [*tensors, *record.model_values], updated_names(each for each in optimizers if each is not None)
+
+
+def updated_names(records: Iterable[OptimizerRecord]) -> list[str]:
+    """Return the parameters that any of some optimizers updates, each once."""
+    return list(dict.fromkeys(name for record in records for group in record.groups for name in group.parameters))
 
 
 def refuse_parts(names: Iterable[str], what: str) -> None:
-    """Refuse to write or fill one rank's part as if it were the whole; collective, one small gather.
+    """Refuse to write or fill one rank's part as if it were the whole; collective, one all-reduce if there are none.
 
     Raises:
         CheckpointError: On every rank, when ranks hold tensors of different names.
     """
-    every: list[list[str]] = gather_objects(sorted(names))
-    if any(each != every[0] for each in every):
+    own = sorted(names)
+    every: list[list[str]] = [each for _, each in gather_distinct(own, repr(own))]
+    if len(every) > 1:
         apart = sorted(set().union(*every) - set(every[0]).intersection(*every))
         raise CheckpointError(
             f"{what} does not join what ranks hold under names of their own",
@@ -402,14 +412,15 @@ def refuse_parts(names: Iterable[str], what: str) -> None:
 
 def united(record: Record) -> Record:
     """Unite the records of all ranks; collective, equal on every rank."""
-    if _is_equal_everywhere(sorted(record.tensors)):
+    own = (record.tensors, record.model_values, record.optimizer)
+    every = [each for _, each in gather_distinct(own, repr(sorted(record.tensors)))]
+    if len(every) == 1:
         return record
-    every: list[Record] = gather_objects(record)
-    optimizers = [each.optimizer for each in every if each.optimizer is not None]
+    optimizers = [optimizer for _, _, optimizer in every if optimizer is not None]
     return dataclasses.replace(
         record,
-        tensors={name: tensor for each in every for name, tensor in each.tensors.items()},
-        model_values={name: value for each in every for name, value in each.model_values.items()},
+        tensors={name: tensor for tensors, _, _ in every for name, tensor in tensors.items()},
+        model_values={name: value for _, values, _ in every for name, value in values.items()},
         optimizer=united_optimizer(optimizers) if optimizers else None,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from meshwright.store.manifest import (
     read_manifest,
     read_record,
 )
+from meshwright.store.shards import INDEX as SHARD_INDEX
+from meshwright.store.stored_shards import FolderIndex, OpenFiles
 from meshwright.store.stored_tensors import Index, SafetensorsFile, StoredTensor, join_files
 from meshwright.store.tensor_files import wait_for_saves
 
@@ -39,8 +41,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MODEL = "model."
 _COPY_AGAIN = "copy the weights again from their source, to every host"
 _ALLOW = (
-    "name weights that have them; or pass allow_missing_weights=True to accelerate, and the model's own initialisation "
-    "fills them; or build the model without them"
+    "name weights that have them; or pass allow_missing_weights=True to accelerate (in a training file: "
+    "model.allow_missing_weights = true), and the model's own initialisation fills them; or build it without them"
 )
 # The tensors that quantized layers keep beside, or in place of, their weights.
 _QUANTIZED = re.compile(
@@ -64,8 +66,10 @@ class StoredWeights:
     unused: tuple[str, ...]
     """Stored names that a model of another class has, such as those of its head."""
 
-    def __init__(self, path: Path, files: Iterable[SafetensorsFile], plan: Plan, tied: Mapping[str, list[str]]) -> None:
-        self._path, self._files = path, list(files)
+    def __init__(
+        self, path: Path, files: Sequence[SafetensorsFile | OpenFiles], plan: Plan, tied: Mapping[str, list[str]]
+    ) -> None:
+        self._path, self._files = path, files
         self._tensors = dict(plan.tensors)
         for group in tied.values():
             first = next((name for name in group if name in plan.tensors), None)
@@ -78,7 +82,8 @@ class StoredWeights:
 
     def __str__(self) -> str:
         """Return where the weights are, and their size."""
-        files = f"{len(self._files)} file{'s' if len(self._files) != 1 else ''}, " if self._files else ""
+        count = sum(each.count if isinstance(each, OpenFiles) else 1 for each in self._files)
+        files = f"{count} file{'s' if count != 1 else ''}, " if count else ""
         return f"{self._path} ({files}{readable_bytes(self.num_bytes)})"
 
     @classmethod
@@ -250,7 +255,7 @@ class _Found:
 
     path: Path
     tensors: dict[str, StoredTensor]
-    files: list[SafetensorsFile] = field(default_factory=list)
+    files: Sequence[SafetensorsFile | OpenFiles] = ()
     config: dict[str, Any] = field(default_factory=dict)
     """``config.json`` beside them."""
     in_state: bool = False
@@ -357,10 +362,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _in_checkpoint(path: Path) -> _Found:
     tensors, files = checkpoint_tensors(path)
-    return _Found(path, tensors, files)
+    return _Found(path, tensors, [files])
 
 
-def checkpoint_tensors(path: Path) -> tuple[dict[str, StoredTensor], list[SafetensorsFile]]:
+def checkpoint_tensors(path: Path) -> tuple[dict[str, StoredTensor], OpenFiles]:
     """Open the weights and buffers in a checkpoint of Meshwright, by the model's names.
 
     The sizes of its files are checked; the hashes of the tensors would cost reading all of them.
@@ -372,11 +377,11 @@ def checkpoint_tensors(path: Path) -> tuple[dict[str, StoredTensor], list[Safete
         CheckpointError: When the checkpoint is damaged.
     """
     manifest = read_manifest(path)
-    check_present(path, manifest, folders=[TENSORS])
-    check_contents(path, manifest, [RECORD])
+    # Each rank asks for its share of the files: the server would get n² questions else.
+    check_present(path, manifest, sorted(manifest)[rank() :: world_size()], listing=rank() == 0)
+    check_contents(path, manifest, [name for name in (RECORD, f"{TENSORS}/{SHARD_INDEX}") if name in manifest])
     record = read_record(path)
-    files = [SafetensorsFile(path / name) for name in sorted(manifest) if name.startswith(f"{TENSORS}/")]
-    stored = join_files(files)
+    stored, files = FolderIndex.read(path / TENSORS).open(path / TENSORS)
     tensors = {}
     for name, entry in record.tensors.items():
         if name.startswith(_MODEL):

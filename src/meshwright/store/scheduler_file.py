@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
-from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
+from meshwright.runtime import broadcast_object, rank, require_distributed, same_on_every_rank
 from meshwright.store.entries import from_plain, to_plain
 from meshwright.store.tensor_files import make_folder, write_text
 
@@ -46,7 +46,7 @@ def load_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> N
         if rank() == 0:
             found = read_scheduler(path)
             check_fit(scheduler, *found, path)
-    _, state = gather_objects(found)[0]
+    _, state = broadcast_object(found)
     restore_scheduler(scheduler, state)
 
 

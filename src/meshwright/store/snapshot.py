@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright import runtime
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim import OuterOptimizer, average_of, guard_of, inner_optimizer, spike_watch_of
 from meshwright.optim.dtensors import local_tensor, wrapped_like
 from meshwright.optim.guarded_step import restoring
 from meshwright.optim.outer.synchronizer import check_flags, flags_of, load_flags, own_flags_of
+from meshwright.runtime.agreement import gather_distinct
 from meshwright.store.entries import (
     ModelEntries,
     TrainingState,
@@ -55,7 +55,8 @@ from meshwright.store.optimizer_state import (
     updatable,
 )
 from meshwright.store.scheduler_file import restore_scheduler
-from meshwright.store.tensor_files import load_shards
+from meshwright.store.stored_shards import load_shards
+from meshwright.store.stored_tensors import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,7 @@ def _outer_tensors(
 
 def completed(record: Record, parts: ReplicaParts) -> Record:
     """Add the replicas of all ranks to a record; collective."""
-    every: list[ReplicaParts] = runtime.gather_objects(parts)
+    every: list[ReplicaParts] = [each for _, each in gather_distinct(parts, repr(parts))]
     replicas: dict[int, ReplicaRecord] = {}
     tensors: dict[str, TensorRecord] = {}
     outer = every[0].outer
@@ -441,18 +442,21 @@ class ReplicaView:
 
 
 @torch.no_grad()
-def load_means(targets: Mapping[str, torch.Tensor], num_replicas: int, folder: Path) -> None:
+def load_means(
+    targets: Mapping[str, torch.Tensor], num_replicas: int, folder: Path, stored: Mapping[str, StoredTensor]
+) -> None:
     """Fill tensors with means over replicas of a checkpoint, one replica at a time; collective.
 
     Args:
         targets: By the names they have without replicas; the same on every rank that shares them.
         num_replicas: How many replicas the checkpoint holds.
         folder: The checkpoint's tensors.
+        stored: The same, open.
     """
     sums = {name: torch.zeros_like(local_tensor(target), dtype=torch.float64) for name, target in targets.items()}
     for replica in range(num_replicas):
         parts = {name: torch.empty_like(target.detach()) for name, target in targets.items()}
-        load_shards({replica_name(replica, name): part for name, part in parts.items()}, folder)
+        load_shards({replica_name(replica, name): part for name, part in parts.items()}, folder, stored)
         for name, part in parts.items():
             sums[name] += local_tensor(part)
     for name, target in targets.items():

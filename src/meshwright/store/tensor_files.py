@@ -1,39 +1,28 @@
-"""Write and read tensor files.
+"""Write and read files of one state dict.
 
-A file of one state dict appears under its name only when it is complete; files may be written in the background, one
-after the other. A folder of shards goes through torch's distributed checkpoint (DCP), in safetensors, without pickle.
+A file appears under its name only when it is complete; files may be written in the background, one after the other.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import pickle
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.futures import Future as TorchFuture
 
 from meshwright.errors import CheckpointError, join_names
-from meshwright.optim.dtensors import local_tensor
 from meshwright.runtime import before_leaving, rank, same_on_every_rank
-from meshwright.runtime.processes import agreement_group
-
-# torch's distributed checkpoint brings its launcher along, which every start of a rank would pay: the functions below
-# that need it import it.
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-    from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 _SAFETENSORS = ".safetensors"
 
@@ -247,130 +236,3 @@ def _report_failures() -> None:
 def _finish() -> None:
     with same_on_every_rank():
         wait_for_saves()
-
-
-# --- Shards, through torch's distributed checkpoint
-#
-# Each rank writes the shards it holds, replicas are written once, and each rank reads the parts that its layout needs.
-
-
-def file_prefix(rank: int) -> str:
-    """Return the first part of the names of the files that ``rank`` writes."""
-    return f"shard-{rank + 1:05d}-"
-
-
-def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write tensors into a folder, one file per rank that has something to write; collective.
-
-    Args:
-        tensors: The same names on every rank; plain tensors equal on all ranks, or DTensors.
-        folder: An empty folder that all ranks share.
-
-    Raises:
-        CheckpointError: On every rank, when any of them cannot write.
-    """
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    with _agreed_errors(
-        f"Writing tensors into {folder} failed", "make room on the disk, and check who may write there"
-    ):
-        save(writable(tensors), storage_writer=_shard_writer(folder), process_group=agreement_group())
-
-
-def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill tensors in place from a folder that :func:`save_shards` wrote in any layout; collective.
-
-    Raises:
-        CheckpointError: On every rank, when any of them cannot read. The targets may then be partly filled.
-    """
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    fix = "the model is partly loaded: build it anew before going on; then check the disk"
-    with _agreed_errors(f"Reading tensors from {folder} failed", fix):
-        load(
-            {name: tensor.detach() for name, tensor in targets.items()},
-            storage_reader=HuggingFaceStorageReader(str(folder)),
-        )
-
-
-@contextlib.contextmanager
-def _agreed_errors(what: str, fix: str) -> Iterator[None]:
-    """Convert DCP's exception: all ranks get it, but it is a BaseException, which no ``except Exception`` catches."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        with warnings.catch_warnings():
-            # A world of one needs no process group.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(what, got=f"{type(cause).__name__}: {cause} (rank {rank})", fix=fix) from error
-
-
-def writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors as safetensors takes them: contiguous, and no two of them sharing memory.
-
-    Raises:
-        CheckpointError: For a sparse tensor.
-    """
-    seen: set[int] = set()
-    writable: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided:
-            raise CheckpointError(
-                f"{name} cannot be saved: files hold dense tensors only",
-                expected="dense tensors in the model and its optimizer",
-                got=f"{tensor.layout} of shape {tuple(tensor.shape)}",
-                fix="register a buffer that can be built anew with persistent=False, or keep it as dense tensors of "
-                "indices and values",
-            )
-        tensor = tensor.detach().contiguous()
-        address = local_tensor(tensor).untyped_storage().data_ptr()
-        # Two parameters over one memory are stored twice, and both names load.
-        writable[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
-    return writable
-
-
-def _shard_writer(folder: Path) -> StorageWriter:
-    """Return torch's writer of sharded safetensors, with another way to the disk.
-
-    torch's own joins all tensors into one ``bytes`` first. That takes their memory once more, and holds the
-    interpreter's lock for a second per GB, in which no other thread of the process runs: not the one that trains.
-    """
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    class ShardWriter(HuggingFaceStorageWriter):
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-            done: TorchFuture[list[WriteResult]] = TorchFuture()
-            done.set_result(_write_shards(folder, plan, planner) if plan.items else [])
-            return done
-
-    return ShardWriter(str(folder), save_distributed=True)
-
-
-def _write_shards(folder: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-    """Write what the plan gives this rank into one file, and wait until the disk has it."""
-    from torch.distributed.checkpoint.storage import WriteResult
-
-    tensors = {item.index.fqn: cast(torch.Tensor, planner.resolve_data(item)).cpu() for item in plan.items}
-    path = folder / f"{file_prefix(plan.storage_data['shard_index'] - 1)}model-00001-of-00001.safetensors"
-    save_file(tensors, path, _metadata(plan.items))
-    with path.open("rb") as written:
-        os.fsync(written.fileno())
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    return [WriteResult(item.index, sizes[item.index.fqn], path.name) for item in plan.items]
-
-
-def _metadata(items: Sequence[WriteItem]) -> dict[str, str]:
-    """Return where each shard lies in its whole tensor, in the form that torch's reader looks for."""
-    from meshwright.runtime.torch_internals import checkpoint as keys
-
-    offsets = {item.index.fqn: {keys.SAVED_OFFSETS_KEY: item.tensor_data.chunk.offsets} for item in items}  # type: ignore[union-attr]
-    return {
-        keys.CUSTOM_METADATA_KEY: json.dumps(offsets),
-        keys.DCP_VERSION_KEY: str(keys.HF_DCP_VERSION),
-        keys.FORMAT_KEY: keys.FORMAT_VALUE,
-    }

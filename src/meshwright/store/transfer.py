@@ -18,7 +18,8 @@ from meshwright.errors import CheckpointError, join_names
 from meshwright.nn import part_of_whole, stages_of, whole_model
 from meshwright.nn.model_layout import laid_out_like
 from meshwright.optim.full_state_dict import whole_tensor
-from meshwright.runtime import gather_objects, pipe_size, rank, settings, world_size
+from meshwright.runtime import pipe_size, rank, settings, world_size
+from meshwright.runtime.agreement import gather_distinct
 from meshwright.runtime.torch_internals.dtensor import StridedShard
 from meshwright.store.entries import ModelEntries, dtype_named, model_entries, stored_name
 from meshwright.store.manifest import TensorRecord, tensor_records
@@ -124,13 +125,17 @@ def owned_by_ranks(
         order: Names in the wanted order; others follow.
         stale: Names of tensors that are trained on other ranks only.
     """
-    every = gather_objects({name: (record, name not in stale) for name, record in tensor_records(tensors).items()})
-    names = dict.fromkeys(name for own in every for name in own)
+    own = {name: (record, name not in stale) for name, record in tensor_records(tensors).items()}
+    every: dict[str, list[tuple[list[int], TensorRecord, bool]]] = {}
+    for ranks, its in gather_distinct(own, repr(own)):
+        for name, (record, is_home) in its.items():
+            every.setdefault(name, []).append((ranks, record, is_home))
     found = {}
-    for name in dict.fromkeys(name for name in (*order, *names) if name in names):
-        holders = [number for number, own in enumerate(every) if name in own]
-        homes = [number for number in holders if every[number][name][1]] or holders
-        found[name] = OwnedTensor(every[homes[0]][name][0], tuple(homes), tuple(holders))
+    for name in dict.fromkeys(name for name in (*order, *every) if name in every):
+        holders = sorted(number for ranks, _, _ in every[name] for number in ranks)
+        homes = sorted(number for ranks, _, is_home in every[name] if is_home for number in ranks) or holders
+        record = next(record for ranks, record, _ in every[name] if homes[0] in ranks)
+        found[name] = OwnedTensor(record, tuple(homes), tuple(holders))
     return found
 
 
@@ -301,7 +306,7 @@ class WholeEntries:
         first = {name: name for name in owners}
         every: dict[str, object] = {}
         own_values = {name: value for name, value in values.items() if part.is_home(name)}
-        for its_tied, its_values in gather_objects((tied, own_values)):
+        for _, (its_tied, its_values) in gather_distinct((tied, own_values), repr((tied, own_values))):
             first |= its_tied
             every |= its_values
         names = [name for name in dict.fromkeys((*part.names, *first, *every)) if name in first or name in every]

@@ -203,7 +203,7 @@ ALONE = """
 import sys
 import torch
 import meshwright as mw
-from meshwright import trials
+from meshwright.training import trials
 from tests import tiny
 trials._PATIENCE_S = 1.0
 mw.init_distributed()

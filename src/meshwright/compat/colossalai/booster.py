@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,13 +30,10 @@ from meshwright.compat.colossalai.optimizers import FusedLAMB
 from meshwright.compat.colossalai.plugin import Plugin
 from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
 from meshwright.methods import StageOutput
-from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.nn.batches import batch_size_of, micro_batches, to_device, usual_input_format
 from meshwright.nn.fsdp_units import reshard
 from meshwright.runtime import (
     GeneratorState,
-    all_equal,
-    difference_between_ranks,
     print_rank,
     same_on_every_rank,
     settings,
@@ -132,8 +128,6 @@ class Booster(CheckpointVerbs):
             checks.check_scheduler(lr_scheduler, optimizer, strategy)
         ddp_options = self.plugin.ddp_options if self.plugin is not None else {}
         notices = self._prepare(model, device)
-        if "pipeline_parallel" in strategy:
-            notices += _weights_of_rank_0(model, device)
         sample = None
         if needs_sample(strategy, model):
             sample = sample_of(dataloader, model, strategy, has_criterion=criterion is not None)
@@ -321,23 +315,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _weights_of_rank_0(model: Any, device: torch.device) -> list[str]:
-    """Take over rank 0's weights where ranks differ: stages would keep their own ranks' parts. Return a notice.
-
-    What is no plain model, or another one on another rank, is left for ``accelerate`` to refuse.
-    """
-    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    kinds = repr([(name, each.shape, each.dtype) for name, each in named.items()])
-    is_plain = not any(isinstance(each, DTensor) or each.is_meta for each in named.values())
-    if not all_equal(kinds.encode() if is_plain else b"") or not is_plain:
-        return []
-    difference = difference_between_ranks(named)
-    if difference is None:
-        return []
-    broadcast_states(model, device)
-    return [f"the weights differ between ranks: {difference}; those of rank 0 are taken over"]
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:

@@ -190,7 +190,7 @@ def _difference(every: list[Any]) -> str | None:
 def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
     """Return the group and the number of this replica's ranks: those at the same place in their replica groups."""
     world = dist.group.WORLD
-    places = gather_numbers(place)
+    places = [each for (each,) in gather_numbers([place])]
     own = tuple(rank for rank, other in enumerate(places) if other == place)
     if len(own) in (1, len(places)):
         return (None if len(own) == 1 else world), len(own)

@@ -17,9 +17,9 @@ from meshwright.comm.bandwidth import BENCHMARK_OPS, benchmark_operation
 from meshwright.comm.transport import Members, members_of
 from meshwright.cost import HALF, Link, Op
 from meshwright.methods.base import half_dtype, torch_dtype
-from meshwright.planner.measure.timing import LinkSample, Sample, Timing, slowest, time_of, time_together, together
+from meshwright.planner.measure.timing import LinkSample, Sample, Timing, slowest, time_of, time_together
 from meshwright.planner.trace.aten_kernels import kernels_of
-from meshwright.runtime import Settings, largest, synchronize_device, world_size
+from meshwright.runtime import Settings, largest, synchronize, synchronize_device, world_size
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 
 # Per fp32 element, as ``cost.device_time.update_s`` counts: weight and two states read and written, the gradient
@@ -279,8 +279,7 @@ def beside_collective(device: torch.device, rounds: int = 5) -> tuple[float, flo
             left @ left
 
     def seconds(count: int, *, reduce: bool) -> float:
-        together()
-        synchronize_device(device)
+        synchronize()
         start_s = time.perf_counter()
         work = dist.all_reduce(message, async_op=True) if reduce else None
         products(count)

@@ -29,9 +29,9 @@ from meshwright.methods.base import half_dtype, torch_dtype
 from meshwright.methods.job import MeshAxes
 from meshwright.nn import widen
 from meshwright.optim import local_tensor
-from meshwright.planner.measure.timing import Clock, calls_of, slowest, together
+from meshwright.planner.measure.timing import Clock, calls_of, slowest
 from meshwright.planner.workload import Workload
-from meshwright.runtime import Settings, coordinate_of, rank, world_size
+from meshwright.runtime import Settings, coordinate_of, rank, synchronize, world_size
 from meshwright.runtime.torch_internals.optim import foreach_mul_
 from meshwright.strategy import Strategy
 
@@ -259,7 +259,7 @@ def _in_turns(steps: Sequence[Reference], now: Settings, clock: Clock, turns: in
             calls_of(step.run, now.device, 1)
             for _ in range(_STEPS_OF_TURN):
                 step.between()
-                together()
+                synchronize()
                 seconds.append(slowest([calls_of(step.run, now.device, 1)])[0].of(clock))
     return [Timed(step, statistics.median(seconds)) for step, seconds in zip(steps, found, strict=True)]
 

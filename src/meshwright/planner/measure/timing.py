@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from meshwright.cost import Op
 from meshwright.cost.device_time import Machine, backward_s, forward_s
-from meshwright.runtime import largest, synchronize_device, world_size
+from meshwright.runtime import largest, synchronize, synchronize_device
 
 Clock = Literal["wall", "cpu"]
 _MAX_CALLS = 10_000
@@ -63,7 +62,7 @@ def time_of(run: Callable[[], object], device: torch.device, *, window_s: float 
         windows: Number of windows.
     """
     run()
-    together()
+    synchronize()
     return _median([_window(run, device, window_s=window_s) for _ in range(windows)])
 
 
@@ -76,7 +75,7 @@ def cold_time_of(run: Callable[[], object], device: torch.device, *, window_s: f
         return time_of(run, device, window_s=window_s)
     others = torch.ones(_EVICTED_BYTES // 4)
     run()
-    together()
+    synchronize()
     times: list[Timing] = []
     end_s = time.perf_counter() + 5 * window_s
     while len(times) < calls or time.perf_counter() < end_s:
@@ -92,10 +91,10 @@ def time_together(run: Callable[[], object], device: torch.device, *, window_s: 
     """
     for _ in range(2):
         run()
-    together()
+    synchronize()
     (once_s,) = largest([calls_of(run, device, 2).wall_s])
     calls = max(1, min(_MAX_CALLS, int(window_s / once_s)))
-    together()
+    synchronize()
     times = [calls_of(run, device, calls) for _ in range(windows)]
     return Timing(min(each.wall_s for each in times), min(each.cpu_s for each in times))
 
@@ -104,12 +103,6 @@ def slowest(timings: Sequence[Timing]) -> list[Timing]:
     """Return the longest times of any rank, by either clock; collective."""
     times = largest([time_s for each in timings for time_s in (each.wall_s, each.cpu_s)])
     return [Timing(*each) for each in zip(times[::2], times[1::2], strict=True)]
-
-
-def together() -> None:
-    """Synchronize the ranks with a barrier."""
-    if world_size() > 1:
-        dist.barrier()
 
 
 def _median(timings: list[Timing]) -> Timing:

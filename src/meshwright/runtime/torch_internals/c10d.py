@@ -1,5 +1,11 @@
-"""The store of the default process group, the classes of stores, and the device of small messages."""
+"""The store of the default process group, classes of stores, the device of small messages, and what groups record."""
 
+import functools
+from collections.abc import Callable
+from operator import methodcaller
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import (
     # Public in ``torch.distributed``, which does not export them to type checkers.
     BarrierOptions,
@@ -13,6 +19,48 @@ from torch.distributed.distributed_c10d import (
     _get_default_store as default_store,
     # Where a group carries what lies on the host, as torch decides for objects: with NCCL alone on the GPU.
     _get_object_coll_device as object_device,
+    # All process groups by name. Replaced by a public list of groups.
+    _world as world_state,
 )
 
-__all__ = ["BarrierOptions", "HashStore", "PrefixStore", "Store", "TCPStore", "default_store", "object_device"]
+__all__ = [
+    "BarrierOptions",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "default_store",
+    "enable_timings",
+    "flight_recorders",
+    "object_device",
+    "ranks_of_groups",
+]
+
+ATTRIBUTES_OF = ("torch._C._distributed_c10d", "torch._C._distributed_c10d.ProcessGroup")
+
+_enable_timings = methodcaller("_enable_collectives_timing")
+
+# What process groups have recorded of their collectives, as JSON: NCCL's recorder, in builds for CUDA, and gloo's. Both
+# take whether to include collectives, and only what is under way. torch's own debug server reads them so, too.
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+
+def flight_recorders() -> list[Callable[[], bytes]]:
+    """Return functions that dump the flight recorders that this torch has."""
+    found = [getattr(_distributed_c10d, name, None) for name in _RECORDERS]
+    return [functools.partial(dump, True, False) for dump in found if dump is not None]
+
+
+def ranks_of_groups() -> dict[str, list[int]]:
+    """Return the global ranks of each process group of this process, by its name."""
+    return {name: dist.get_process_group_ranks(group) for group, name in list(world_state.pg_names.items())}
+
+
+def enable_timings() -> None:
+    """Let NCCL's groups record when the device begins a collective, as DDP does to log its statistics.
+
+    Without it only ends are recorded. ``TORCH_NCCL_ENABLE_TIMING=1`` does the same from the start.
+    """
+    for group in list(world_state.pg_names):
+        if "nccl" in dist.get_backend_config(group):
+            _enable_timings(group)
