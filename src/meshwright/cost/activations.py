@@ -92,8 +92,9 @@ class Transient(NamedTuple):
         cut: The instants of a place behind which a pipeline cuts the model: what comes from there counts as received.
         far: Bytes of parameters' gradients from behind the blocks that wait for parts from before them.
         split: Of its backward in two parts, for schedules that split it; None: unknown.
-        reentrant: Of a block whose gradient is held until its backward has run, as reentrant recomputation does.
-        output: Bytes of what a block returns and does not save, which reentrant recomputation makes again and holds.
+        reentrant: The instants of a block whose results, made again, and their gradients are held until its backward
+            has run, as torch's reentrant recomputation does.
+        reentrant_cut: The same of a place behind which a pipeline cuts the model.
     """
 
     place: int
@@ -107,7 +108,7 @@ class Transient(NamedTuple):
     far: int = 0
     split: SplitBackward | None = None
     reentrant: tuple[Instant, ...] = ()
-    output: int = 0
+    reentrant_cut: tuple[Instant, ...] = ()
 
     def most(self, *, with_gradients: bool, is_cut: bool = False, is_reentrant: bool = False) -> int:
         """Return the most bytes held beside what is saved.
@@ -117,10 +118,10 @@ class Transient(NamedTuple):
             is_cut: Whether a pipeline cuts the model behind this place.
             is_reentrant: Whether torch's reentrant implementation recomputes the place.
         """
-        whole = self.reentrant if is_reentrant else ()
-        instants = self.cut if is_cut else whole or self.instants
-        most = max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in instants)
-        return most + (self.output if is_reentrant else 0)
+        instants = self.cut if is_cut else self.instants
+        if is_reentrant:
+            instants = (self.reentrant_cut if is_cut else self.reentrant) or instants
+        return max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in instants)
 
 
 def outermost_instants(every: Iterable[Instant]) -> tuple[Instant, ...]:

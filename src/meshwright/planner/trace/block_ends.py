@@ -8,9 +8,9 @@ free once the last operator of the block has used it, and recomputation does not
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,7 +20,26 @@ from meshwright.planner.trace.aten_kernels import tensors_in
 if TYPE_CHECKING:
     import torch
 
-    from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors
+    from meshwright.planner.trace.live_tensors import LiveBytes
+
+
+class _Held(NamedTuple):
+    reference: StorageWeakRef  # keeps the address from being used for another
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Held:
+        storage = tensor.untyped_storage()
+        return cls(StorageWeakRef(storage), storage.nbytes())
+
+
+class _End(NamedTuple):
+    """A result of a block, and the gradient that has come for it."""
+
+    place: int
+    begin: int  # the next operator
+    output: _Held
+    gradient: _Held
 
 
 class BlockEnds:
@@ -33,14 +52,13 @@ class BlockEnds:
 
     def __init__(self, blocks: Sequence[nn.Module], held: LiveBytes) -> None:
         self._places, self._held = {block: place for place, block in enumerate(blocks)}, held
-        self._returned: defaultdict[int, dict[int, int]] = defaultdict(dict)  # place -> storage -> bytes
-        # The next operator, the place, and the gradient's storage and bytes.
-        self._arrived: list[tuple[int, int, StorageWeakRef, int]] = []
+        self._ends: list[_End] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the forward pass inside the block, and its backward afterwards."""
-        hooks = [block.register_forward_hook(self._watch) for block in self._places]
+        # Before hooks that change the result, such as gathers of tokens: recomputation does not run them.
+        hooks = [block.register_forward_hook(self._watch, prepend=True) for block in self._places]
         try:
             yield
         finally:
@@ -48,36 +66,22 @@ class BlockEnds:
                 hook.remove()
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        from meshwright.planner.trace.live_tensors import storage_of
-
-        place = self._places[module]
-
-        def note(gradient: torch.Tensor) -> None:
-            _, size = storage_of(gradient)
-            reference = StorageWeakRef(gradient.untyped_storage())
-            self._arrived.append((self._held.num_operators, place, reference, size))
-
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                key, size = storage_of(tensor)
-                self._returned[place][key] = size
-                tensor.register_hook(note)
+                tensor.register_hook(functools.partial(self._note, self._places[module], _Held.of(tensor)))
 
-    def returned(self, saved: SavedTensors) -> Mapping[int, int]:
-        """Return by places the bytes of what a block returns and does not save itself."""
-        return {
-            place: sum(size for key, size in found.items() if place not in saved.places.get(key, ()))
-            for place, found in self._returned.items()
-        }
+    def _note(self, place: int, output: _Held, gradient: torch.Tensor) -> None:
+        self._ends.append(_End(place, self._held.num_operators, output, _Held.of(gradient)))
 
-    def let_go(self) -> Sequence[int]:
-        """Return after every operator the bytes of its block's gradients that nothing holds any more."""
-        moments, found = self._held.moments, [0] * self._held.num_operators
-        for number, (begin, place, gradient, size) in enumerate(self._arrived):
-            later = (other for other, at, *_ in self._arrived[number:] if at == place and other > begin)
-            free = self._held.freed_at(gradient.cdata)
+    def let_go(self) -> list[tuple[int, int]]:
+        """Return after every operator what nothing holds any more of its block's results, and of their gradients."""
+        moments, found = self._held.moments, [[0, 0] for _ in self._held.moments]
+        for number, end in enumerate(self._ends):
             # To the next run of the block, whose gradient is another.
-            for index in range(max(begin, free), next(later, len(found))):
-                if moments[index].during == "backward" and moments[index].place == place:
-                    found[index] += size
-        return found
+            later = (other.begin for other in self._ends[number:] if other.place == end.place)
+            behind = next((begin for begin in later if begin > end.begin), len(found))
+            for which, each in enumerate((end.output, end.gradient)):
+                for index in range(max(end.begin, self._held.freed_at(each.reference.cdata)), behind):
+                    if moments[index].during == "backward" and moments[index].place == end.place:
+                        found[index][which] += each.num_bytes
+        return [(results, gradients) for results, gradients in found]

@@ -438,14 +438,14 @@ class LiveBytes:
         last = max(moment.place for moment in self.moments)
         returned, (left, remains, hung) = self._returned(saved, last), self._left_over(saved, last)
         first, late = self._up_to(saved), self._late(saved)
-        outputs, let_go = ends.returned(saved), ends.let_go()
         found: defaultdict[int, set[Instant]] = defaultdict(set)
         cut: defaultdict[int, set[Instant]] = defaultdict(set)
         reentrant: defaultdict[int, set[Instant]] = defaultdict(set)
+        reentrant_cut: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
         forward: set[Instant] = set()
-        every = zip(self.moments, weights, complete, late, let_go, strict=True)
-        for (place, during, whole, behind), coming, done, from_others, gone in every:
+        every = zip(self.moments, weights, complete, late, ends.let_go(), strict=True)
+        for (place, during, whole, behind), coming, done, from_others, (results, gradients) in every:
             held = whole - from_others
             if during == "forward" and place == last:
                 forward.add(Instant(held - coming - first(place) - sum(returned.values()), coming, done))
@@ -453,9 +453,11 @@ class LiveBytes:
                 own = held - coming - first(place) - sum(left.values())
                 others = sum(size for later, size in remains.items() if later > place)
                 found[place].add(Instant(own - others, coming, done))
-                reentrant[place].add(Instant(own - others + gone, coming, done))
+                reentrant[place].add(Instant(own - others + results + gradients, coming, done))
                 elsewhere = sum(size for later, size in hung.items() if later > place)
-                cut[place].add(Instant(own - elsewhere - sum(behind.values()), coming, done))
+                in_stage = own - elsewhere - sum(behind.values())
+                cut[place].add(Instant(in_stage, coming, done))
+                reentrant_cut[place].add(Instant(in_stage + results, coming, done))
                 far[place] = max(far[place], behind.get(last, 0) if place < last - 1 else 0)
         totals: defaultdict[int, int] = defaultdict(int)
         for each in self._gradients:
@@ -471,8 +473,8 @@ class LiveBytes:
                 remains.get(place, 0),
                 outermost_instants(cut[place]) if place < last else (),
                 far[place],
-                reentrant=outermost_instants(reentrant[place]) if place in outputs else (),
-                output=outputs.get(place, 0),
+                reentrant=outermost_instants(reentrant[place]) if -1 < place < last else (),
+                reentrant_cut=outermost_instants(reentrant_cut[place]) if -1 < place < last else (),
             )
             for place in sorted(found)
         )
