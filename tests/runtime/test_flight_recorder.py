@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import types
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from meshwright.runtime import flight_recorder, rank
 from meshwright.runtime.flight_recorder import FlightRecorder
 from meshwright.runtime.rank_reports import size_of_group
+from meshwright.runtime.torch_internals import c10d
 
 
 def _recorded():
@@ -106,3 +108,22 @@ def test_a_recorder_that_does_not_answer_is_asked_once():
         pass
     assert recorder.collectives(5.0).called == {"nccl:0/0/2": (1, 1)}
     assert asked[:1] == [1]
+
+
+def test_nccl_alone_is_asked_to_time_its_collectives(monkeypatch):
+    class Group:
+        timed = False
+
+        def _enable_collectives_timing(self):
+            self.timed = True
+
+    mixed, gloo, gone = Group(), Group(), Group()
+    world = types.SimpleNamespace(
+        pg_names={mixed: "0", gloo: "1", gone: "2"},
+        pg_backend_config={mixed: "cpu:gloo,cuda:nccl", gloo: "cpu:gloo,cuda:gloo"},
+        pg_group_ranks={mixed: {1: 0, 0: 1}, gloo: {3: 0}},
+    )
+    monkeypatch.setattr(c10d, "world_state", world)
+    c10d.enable_timings()
+    assert [each.timed for each in (mixed, gloo, gone)] == [True, False, False]
+    assert c10d.ranks_of_groups() == {"0": [0, 1], "1": [3]}

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from operator import methodcaller
 
-import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import (
     # Public in ``torch.distributed``, which does not export them to type checkers.
@@ -53,7 +52,9 @@ def flight_recorders() -> list[Callable[[], bytes]]:
 
 def ranks_of_groups() -> dict[str, list[int]]:
     """Return the global ranks of each process group of this process, by its name."""
-    return {name: dist.get_process_group_ranks(group) for group, name in list(world_state.pg_names.items())}
+    # By ``get``, for another thread may destroy a group meanwhile.
+    found = {name: world_state.pg_group_ranks.get(group) for group, name in list(world_state.pg_names.items())}
+    return {name: sorted(ranks) for name, ranks in found.items() if ranks}
 
 
 def enable_timings() -> None:
@@ -62,5 +63,5 @@ def enable_timings() -> None:
     Without it only ends are recorded. ``TORCH_NCCL_ENABLE_TIMING=1`` does the same from the start.
     """
     for group in list(world_state.pg_names):
-        if "nccl" in dist.get_backend_config(group):
+        if "nccl" in str(world_state.pg_backend_config.get(group)):
             _enable_timings(group)
