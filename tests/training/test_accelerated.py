@@ -4,6 +4,7 @@ import collections
 import itertools
 import math
 import sys
+import types
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.store.entries import unwrapped
+from meshwright.training import accelerated as training
 from meshwright.training.accelerated import divided
 from tests import tiny
 from tests.methods import expert_runs
@@ -228,6 +230,17 @@ SPLIT = [("parallel_mode", ([("tensor", 2), ("data", 2)], None)), "tensor_parall
 @pytest.mark.parametrize("strategy", [[], ["fsdp"], SPLIT])
 def test_numbers_of_all_ranks_come_with_the_loss(ranks, strategy):
     assert ranks(4).run(sums_of, strategy) == [[[], [15, 4], [15, 8], [15, 12]]] * 4
+
+
+def test_a_gpu_is_asked_for_the_sums_of_the_last_step(monkeypatch):
+    monkeypatch.setattr(training, "sum_over", lambda ranks, sums, axes: sums)
+    monkeypatch.setattr(training, "HostCopy", lambda sums: sums.cpu)
+    mean = training.MeanLoss(types.SimpleNamespace(mesh_axes=types.SimpleNamespace(sizes=())), None)
+    sums, found = mean.add_up(lambda: [0]), []
+    for number in range(3):
+        mean._carry(types.SimpleNamespace(device=torch.device("cuda"), cpu=torch.tensor([number])))
+        found.append(list(sums()))
+    assert found == [[], [0], [1]]
 
 
 def calls_of(step):
