@@ -35,8 +35,8 @@ class Pool:
     Paused, since gloo's threads poll between calls, too: four idle ranks take a tenth of two cores.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, timeout_s: float = _CALL_TIMEOUT_S) -> None:
+        self.size, self._timeout_s = size, timeout_s
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._calls = 0  # in this world
@@ -77,7 +77,7 @@ class Pool:
 
     def _collect(self) -> list[tuple[bool, Any] | None]:
         answers: list[tuple[bool, Any] | None] = [None] * self.size
-        deadline = time.monotonic() + _CALL_TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         while None in answers and time.monotonic() < deadline:
             waiting = [pipe for pipe, answer in zip(self._pipes, answers, strict=True) if answer is None]
             for pipe in wait(waiting, timeout=1.0):

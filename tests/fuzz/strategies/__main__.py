@@ -18,6 +18,8 @@ from tests.fuzz.strategies import running
 from tests.fuzz.strategies.drawing import MOST_DRAWS, Case, draw
 from tests.pool import Pool, RemoteFailure
 
+CALL_TIMEOUT_S = 900.0  # 8 ranks on 2 cores that others use, too, took 300
+
 
 class Fuzzer:
     """Runs cases on pools that live on between them, and counts what came of them."""
@@ -48,7 +50,7 @@ class Fuzzer:
 
     def run(self, case: Case) -> list[str] | None:
         """Return the findings of one case; None where our own error refuses it on every rank alike."""
-        pool = self.pools.setdefault(case.world, Pool(case.world))
+        pool = self.pools.setdefault(case.world, Pool(case.world, CALL_TIMEOUT_S))
         begun = time.monotonic()
         try:
             ranks: list[Any] = pool.run(running.train, case)

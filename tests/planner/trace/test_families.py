@@ -46,7 +46,7 @@ def test_operations_are_those_torch_counts_and_a_few_blocks_stand_for_all(name):
 
 
 def test_the_garbage_collector_changes_no_prediction():
-    _, one = profiled("mixtral")  # whose backward leaves circles of references behind
+    _, one = profiled("mixtral")
     thresholds = gc.get_threshold()
     seldom = one.predict()
     for often in ((1, 1, 1), (3, 2, 2), (200, 1, 1)):

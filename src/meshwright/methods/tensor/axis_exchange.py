@@ -84,7 +84,7 @@ class TensorAxis:
 
     def _reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, op, group=self.group)
+        self._all_reduce(result, op)
         return result
 
     def part_of(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
@@ -95,15 +95,46 @@ class TensorAxis:
         """Return this rank's part along ``dim`` of the sum over the ranks."""
         stacked = torch.cat(tensor.detach().chunk(self.size, dim)) if dim else tensor.detach().contiguous()
         result = stacked.new_empty((stacked.shape[0] // self.size, *stacked.shape[1:]))
-        reduce_scatter_flat(result, stacked, group=self.group)
+        self._reduce_scatter(result, stacked)
         return result
 
     def whole_of(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the parts of all ranks, concatenated along ``dim``."""
         part = part.detach().contiguous()
         parts = part.new_empty((self.size * part.shape[0], *part.shape[1:]) if part.dim() else (self.size,))
-        all_gather_flat(parts, part, group=self.group)
+        self._all_gather(parts, part)
         return parts if dim == 0 else torch.cat(parts.chunk(self.size), dim)
+
+    # Communication
+
+    def _all_reduce(self, result: torch.Tensor, op: Any) -> None:
+        dist.all_reduce(result, op, group=self.group)
+
+    def _reduce_scatter(self, result: torch.Tensor, stacked: torch.Tensor) -> None:
+        reduce_scatter_flat(result, stacked, group=self.group)
+
+    def _all_gather(self, parts: torch.Tensor, part: torch.Tensor) -> None:
+        all_gather_flat(parts, part, group=self.group)
+
+
+class TracedAxis(TensorAxis):
+    """The first rank of an axis in a pass without data: makes the same tensors, and sends nothing.
+
+    Args:
+        size: Size of the axis.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.index, self.size = 0, size
+
+    def _all_reduce(self, result: torch.Tensor, op: Any) -> None:
+        pass
+
+    def _reduce_scatter(self, result: torch.Tensor, stacked: torch.Tensor) -> None:
+        pass
+
+    def _all_gather(self, parts: torch.Tensor, part: torch.Tensor) -> None:
+        pass
 
 
 class _Exchange(Function):

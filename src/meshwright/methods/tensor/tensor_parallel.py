@@ -22,7 +22,7 @@ from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, 
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
-from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.block_trials import SampleRun, adjusted
 from meshwright.methods.tensor.model_split import (
     Split,
@@ -60,6 +60,7 @@ class SplitTrace:
     def __init__(self, model: nn.Module, split: Split, ranks: int) -> None:
         self._model, self._adjustments = model, split.adjustments
         self._layers, self._ranks, self._sequence = split.layers, ranks, split.sequence
+        self._axis = TracedAxis(ranks)
         self.dims = {
             parameter: dim for layer in self._layers for _, parameter, dim in layer.parameters() if dim is not None
         }
@@ -133,11 +134,11 @@ class SplitTrace:
         check_tokens(hidden, self._ranks)
         if hidden.requires_grad:
             self._note("all_gather", "backward", hidden, path)
-        # A copy, as each rank keeps it: a view would keep all tokens alive.
-        return hidden.chunk(self._ranks, TOKENS_DIM)[0].clone()
+        return self._axis.cut(hidden, TOKENS_DIM)
 
     def _gathered(self, path: str, hidden: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
-        whole = torch.cat([hidden] * self._ranks, TOKENS_DIM)
+        gather = self._axis.gather_tokens if summed else self._axis.gather
+        whole = gather(hidden, TOKENS_DIM)
         self._note("all_gather", "forward", whole, path)
         if summed and hidden.requires_grad:
             self._note("reduce_scatter", "backward", whole, path)
@@ -149,7 +150,7 @@ class SplitTrace:
         bias = parameters_of(layer.module)["bias"]
         if bias is not None and bias.requires_grad:
             self._note("all_reduce", "backward", bias, layer.path)
-        return output.chunk(self._ranks, TOKENS_DIM)[0].clone()
+        return self._axis.scatter_tokens(output, TOKENS_DIM)
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """Return the collectives of the last run in one micro-batch."""

@@ -22,7 +22,7 @@ from meshwright.errors import ModelError
 from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import within_node
 from meshwright.methods.replace.model_changes import one_sequence_per_sample
-from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, tensor_bytes
 from meshwright.methods.tokens.attention_calls import (
@@ -213,7 +213,7 @@ class TracedSequence(SequenceRanks):
 
 def traced_gather(ranks: TokenRanks, hidden: torch.Tensor, note: Ledger) -> torch.Tensor:
     """Note the gather of tokens and the reduce-scatter of their gradients; return as many tokens."""
-    whole = torch.cat([hidden] * ranks.order.size, TOKENS_DIM)
+    whole = TracedAxis(ranks.order.size).gather_tokens(hidden, TOKENS_DIM)
     note(ranks.axis, "all_gather", "forward", tensor_bytes(whole))  # type: ignore[arg-type]
     if hidden.requires_grad:
         note(ranks.axis, "reduce_scatter", "backward", tensor_bytes(whole))  # type: ignore[arg-type]

@@ -214,10 +214,8 @@ class _Recorder:
             saved.met.extend(map(_reference, tensors))
         elif torch.is_grad_enabled() and is_recomputed(module):
             # Held until it runs again, also where autograd saves no argument by name.
-            for tensor in tensors:
-                key, size = storage_of(tensor)
-                saved.sizes[key] = size
-                saved.references[key] = _reference(tensor)
+            saved.sizes.update(map(storage_of, tensors))
+            saved.references.update((storage_of(tensor)[0], _reference(tensor)) for tensor in tensors)
         inside = is_compiled(module)  # no hook runs there
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(storage_of(tensor)[0])
@@ -520,8 +518,9 @@ class LiveBytes:
         hung: dict[int, int] = {}
         for key, made in self._live.items():
             place, during, *_ = self.moments[made.operator]
-            if -1 < place < last and not made.reference.expired():
-                is_left = during == "forward" and key not in saved.sizes
+            is_left = during == "forward" and key not in saved.sizes
+            # What else the graph held to the end is free with it.
+            if -1 < place < last and (is_left or not made.reference.expired()):
                 for found in (left,) if is_left else (remains, hung) if during == "forward" else (remains,):
                     found[place] = found.get(place, 0) + made.num_bytes
         return left, remains, hung
