@@ -241,6 +241,10 @@ def refused(world):
             mw.accelerate(tiny.Mlp(), strategy=["offload"], loss_func=loss_func)
         with pytest.raises(mw.errors.ModelError, match="no repeated blocks"):
             mw.accelerate(torch.nn.Linear(2, 2), strategy=[("offload", "activation")])
+        own = tiny.Mlp()
+        own.gradient_checkpointing = True  # as transformers marks its models
+        with pytest.raises(mw.errors.StrategyError, match="recomputes by itself"):
+            mw.accelerate(own, strategy=[("offload", "activation")])
 
 
 def test_what_cannot_be_offloaded_is_refused(ranks):

@@ -105,6 +105,21 @@ def _check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str 
         )
 
 
+def _check_own_recomputation(model: nn.Module) -> None:
+    """Refuse transformers' own recomputation, which goes around the blocks whose activations would leave.
+
+    Without reentrant autograd all that they save would travel and nothing be recomputed; with it, nothing would travel.
+    """
+    own = [path for path, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True]
+    if own:
+        raise StrategyError(
+            "offload: activations cannot leave blocks that the model recomputes by itself",
+            expected="a model without gradient checkpointing of its own",
+            got=f"gradient_checkpointing in {own[0] or 'the model'}",
+            fix="call model.gradient_checkpointing_disable() and add the method checkpoint, or leave activations out",
+        )
+
+
 def _check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
     """Refuse parameters on the host where FSDP2 does not bring them to the device."""
     if fraction and (shard_axis is None or sizes.get("pipeline", 1) > 1):
@@ -270,6 +285,7 @@ class Offload(Method):
         _check_parameter_units(offloaded.parameters, job.strategy)
         if self.activations:
             require_blocks(job.model, method="offload", option="activations")
+            _check_own_recomputation(job.model)
         if offloaded.optimizer:
             fix = 'pass the class of the optimizer, or offload activations only: ("offload", "activation")'
             job.require_optimizer(self.method_name, "whose states it could keep", fix)

@@ -28,9 +28,9 @@ from meshwright.methods.replace.model_changes import one_sequence_per_sample, wi
 from meshwright.nn import FakeTensors, find_blocks, run_with
 from meshwright.nn.batches import cast_floating, map_tree
 from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, tensors_in
-from meshwright.planner.trace.block_ends import BlockEnds
 from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved, storage_of
 from meshwright.planner.trace.op_recording import (
+    BlockEnds,
     ModelOps,
     OpRecorder,
     Ops,
@@ -282,7 +282,7 @@ class Pass:
                 # The tensors are swapped in backward, too: a model that recomputes by itself runs again.
                 boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs.tree)
             held.add_kept(saved)
-            transients = held.transients(saved, ends) if has_run and parts is None else ()
+            transients = held.transients(saved, ends.let_go()) if has_run and parts is None else ()
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
         idle = _idle(state) if has_run else ()

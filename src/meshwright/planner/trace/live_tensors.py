@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from meshwright.cost.activations import Given
     from meshwright.methods.tensor.tensor_parallel import SaveLog
     from meshwright.planner.trace.aten_kernels import FlopCount
-    from meshwright.planner.trace.block_ends import BlockEnds
 
 
 @dataclass
@@ -423,12 +422,12 @@ class LiveBytes:
             if key not in saved.sizes and key not in self._live:
                 saved.add(key, made.num_bytes, self.moments[made.operator].place, made.reference)
 
-    def transients(self, saved: SavedTensors, ends: BlockEnds) -> tuple[Transient, ...]:
+    def transients(self, saved: SavedTensors, let_go: Sequence[tuple[int, int]]) -> tuple[Transient, ...]:
         """Return the temporary tensors of every place; none if backward has not run.
 
         Args:
             saved: Record of the same pass.
-            ends: What its blocks return.
+            let_go: See :meth:`~meshwright.planner.trace.op_recording.BlockEnds.let_go`.
         """
         if not any(moment.during == "backward" for moment in self.moments):
             return ()
@@ -442,7 +441,7 @@ class LiveBytes:
         reentrant_cut: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
         forward: set[Instant] = set()
-        every = zip(self.moments, weights, complete, late, ends.let_go(), strict=True)
+        every = zip(self.moments, weights, complete, late, let_go, strict=True)
         for (place, during, whole, behind), coming, done, from_others, (results, gradients) in every:
             held = whole - from_others
             if during == "forward" and place == last:
