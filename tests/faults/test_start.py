@@ -32,7 +32,12 @@ torch.distributed.all_reduce(torch.ones(3), group=group)  # the first of this gr
 
 def _ends(program):
     """Exit codes and errors of ranks 0 and 2 of three."""
-    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world = {
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCH_GLOO_LAZY_INIT": "1",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program],

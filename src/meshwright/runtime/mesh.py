@@ -175,9 +175,9 @@ def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None
     names = [name for name, _ in axes]
     outermost_first = sorted(range(len(names)), key=lambda dim: AXES.index(names[dim]))
     ranks = torch.from_numpy(np.ascontiguousarray(grid.transpose(outermost_first)))
-    with connecting_on_use():
+    with connecting_on_use(max(ranks.shape)) as on_use:
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names[dim] for dim in outermost_first))
-    for dim in range(mesh.ndim):
+    for dim in range(mesh.ndim if on_use else 0):
         group = mesh.get_group(dim)
         # On GPUs the parts on gloo are made, too, and hardly used.
         if group is not torch.distributed.group.WORLD and torch.distributed.get_backend(group) == "gloo":

@@ -37,31 +37,44 @@ _before_leaving: list[Callable[[], None]] = []
 # --- [Note: gloo connects on use]
 #
 # When a group of n ranks is made, gloo connects every two of them: n sockets, and n (8 n + 154) bytes of the store, on
-# each rank. Groups made here connect on use instead. Then a rank may wait forever, whatever the time limit, for one
-# that has died before the two were connected (pytorch/gloo#520, in torch up to 2.13). So a group opens at once what its
-# collectives use, in a barrier whose wait has a limit: a barrier is a dissemination, which connects ranks at distances
-# of 1, 2, 4, …, and rings and broadcasts use no others. Only gathers to one rank, all-to-alls, and sends between other
-# pairs connect later.
+# each rank. Groups of many ranks that are made here connect on use instead. Then a rank may wait forever, whatever the
+# time limit, for one that has died before the two were connected (pytorch/gloo#520, in torch up to 2.13). So a group
+# opens at once what its collectives use, in a barrier whose wait has a limit: a barrier is a dissemination, which
+# connects ranks at distances of 1, 2, 4, …, and rings and broadcasts use no others. Only gathers to one rank,
+# all-to-alls, and sends between other pairs connect later. Python's exit may hang, too: a group that is freed after
+# another rank has died waits for a thread that goes on (the loop of gloo's tcp device). A process that has failed
+# therefore leaves without freeing its groups. Groups of few ranks are better off with torch's own way.
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+_FEW_RANKS = 32  # 13 kB of the store, 31 sockets
 _LATECOMERS_S = 1.0  # the first connection that fails is no news of ranks that are about to come
-_waits_forever = False  # a thread of gloo's
+_on_use = False  # whether this process has made a group that connects on use
+
+
+def _connects_on_use(num_ranks: int) -> bool:
+    chosen = os.environ.get(_LAZY)
+    return num_ranks > _FEW_RANKS if chosen is None else chosen.lower() in ("1", "y", "yes", "t", "true")
 
 
 @contextlib.contextmanager
-def connecting_on_use() -> Iterator[None]:
-    """Let gloo groups that are made inside connect on use, unless the environment variable of torch says how.
+def connecting_on_use(num_ranks: int) -> Iterator[bool]:
+    """Let gloo groups that are made inside connect on use, if they may have many ranks or torch's variable says so.
 
-    See [Note: gloo connects on use]; call :func:`connect` for each of them.
+    See [Note: gloo connects on use].
+
+    Yields:
+        Whether they do: then call :func:`connect` for each of them.
     """
-    if _LAZY in os.environ:
-        yield
-        return
-    os.environ[_LAZY] = "1"
+    global _on_use
+    before, lazy = os.environ.get(_LAZY), _connects_on_use(num_ranks)
+    os.environ[_LAZY] = "1" if lazy else "0"
+    _on_use = _on_use or lazy
     try:
-        yield
+        yield lazy
     finally:
-        os.environ.pop(_LAZY, None)
+        os.environ.pop(_LAZY)
+        if before is not None:
+            os.environ[_LAZY] = before
 
 
 def connect(group: dist.ProcessGroup) -> None:
@@ -77,10 +90,10 @@ def connect(group: dist.ProcessGroup) -> None:
     try:
         group.barrier(options).wait(limit)
     except RuntimeError as error:
-        global _waits_forever
-        _waits_forever = True
         time.sleep(min(_LATECOMERS_S, limit.total_seconds()))
         absent = [dist.get_global_rank(group, each) for each in absent_ranks(store, key, 1, group.size())]
+        if dist.get_rank() == 0:  # it may keep the store, which the others read a little later
+            time.sleep(2 * _LATECOMERS_S)
         raise LaunchError(
             "The ranks have not connected",
             expected=f"all {group.size()} of a process group within {limit.total_seconds():g} s",
@@ -90,9 +103,9 @@ def connect(group: dist.ProcessGroup) -> None:
 
 
 @atexit.register
-def _end_waiting() -> None:
-    """End a process in which a thread of gloo's waits forever: Python would wait for it."""
-    if _waits_forever:
+def _leave_failed() -> None:
+    """End a process that has failed here, if its gloo groups connect on use: Python's exit could wait forever."""
+    if _on_use and getattr(sys, "last_value", None) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -105,9 +118,9 @@ def make_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.Proce
         ranks: Its ranks; None means all of them.
         options: Further arguments of ``new_group``.
     """
-    with connecting_on_use():
+    with connecting_on_use(dist.get_world_size() if ranks is None else len(ranks)) as on_use:
         group = dist.new_group(ranks if ranks is None else list(ranks), **options)
-    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo" and group.size() > 1:
+    if on_use and isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo" and group.size() > 1:
         connect(group)
     return group
 
@@ -320,9 +333,9 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
     store = launchers_store(os.environ, options["timeout"])
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     own = meet(store, number, size, options["timeout"])
-    with connecting_on_use():
+    with connecting_on_use(size) as on_use:
         dist.init_process_group(store=own, rank=number, world_size=size, **options)
-    if size > 1 and "gloo" in backend and dist.group.WORLD is not None:
+    if on_use and size > 1 and "gloo" in backend and dist.group.WORLD is not None:
         connect(dist.group.WORLD)
 
 
@@ -334,7 +347,7 @@ def _leave_at_exit(size: int) -> None:
     destroying can wait for ranks that are gone.
     """
     failed = getattr(sys, "last_value", None) is not None
-    may_wait = _waits_forever or (failed and _settings is not None and _settings.device.type == "cuda")
+    may_wait = failed and (_on_use or (_settings is not None and _settings.device.type == "cuda"))
     if dist.is_initialized() and not may_wait:
         dist.destroy_process_group()
     if size > 1:
