@@ -19,6 +19,11 @@ GROWTHS: dict[str, tuple[Callable[[float], float], ...]] = {
 """Terms beside a constant; slowest growth first."""
 CLOSE = 0.025  # of the largest figure: a growth that errs less than this more than the best is as good
 FAR = (1024, 16384)
+TICKS = (2, 16, 128, 1024, 16384)
+DRAWN = (
+    "start: peers", "start: store bytes read", "start: bytes of objects", "save: bytes of objects",
+    "load: bytes of objects", "load: files opened", "save: files", "hang: store bytes read, all ranks",
+)  # fmt: skip
 
 
 def fitted(points: Mapping[int, float]) -> dict[str, Any]:
@@ -66,21 +71,17 @@ def _text(value: float) -> str:
 
 
 def draw(measured: Mapping[int, Mapping[str, float]], fits: Mapping[str, Mapping[str, Any]], file: Path) -> None:
-    """Draw every quantity that grows: what was measured as points, what is extrapolated as a broken line."""
+    """Draw the quantities that may grow: what was measured as points, what is extrapolated as a broken line."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "scale"  # equal files from equal figures
-    names = [name for name in fits if any(found.get(name) for found in measured.values())]
-    columns = 4
-    rows = -(-len(names) // columns)
-    figure, all_axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.3 * rows), squeeze=False)
-    for axes, name in zip(all_axes.flat, names, strict=False):
+    plt.rcParams["svg.fonttype"] = "none"  # text as text: a quarter of the size
+    figure, all_axes = plt.subplots(2, 4, figsize=(12.8, 4.8))
+    for axes, name in zip(all_axes.flat, DRAWN, strict=True):
         _draw_one(axes, name, {number: found[name] for number, found in measured.items() if name in found}, fits[name])
-    for axes in list(all_axes.flat)[len(names) :]:
-        axes.set_visible(False)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
     plt.close(figure)
@@ -94,6 +95,8 @@ def _draw_one(axes: Any, name: str, points: Mapping[int, float], fit: Mapping[st
     axes.plot(line[known - 1 :], values[known - 1 :], color="#4878a8", linewidth=1, linestyle="--")
     axes.plot(list(points), list(points.values()), "o", color="#c44e52", markersize=3)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(TICKS, [f"{number:,}" for number in TICKS])
+    axes.minorticks_off()
     axes.set_title(f"{name}\n{fit['growth']}", fontsize=7)
     axes.tick_params(labelsize=6)
     axes.set_ylim(bottom=0)

@@ -52,7 +52,7 @@ def _train(options, signal_at_step=None):
 
 
 def _stop_and_go_on(file, folder):
-    """A run that is stopped at step 4, its saves in the background, and goes on; then one that is not stopped."""
+    """A run that is stopped behind step 4, its saves in the background, and goes on; then one that is not stopped."""
     background = ("run.background_checkpoints=true",)
     stopped = _train(Options(file, out=folder / "stopped", changes=background), signal_at_step=4)
     names = sorted(path.name for path in (folder / "stopped" / "checkpoints").iterdir())
@@ -64,10 +64,10 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_exactly(ranks, tmp_path):
     first, second = ranks(2).run(_stop_and_go_on, project(tmp_path), tmp_path)
     (status, said, told), names, went_on, whole = first
     assert (status, second[0][0]) == (143, 143)
-    assert "stopped by SIGTERM after step 4, which is saved" in said
+    assert "stopped by SIGTERM after step 5, which is saved" in said  # the first whose loss tells of the signal
     steps = len(losses(tmp_path / "whole"))
     assert f"--resume --steps {steps} " in told  # to where it was going, and not to twice as far as it has come
-    assert names == ["step-00000003", "step-00000004"]
+    assert names == ["step-00000003", "step-00000005"]
     assert (went_on[0], whole[0]) == (0, 0)
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
