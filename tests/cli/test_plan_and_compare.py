@@ -147,7 +147,7 @@ def test_a_function_of_the_users_builds_the_model(tmp_path, monkeypatch):
         (("--trace", "/"), "--trace names no file that can be written"),
         (("--micro-batches", "2"), "num_micro_batches without a strategy"),
         (("--memory-limit", "much"), "--memory-limit is no size"),
-        (("--memory-limit", "1 KiB"), "fit"),
+        pytest.param(("--memory-limit", "1 KiB"), "fit", marks=pytest.mark.long),
         (("--sample", "a:b"), "--sample and --loss beside"),
         (("--strategy", "absent.json"), "absent.json"),
         (("--include", "fsdpp"), "did you mean 'fsdp'"),

@@ -152,7 +152,7 @@ def check(pool, name, strategy):
     return results[0][2][1:]
 
 
-@pytest.mark.parametrize("name", ["lists", "dicts"])
+@pytest.mark.parametrize("name", ["lists", pytest.param("dicts", marks=pytest.mark.long)])
 def test_parts_of_containers_are_sharded_recomputed_and_offloaded(ranks, name):
     plain, _ = check(ranks(2), name, [])
     for strategy in (["fsdp"], ["zero2"]):

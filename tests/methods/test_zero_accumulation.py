@@ -97,8 +97,17 @@ def train_each(cases):
 HYBRID = ("parallel_mode", {"data": 2, "zero": 2})
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("method", ["fsdp", "zero2"])
+IN_SHORT = (("fsdp", "heads"), ("zero2", "branches"))
+
+
+@pytest.mark.parametrize(
+    ("method", "plan"),
+    [
+        pytest.param(method, plan, marks=() if (method, plan) in IN_SHORT else pytest.mark.long)
+        for method in ("fsdp", "zero2")
+        for plan in PLANS
+    ],
+)
 def test_micro_batches_that_use_other_parameters_train_as_one_process(ranks, method, plan):
     cases = [([method, HYBRID], other, plan) for other in (3, 11)]
     for every in ranks(RANKS).run(train_each, cases):

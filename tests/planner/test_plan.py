@@ -284,6 +284,7 @@ class Wide(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.long
 def test_a_module_whose_logits_are_too_large_for_one_device_has_a_way_out():
     with torch.device("meta"):
         model = Wide()

@@ -34,6 +34,7 @@ def test_figures_hold(scores):
     assert bmtrain == {"tp": 17, "fp": 0, "fn": 0, "tn": 11}
 
 
+@pytest.mark.long
 def test_a_source_is_predicted_within_five_percent_by_a_fit_without_it():
     figures = cross_validated(read_rows(TABLE)).as_json()
     assert figures["covered"] == figures["rows"] == 173
