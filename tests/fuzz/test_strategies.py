@@ -18,7 +18,12 @@ def test_a_seed_is_one_case():
     assert {2, 4} < {case.world for case in cases}
 
 
-@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+LONG = {"offload_all_beside_experts"}  # the same beside tensor ranks is not
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(each, id=each.stem, marks=pytest.mark.long if each.stem in LONG else ()) for each in KEPT]
+)
 def test_what_went_wrong_once(ranks, path):
     case = Case.read(json.loads(path.read_text()))
     trained = ranks(case.world).run(running.train, case)

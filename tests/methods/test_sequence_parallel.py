@@ -182,7 +182,7 @@ def disordered(way, method, sample):
     return losses, True
 
 
-@pytest.mark.parametrize("method", ["sequence", "context"])
+@pytest.mark.parametrize("method", ["sequence", pytest.param("context", marks=pytest.mark.long)])
 def test_blocks_that_run_out_of_turn(ranks, method):
     """With a loss on one position, a gather too few would be no error, and train something else."""
     for way, words in (

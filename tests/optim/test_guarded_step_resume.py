@@ -78,7 +78,10 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize("optim_func", [torch.optim.AdamW, mw.optim.Lamb], ids=["adamw", "lamb"])
+@pytest.mark.parametrize(
+    "optim_func",
+    [pytest.param(torch.optim.AdamW, id="adamw", marks=pytest.mark.long), pytest.param(mw.optim.Lamb, id="lamb")],
+)
 def test_a_run_saved_and_restored_as_torch_does_goes_on_exactly(ranks, optim_func):
     for every in ranks(2).run(resumed_each, STRATEGIES, optim_func):
         for losses, again in every:

@@ -188,6 +188,7 @@ def test_pipelines(ranks):
     check(ranks(2).run(compared, cases)[0])
 
 
+@pytest.mark.long
 def test_schedules_that_split_backward(ranks):
     cases = {
         "zbv": ("gpt2", pipeline("zbv"), 4),
@@ -228,6 +229,7 @@ def offloaded(strategy, name="mixtral"):
     return {key: (getattr(predicted, key), size) for key, size in measured.items()}
 
 
+@pytest.mark.long
 def test_offload_weighs_experts_whole(ranks):
     for fraction in (0.3, 0.5):
         every = ranks(2).run(offloaded, [*EXPERTS, ("offload", {"optimizer": fraction})])

@@ -180,7 +180,7 @@ def _worst_by_layout(world):
     return worst
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_layout_gives_the_result_of_one_device(ranks, world):
     for worst in ranks(world).run(_worst_by_layout, world):
         assert max(worst.values()) < 5e-6, worst
