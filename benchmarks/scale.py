@@ -8,7 +8,7 @@ files opened, collectives of a step. Every quantity is fitted with the slowest g
 figures at 1,024 and 16,384 ranks; those are extrapolated, and marked. ``--pretended`` lets one process start as a rank
 of 16,384 through torch's fake process group. Linux only.
 
-    python benchmarks/scale.py [--ranks 2 4 8 …] [--pretended 16384] [--json FILE] [--plot FILE.svg]
+    python benchmarks/scale.py [--ranks 2 4 8 …] [--starts-only] [--pretended 16384] [--json FILE] [--plot FILE.svg]
     python benchmarks/scale.py --launch 2 64      seconds from torchrun to the first step, beside FSDP2 by hand
 """
 
@@ -52,7 +52,7 @@ PRELOADED = (
     "meshwright.cli.train_loop",
 )
 BLOCKS, WIDTH = 48, 16
-STEPS = 10
+STEPS, MORE_STEPS = 10, 4
 HANG_LIMIT_S = 4.0
 MODEL_FILE = f"import torch\nfrom torch import nn\n\nBLOCKS, WIDTH = {BLOCKS}, {WIDTH}\n\n\n"
 TRAINING_FILE = """
@@ -197,8 +197,8 @@ def private_bytes() -> int:
 # --- What a rank does
 
 
-def life(folder: Path) -> dict[str, float]:
-    """Start, train, save, load and hang as one rank; return what it counted."""
+def life(folder: Path, *, starts_only: bool) -> dict[str, float]:
+    """Start, train, save, load and hang as one rank, or start alone; return what it counted."""
     found, counts = dict[str, float](), Counts(folder)
     begun_s = time.perf_counter()
     mw.init_distributed(backend="gloo")
@@ -210,13 +210,16 @@ def life(folder: Path) -> dict[str, float]:
     ids = torch.randint(0, 257, (1, WIDTH), generator=torch.Generator().manual_seed(mw.rank()))
     job.step(ids)
     begun_s = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(0 if starts_only else STEPS):
         job.step(ids)
     found["step: seconds"] = (time.perf_counter() - begun_s) / STEPS
     traffic = sockets()
     found |= {f"start: {name}": traffic[name] for name in traffic}
     found |= {"start: objects": counts.objects, "start: bytes of objects": counts.object_bytes}
     found["start: bytes held"] = private_bytes()
+    if starts_only:
+        mw.shutdown_distributed()
+        return found
     with Exchanges() as exchanges:
         job.step(ids)
     found["step: exchanges outside the engine, job.step"] = exchanges.number
@@ -283,33 +286,35 @@ def _serve(local_rank: int, steps: int, num_ranks: int, port: int, folder: Path)
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     torch.set_num_threads(1)
-    found = command_line(folder, steps) if steps else life(folder)
+    found = command_line(folder, steps) if steps > 0 else life(folder, starts_only=steps < 0)
     (folder / f"rank-{local_rank}.json").write_text(json.dumps(found))
 
 
 def world(num_ranks: int, folder: Path, steps: int = 0) -> list[dict[str, float]]:
-    """Run :func:`life`, or so many steps of ``meshwright train``, on forked processes; return what each rank found."""
+    """Run forked processes: so many steps of ``meshwright train``, or :func:`life`, below 0 its start alone."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     mp.start_processes(_serve, (steps, num_ranks, port, folder), num_ranks, start_method="forkserver")
     return [json.loads((folder / f"rank-{each}.json").read_text()) for each in range(num_ranks)]
 
 
-def measure(num_ranks: int) -> dict[str, float]:
+def measure(num_ranks: int, *, starts_only: bool) -> dict[str, float]:
     """Return every quantity for a number of ranks: that of the rank with the most of it, and totals where named so."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        ranks = world(num_ranks, folder)
+        ranks = world(num_ranks, folder, -1 if starts_only else 0)
         found = {name: max(rank.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank}
+        if starts_only:
+            return found
         found["hang: store bytes read, all ranks"] = sum(rank["hang: store bytes read"] for rank in ranks)
         (folder / "corpus.txt").write_text("to be or not to be, that is the question\n" * 200)
         totals = []
-        for steps in (4, 4 + STEPS):
+        for steps in (2, 2 + MORE_STEPS):
             text = TRAINING_FILE.format(corpus=folder / "corpus.txt", width=WIDTH, ranks=num_ranks, steps=steps)
             (folder / f"{steps}.toml").write_text(text)
             (folder / "small.py").write_text(MODEL_FILE + inspect.getsource(Small))
             totals.append(world(num_ranks, folder, steps)[0]["exchanges"])
-        found["step: exchanges outside the engine, meshwright train"] = (totals[1] - totals[0]) / STEPS
+        found["step: exchanges outside the engine, meshwright train"] = (totals[1] - totals[0]) / MORE_STEPS
     return found
 
 
@@ -393,6 +398,7 @@ def main() -> int:
     """Measure what is asked for, and print, write and draw it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8, 16, 32, 64])
+    parser.add_argument("--starts-only", action="store_true", help="start, take a step, and no more")
     parser.add_argument("--pretended", type=int, help="start one process as a rank of so many, too")
     parser.add_argument("--launch", type=int, nargs="+", metavar="RANKS", help="compare starts under torchrun instead")
     parser.add_argument("--turns", type=int, default=3, help="starts of each system with --launch (default 3)")
@@ -409,25 +415,26 @@ def main() -> int:
         for ranks, seconds in figures["launch"].items():
             print(f"{ranks} ranks: raw {seconds['raw']:.1f} s, ours {seconds['ours']:.1f} s")
     else:
-        figures |= measured_and_fitted(given.ranks)
+        figures |= measured_and_fitted(given.ranks, starts_only=given.starts_only)
         if given.pretended:
             figures["pretended"] = pretended(given.pretended)
         print(table(figures["measured"], figures["fits"]))
-        if given.plot is not None:
+        if given.plot is not None and not given.starts_only:
             draw(figures["measured"], figures["fits"], given.plot)
     if given.json is not None:
         given.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 
-def measured_and_fitted(numbers: Sequence[int]) -> dict[str, Any]:
+def measured_and_fitted(numbers: Sequence[int], *, starts_only: bool) -> dict[str, Any]:
     """Return what each number of ranks counts, and how every quantity grows."""
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     measured = {}
     for number in numbers:
         print(f"{number} processes …", file=sys.stderr, flush=True)
-        measured[number] = measure(number)
-    names = list(measured[numbers[0]])
+        measured[number] = measure(number, starts_only=starts_only)
+        print(json.dumps(measured[number]), file=sys.stderr, flush=True)  # long runs may be cut off
+    names = [name for name in measured[numbers[0]] if "seconds" not in name]  # those say more of the machine
     fits = {
         name: fitted({number: found[name] for number, found in measured.items() if name in found}) for name in names
     }
