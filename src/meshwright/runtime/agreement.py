@@ -170,12 +170,7 @@ def gather_distinct(value: Any, key: str) -> list[tuple[list[int], Any]]:
     sets: dict[tuple[int, ...], list[int]] = {}
     for number, words in enumerate(gather_numbers(_digest(key.encode()))):
         sets.setdefault(tuple(words), []).append(number)
-    found = []
-    for ranks in sets.values():
-        sent = [value]
-        dist.broadcast_object_list(sent, src=ranks[0], group=_living_group())
-        found.append((ranks, sent[0]))
-    return found
+    return [(ranks, broadcast_object(value, ranks[0])) for ranks in sets.values()]
 
 
 def smallest(numbers: Sequence[Number]) -> list[Number]:
@@ -291,7 +286,8 @@ def check_all_equal(*claims: tuple[str, str, str]) -> None:
     at = next((place for place, value in enumerate(own) if value != theirs[place]), len(own))
     place, other = divmod(smallest([at * world_size() + rank()])[0], world_size())
     expected, got = theirs[place], broadcast_object(own[place], other)
-    (holders,) = zip(*gather_numbers([0 if own[place] == expected else 1 if own[place] == got else 2]), strict=True)
+    kind = 0 if own[place] == expected else 1 if own[place] == got else 2
+    holders = [each for (each,) in gather_numbers([kind])]
     what, _, fix = claims[place]
     raise agreed(
         LaunchError(
