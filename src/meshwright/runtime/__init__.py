@@ -61,8 +61,6 @@ if TYPE_CHECKING:
         agreeing_over as agreeing_over,
         background_group as background_group,
         before_leaving as before_leaving,
-        connect as connect,
-        connecting_on_use as connecting_on_use,
         init_distributed as init_distributed,
         is_pretended as is_pretended,
         make_group as make_group,

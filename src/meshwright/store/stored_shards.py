@@ -121,7 +121,7 @@ class OpenFiles:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.count = count
-        """How many files the index names."""
+        """Number of files that the index names."""
         self._folder = folder
         self._headers: dict[str, SafetensorsFile] = {}
         self._used: OrderedDict[str, None] = OrderedDict()
