@@ -404,7 +404,7 @@ def apply_strategy(job: Job) -> None:
 
         finish_pipeline(job, job.pipeline)
     if job.experts is not None:
-        job.stages = job.experts.stages(job.model, job.device)
+        job.stages = job.experts.beside(job.stages, job.device)
     for method in methods:
         if method.phase > Phase.REPLICATE:
             method.apply(job)

@@ -33,7 +33,7 @@ from meshwright.optim import (
     step_on_local_tensors,
 )
 from meshwright.optim.guarded_step import call_around, parameters_in
-from meshwright.runtime import world_size
+from meshwright.runtime import AXES, world_size
 from meshwright.runtime.torch_internals.ddp import reset_reducer
 from meshwright.runtime.torch_internals.dtensor import flattened
 from meshwright.store.entries import stored_name, unwrapped
@@ -55,8 +55,11 @@ STEP_AXES = ("data", "zero", "expert")
 SAMPLED = ("replica", *STEP_AXES)
 """The axes along which ranks take different samples, replicas of ``outer`` included, outermost first."""
 
-AVERAGED = ("context", "sequence", "expert", "data", "zero")
-"""The axes over which gradients are averaged in every step, in the order of the mesh."""
+AVERAGED = ("expert", "context", "sequence", "data", "zero")
+"""The axes over which gradients are averaged in every step, but those of experts over ``expert``."""
+
+SAME_EXPERTS = ("context", "sequence", "data", "zero")
+"""The axes along which ranks have the same experts, if no method shards over them."""
 
 MAX_EXACT_SUM = 2**24
 """Integers that ranks add up in fp32 to compare them: their sum must not be larger, to be exact."""
@@ -92,7 +95,7 @@ class MeshAxes:
 
     def flat_mesh(self, *names: str) -> DeviceMesh:
         """Return the named axes as a mesh of one dim; collective. At least one of them has several ranks."""
-        axes = tuple(axis for axis in names if self.size(axis) > 1)
+        axes = tuple(axis for axis in AXES if axis in names and self.size(axis) > 1)
         mesh = self.require_mesh()
         return flattened(mesh[axes]) if len(axes) > 1 else mesh[axes]
 
@@ -260,7 +263,7 @@ class Job:
     # Found by ``check`` on the whole model, for ``apply``.
     replacement: Replacement | None = None  # of module_replace
     split: tuple[Split, str] | None = None  # of tensor_parallel, with its description
-    expert_layers: list[tuple[ExpertLayer, int | None]] = field(default_factory=list)  # of expert_parallel
+    expert_layers: tuple[list[tuple[ExpertLayer, int | None]], str] | None = None  # of expert_parallel, described
     recomputed: Mapping[str, frozenset[str]] | None = None  # of checkpoint: operators kept, by paths
 
     # How the methods have changed the model.

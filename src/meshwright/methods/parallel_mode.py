@@ -25,7 +25,7 @@ from meshwright.methods.gradient_averaging import (
     average_every_backward,
     refuse_frozen,
 )
-from meshwright.methods.job import Job, MicroBatchContext, guards_are_on
+from meshwright.methods.job import AVERAGED, SAME_EXPERTS, Job, MicroBatchContext, guards_are_on
 from meshwright.optim import guard_of
 from meshwright.optim.guarded_step import call_around
 from meshwright.runtime import AXES, agreed, build_mesh, check_axes
@@ -111,19 +111,15 @@ def replicate(job: Job) -> None:
     """Average gradients over ``data``, ``expert``, ``sequence`` and ``context``, where no method shards parameters.
 
     DDP averages, or a :class:`GradientAverager` where parameters are DTensors or differ from rank to rank. Experts are
-    averaged over ``data`` alone.
+    not averaged over ``expert``.
     """
     trainable = any(parameter.requires_grad for parameter in job.model.parameters())
     if job.shard_axis is not None or job.mesh_axes.num_averaged == 1:
         return
-    group = job.mesh_axes.flat_mesh("context", "sequence", "expert", "data").get_group()
-    if job.experts is not None:
-        job.micro_batch = _with_experts(job, job.experts.parameters(), group)
-        return
     if job.is_split or not trainable:  # DDP refuses a model without trainable parameters
-        averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
-        job.micro_batch = averager.accumulating
+        job.micro_batch = _averaging(averagers(job))
         return
+    group = job.mesh_axes.flat_mesh(*AVERAGED).get_group()
     late = _late(job, group)
     # ``apply_strategy`` has made the replicas equal.
     options = {"find_unused_parameters": job.find_unused_parameters, "init_sync": False, **job.ddp_options}
@@ -179,21 +175,32 @@ class Replicas(DistributedDataParallel):
             ) from None
 
 
-def _with_experts(job: Job, experts: set[nn.Parameter], group: dist.ProcessGroup) -> MicroBatchContext:
-    """Average the gradients of experts over ``data`` alone, and all others over the whole group.
+def averagers(job: Job, *, in_backward: bool = True) -> list[GradientAverager]:
+    """Return what averages gradients in place of DDP and FSDP2: of experts over the ranks that have the same ones.
 
     An expert may get no token on any rank: it has no gradient then, as in one process.
-    """
-    others = set(job.model.parameters()) - experts
-    dense = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters, only=others)
-    if job.size("data") == 1:
-        return dense.accumulating
-    over_data = job.require_mesh().get_group("data")
-    divided = GradientAverager(job.model, over_data, allow_unused=True, only=experts)
 
+    Args:
+        job: The job; none of its parameters is sharded.
+        in_backward: See :class:`GradientAverager`.
+    """
+    experts = job.experts.parameters() if job.experts is not None else set()
+    others = set(job.model.parameters()) - experts
+    found = []
+    for axes, only, unused in ((AVERAGED, others, job.find_unused_parameters), (SAME_EXPERTS, experts, True)):
+        if only and any(job.size(axis) > 1 for axis in axes):
+            group = job.mesh_axes.flat_mesh(*axes).get_group()
+            averager = GradientAverager(job.model, group, allow_unused=unused, in_backward=in_backward, only=only)
+            found.append(averager)
+    return found
+
+
+def _averaging(every: list[GradientAverager]) -> MicroBatchContext:
     @contextlib.contextmanager
     def accumulating(is_last: bool) -> Iterator[None]:
-        with dense.accumulating(is_last), divided.accumulating(is_last):
+        with contextlib.ExitStack() as stack:
+            for averager in every:
+                stack.enter_context(averager.accumulating(is_last))
             yield
 
     return accumulating
@@ -223,7 +230,8 @@ def replicate_cost(step: Step) -> Step:
     # Each expert's parameter adds one element that says whether it has a gradient.
     size = sum(count * element_bytes(p, step.reduce_itemsize) * (p.numel + 1) for count, p in experts)
     step = step.send(*mean_traffic(step, axis, math.prod(map(step.size, axes))))
-    return step.send(Traffic("all_reduce", "data", size, "backward"))
+    beside = next((axis for axis in AVERAGING if step.size(axis) > 1), "data")
+    return step.send(Traffic("all_reduce", beside, size, "backward"))
 
 
 # --- The guard

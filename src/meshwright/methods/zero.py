@@ -29,7 +29,17 @@ from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Conflict, torch_dtype
 from meshwright.methods.birth import give_parameters
 from meshwright.methods.comm import quantise_units
-from meshwright.methods.job import MAX_EXACT_SUM, STEP_AXES, Job, MeshAxes, MicroBatchContext, guards_are_on, sum_over
+from meshwright.methods.job import (
+    AVERAGED,
+    MAX_EXACT_SUM,
+    SAME_EXPERTS,
+    STEP_AXES,
+    Job,
+    MeshAxes,
+    MicroBatchContext,
+    guards_are_on,
+    sum_over,
+)
 from meshwright.methods.zero_config import Gathers, Units, ZeroMethod, not_beside, shard_cost, unit_of, units_of
 from meshwright.nn import (
     CollectiveLog,
@@ -191,8 +201,7 @@ def _shard_experts(config: ZeroMethod, job: Job, reshard_after_forward: bool | i
         job.experts.compute_in(policy.param_dtype)
         return job.experts.parameters()
     job.experts.run_always()
-    replicated = job.shard_axis != "data" and job.size("data") > 1
-    mesh = job.require_mesh()[("data", job.shard_axis) if replicated else job.shard_axis]
+    mesh = _mesh(job, SAME_EXPERTS)
     # Inputs of experts include the router's weights, which are not to be cast.
     policy = dataclasses.replace(policy, cast_forward_inputs=False)
     for module in job.experts.modules:
@@ -235,11 +244,15 @@ def _shard_units(
     shard_unit([job.model], None)
 
 
-def _mesh(job: Job) -> DeviceMesh:
-    """Return the mesh of one dim (FSDP) or two (HSDP: replicated over the first, sharded over the second)."""
+def _mesh(job: Job, others: tuple[str, ...] = AVERAGED) -> DeviceMesh:
+    """Return the mesh of one dim (FSDP) or two (HSDP: replicated over the first, sharded over the second).
+
+    Args:
+        job: The job.
+        others: The axes along which ranks have the same parameters, or shards of them.
+    """
     mesh = job.require_mesh()
     assert job.shard_axis is not None
-    others = ("context", "sequence", "expert", "data")
     replicated = [axis for axis in others if axis != job.shard_axis and job.size(axis) > 1]
     if len(replicated) > 1:
         name = job.mesh_axes.flat_mesh(*replicated).mesh_dim_names[0]  # type: ignore[index]

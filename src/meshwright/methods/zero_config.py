@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from torch import nn
 
 from meshwright.cost import (
+    AVERAGING,
     Block,
     Parameter,
     Placement,
@@ -549,7 +550,7 @@ def _sharded_bytes(times: list[tuple[Block, int]], bytes_of: Callable[[Parameter
 
 
 def _beside(step: Step, axis: str, trained: list[tuple[int, Parameter]]) -> list[Traffic]:
-    """Return the means of gradient shards over all other axes at once; those of experts over ``data`` alone."""
+    """Return the means of gradient shards over all other axes at once; those of experts over all but ``expert``."""
 
     def shards(of_experts: bool) -> int:
         return sum(
@@ -558,9 +559,8 @@ def _beside(step: Step, axis: str, trained: list[tuple[int, Parameter]]) -> list
             if (p.expert is not None) == of_experts
         )
 
-    others = ("data", "sequence", "context", "expert")
-    beside = next((each for each in others if each != axis and step.size(each) > 1), axis)
+    others = [each for each in (*AVERAGING, "expert") if each != axis and step.size(each) > 1]
     return [
-        Traffic("all_reduce", beside, shards(False) if beside != axis else 0, "backward"),
-        Traffic("all_reduce", "data", shards(True) if axis == "zero" else 0, "backward"),
+        *(Traffic("all_reduce", each, shards(False), "backward") for each in others[:1]),
+        *(Traffic("all_reduce", each, shards(True), "backward") for each in others[:1] if each != "expert"),
     ]

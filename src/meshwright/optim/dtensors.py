@@ -8,6 +8,7 @@ here works on local shards and communicates only what has to be summed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import types
@@ -49,22 +50,25 @@ Layout = tuple[DeviceMesh, tuple[int, ...]] | None
 
 @dataclass(frozen=True)
 class Stages:
-    """Pipeline ranks: each holds parameters of its own, and some that others hold too."""
+    """Ranks that hold parameters of their own, under names of their own: of a pipeline, and of listed experts."""
 
-    group: dist.ProcessGroup
     device: torch.device
-    counted_elsewhere: frozenset[torch.Tensor]
-    """Parameters that an earlier rank holds too: norms count them there."""
-    alike: frozenset[torch.Tensor] = frozenset()
-    """Parameters that all these ranks hold, equal or as shards of one tensor."""
+    group: dist.ProcessGroup | None = None
+    """The ranks of the pipeline; None without one."""
+    counted_elsewhere: frozenset[torch.Tensor] = frozenset()
+    """Parameters that an earlier rank of the pipeline holds too: norms count them there."""
+    experts: frozenset[torch.Tensor] = frozenset()
+    """Parameters of experts of which each rank of ``expert_group`` holds others. These ranks hold all others alike."""
+    expert_group: dist.ProcessGroup | None = None
 
     def with_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> Stages:
-        """Return the same pipeline, where the fp32 copies of parameters count as the parameters do."""
+        """Return the same ranks, where the fp32 copies of parameters count as the parameters do."""
 
         def with_copies(parameters: frozenset[torch.Tensor]) -> frozenset[torch.Tensor]:
             return parameters | {masters[parameter] for parameter in parameters if parameter in masters}
 
-        return Stages(self.group, self.device, with_copies(self.counted_elsewhere), with_copies(self.alike))
+        counted_elsewhere, experts = with_copies(self.counted_elsewhere), with_copies(self.experts)
+        return dataclasses.replace(self, counted_elsewhere=counted_elsewhere, experts=experts)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +84,7 @@ def total_norm(
     tensors: Iterable[torch.Tensor],
     norm_type: float = 2.0,
     stages: Stages | None = None,
-    alike: Iterable[torch.Tensor] = (),
+    experts: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Compute the norm of many tensors as if they were one vector, in fp32 and without waiting for the device.
 
@@ -91,7 +95,7 @@ def total_norm(
         tensors: Plain tensors (equal on all ranks) and DTensors (sharded or replicated).
         norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
         stages: Adds the tensors of the other pipeline ranks; none may be named twice.
-        alike: Further tensors, which all ranks of ``stages`` hold.
+        experts: Further tensors, of which each rank of ``stages.expert_group`` holds others.
 
     Returns:
         0-dim fp32 tensor (fp64 for fp64 tensors), equal on every rank.
@@ -101,9 +105,11 @@ def total_norm(
     """
     norms = _norms(tensors, norm_type)
     infinite = norm_type == float("inf")
-    if stages is not None:
-        norms = [_over_stages(stages, norms, infinite)]
-    norms += [norm.to(norms[0].device) if norms else norm for norm in _norms(alike, norm_type)]
+    if stages is not None and stages.expert_group is not None:
+        own = _summed(_norms(experts, norm_type), infinite, stages.expert_group, stages.device)
+        norms = [*(norm.to(stages.device) for norm in norms), own]
+    if stages is not None and stages.group is not None:
+        norms = [_summed(norms, infinite, stages.group, stages.device)]
     if not norms:
         return torch.zeros((), dtype=torch.float32)
     whole = _combined(norms, infinite)
@@ -125,11 +131,13 @@ def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tens
     return norms
 
 
-def _over_stages(stages: Stages, norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:
-    own = torch.zeros((), dtype=torch.float32, device=stages.device)  # a rank without gradients takes part, too
+def _summed(
+    norms: list[torch.Tensor], infinite: bool, group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
+    own = torch.zeros((), dtype=torch.float32, device=device)  # a rank without gradients takes part, too
     if norms:
-        own = _combined([norm.to(stages.device) for norm in norms], infinite)
-    dist.all_reduce(own, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=stages.group)
+        own = _combined([norm.to(device) for norm in norms], infinite)
+    dist.all_reduce(own, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     return own
 
 
@@ -216,7 +224,7 @@ def clip_grad_norm_(
         parameters: Parameters, plain or DTensor; those without a gradient are skipped.
         max_norm: Largest norm allowed, in the gradients' units; ``float("inf")`` only measures.
         norm_type: See :func:`total_norm`.
-        stages: The pipeline, where the parameters are one rank's part: the norm is that of the whole model.
+        stages: The ranks that hold others, where the parameters are one's part: the norm is the whole model's.
 
     Returns:
         The norm before clipping, 0-dim fp32, equal on every rank.
@@ -228,12 +236,12 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm is the largest gradient norm allowed. Expected a number above 0. Got {max_norm!r}.")
     found = _with_gradients(parameters)
     gradients = counted = [gradient for _, gradient in found]
-    alike: list[torch.Tensor] = []
+    experts: list[torch.Tensor] = []
     if stages is not None:
-        once = stages.counted_elsewhere | stages.alike
-        counted = [gradient for parameter, gradient in found if parameter not in once]
-        alike = [gradient for parameter, gradient in found if parameter in stages.alike]
-    norm = total_norm(counted, norm_type, stages, alike)
+        apart = stages.counted_elsewhere | stages.experts
+        counted = [gradient for parameter, gradient in found if parameter not in apart]
+        experts = [gradient for parameter, gradient in found if parameter in stages.experts]
+    norm = total_norm(counted, norm_type, stages, experts)
     if max_norm < float("inf"):
         local = [local_shard(each) if isinstance(each, DTensor) else each for each in gradients]
         # Rows of a sparse gradient may occur several times: scaling each of them scales their sum.

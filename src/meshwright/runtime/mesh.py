@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.errors import LaunchError, StrategyError, did_you_mean
 from meshwright.runtime.processes import connect, connecting_on_use, require_distributed, settings
 
-AXES = ("replica", "pipeline", "context", "sequence", "expert", "data", "zero", "tensor")
+AXES = ("replica", "pipeline", "expert", "context", "sequence", "data", "zero", "tensor")
 """Every axis a mesh can have, in DeviceMesh order (outermost first)."""
 
 Axes = tuple[tuple[str, int], ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,24 +67,26 @@ class Experts:
             if isinstance(module, DividedExperts):
                 module.run_always = True
 
-    def stages(self, model: nn.Module, device: torch.device) -> Stages | None:
-        """Describe how to sum norms if ranks hold experts under different names; None if all are DTensors."""
+    def beside(self, stages: Stages | None, device: torch.device) -> Stages | None:
+        """Return how to sum norms, over the stages of a pipeline and the ranks that hold listed experts of their own.
+
+        Args:
+            stages: Those of a pipeline; None without one.
+            device: Device of the sums.
+        """
         listed = [module for module in self.modules if isinstance(module, DividedExperts)]
-        if not listed:
-            return None
-        own = {parameter for module in listed for parameter in module.parameters()}
-        alike = frozenset(parameter for parameter in model.parameters() if parameter not in own)
-        return Stages(self.axis.group, device, frozenset(), alike)
+        if not listed:  # all are DTensors
+            return stages
+        own = frozenset(parameter for module in listed for parameter in module.parameters())
+        return dataclasses.replace(stages or Stages(device), experts=own, expert_group=self.axis.group)
 
 
-def divide(
-    model: nn.Module, layers: Sequence[tuple[ExpertLayer, int | None]], mesh: DeviceMesh, device: torch.device
-) -> Experts:
+def divide(layers: Sequence[tuple[ExpertLayer, int | None]], mesh: DeviceMesh, device: torch.device) -> Experts:
     """Reduce experts to this rank's part, in place, and let layers send tokens to them. Collective.
 
     Args:
-        model: A plain module, on ``device`` or the CPU, with the same values on every rank.
-        layers: The layers to divide, each with the features of its rows if known.
+        layers: The layers to divide, each with the features of its rows if known; in a plain module on ``device`` or
+            the CPU, with the same values on every rank.
         mesh: The axis.
         device: Device of the experts; only this rank's part is ever there.
     """

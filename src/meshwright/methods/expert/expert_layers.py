@@ -27,6 +27,11 @@ class StackedExperts:
     num_experts: int
     counters: tuple[str, ...]  # attributes of the module that hold the number of experts
 
+    @property
+    def holder(self) -> nn.Module:
+        """The module that sends tokens."""
+        return self.module
+
     def names(self) -> list[tuple[str, int | None]]:
         """Return the parameters' full names, each with None: a rank holds a part of each."""
         return [(f"{self.path}.{name}", None) for name, _ in self.module.named_parameters()]
@@ -39,6 +44,11 @@ class ListedExperts:
     path: str
     block: nn.Module
     name: str  # of the list in the block
+
+    @property
+    def holder(self) -> nn.Module:
+        """The module that sends tokens."""
+        return self.block
 
     @property
     def experts(self) -> nn.ModuleList:

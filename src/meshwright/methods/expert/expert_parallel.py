@@ -174,7 +174,6 @@ def _factors(layer: ListedExperts, tokens: torch.Tensor, places: torch.Tensor) -
 
 AXIS: Literal["expert"] = "expert"
 _WHOLE = "this version sends tokens between ranks that hold all other layers whole"
-_OTHER_SAMPLES = "this version sends tokens between ranks that take different samples"
 
 
 class ExpertParallel(Method):
@@ -206,9 +205,6 @@ class ExpertParallel(Method):
             )
             for name, reason in {
                 "tensor_parallel": _WHOLE,
-                "pipeline_parallel": _WHOLE,
-                "sequence_parallel": _OTHER_SAMPLES,
-                "context_parallel": _OTHER_SAMPLES,
                 "outer": "this version does not synchronise experts between replicas",
             }.items()
         ),
@@ -236,18 +232,21 @@ class ExpertParallel(Method):
         if job.size(AXIS) == 1:
             return
         layers = expert_layers(job.model, self.experts, job.size(AXIS))
-        # Stored for apply, since the trial takes time.
-        job.expert_layers = [(layer, _features(layer, job)) for layer in layers]
+        # Stored for apply, since the trial takes time, and a pipeline leaves this rank with a part of the model.
+        job.expert_layers = [(layer, _features(layer, job)) for layer in layers], _summary(layers, job)
 
     def apply(self, job: Job) -> None:
         """Divide the experts; the rest of the model stays whole on every rank."""
         if job.size(AXIS) == 1:
             return
-        summary = _summary(job)
+        assert job.expert_layers is not None, "check has found them"
+        layers, summary = job.expert_layers
         check_equal("The division of the experts", summary, "give every rank the same model")
         job.notices.append(summary)
-        job.experts = divide(job.model, job.expert_layers, job.require_mesh()[AXIS], job.device)
-        job.expert_layers = []  # they would keep the experts of other ranks alive
+        present = set(job.model.modules())  # of a pipeline, this rank's
+        here = [(layer, features) for layer, features in layers if layer.holder in present]
+        job.experts = divide(here, job.require_mesh()[AXIS], job.device)
+        job.expert_layers = None  # they would keep the experts of other ranks alive
         job.is_split = True
         if job.shard_axis is None:
             move_to(job.model, job.device)
@@ -271,13 +270,13 @@ def _features(layer: ExpertLayer, job: Job) -> int | None:
     return proved[0] if proved is not None else None
 
 
-def _summary(job: Job) -> str:
+def _summary(layers: Sequence[ExpertLayer], job: Job) -> str:
     sizes = {name: parameter.numel() for name, parameter in job.model.named_parameters()}
-    inside = sum(sizes[name] for layer, _ in job.expert_layers for name, _ in layer.names())
-    counts = sorted({layer.num_experts for layer, _ in job.expert_layers})
+    inside = sum(sizes[name] for layer in layers for name, _ in layer.names())
+    counts = sorted({layer.num_experts for layer in layers})
     return (
         f"expert_parallel divides {100 * inside / sum(sizes.values()):.0f}% of the parameters over {job.size(AXIS)} "
-        f"ranks: {' or '.join(map(str, counts))} experts in each of {len(job.expert_layers)} layers"
+        f"ranks: {' or '.join(map(str, counts))} experts in each of {len(layers)} layers"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +56,16 @@ class StageGradients:
         rank: This rank.
         shared: Parameters that several pipeline ranks train, each with those ranks (ascending); in the same order on
             all ranks.
-        averager: Averages over replicas where parameters are not sharded; None without replicas, or under FSDP2.
+        averagers: Average over replicas where parameters are not sharded; empty without replicas, or under FSDP2.
     """
 
     def __init__(
-        self, rank: PipelineRank, shared: list[tuple[nn.Parameter, tuple[int, ...]]], averager: GradientAverager | None
+        self,
+        rank: PipelineRank,
+        shared: list[tuple[nn.Parameter, tuple[int, ...]]],
+        averagers: Sequence[GradientAverager],
     ) -> None:
-        self._rank, self._averager = rank, averager
+        self._rank, self._averagers = rank, averagers
         self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for parameter, ranks in shared:
             self._shared.setdefault(ranks, []).append(parameter)
@@ -114,8 +117,8 @@ class StageGradients:
             if before is not None and parameter.grad is not None:
                 local_tensor(parameter.grad).add_(local_tensor(before))
         self._aside, self._accumulating = [], False
-        if self._averager is not None:
-            self._averager.average()
+        for averager in self._averagers:
+            averager.average()
 
     @torch.no_grad()
     def _sum(self, ranks: tuple[int, ...], parameters: list[nn.Parameter]) -> None:

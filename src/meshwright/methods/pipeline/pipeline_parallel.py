@@ -20,7 +20,7 @@ from meshwright.cost import Activations, BackwardAt, Block, Buffer, Parameter, S
 from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
-from meshwright.methods.gradient_averaging import GradientAverager
+from meshwright.methods.parallel_mode import averagers
 from meshwright.methods.pipeline.chain import PipelineRank
 from meshwright.methods.pipeline.outer_parameters import Dataflow
 from meshwright.methods.pipeline.schedules import (
@@ -170,9 +170,10 @@ def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
     ]
     casts = job.sharding.precision if job.shard_axis is not None else None
     compute = torch_dtype(casts.compute) if casts is not None else None
-    engine.finish(job.model, StageGradients(rank, shared, _averager(job)), compute)
+    every = averagers(job, in_backward=False) if job.shard_axis is None else []
+    engine.finish(job.model, StageGradients(rank, shared, every), compute)
     repeated = frozenset(parameter for parameter, ranks in shared if rank.index != ranks[0])
-    job.stages = NormStages(rank.group, job.device, repeated)
+    job.stages = NormStages(job.device, rank.group, repeated)
     inner = job.micro_batch
 
     @contextlib.contextmanager
@@ -181,14 +182,6 @@ def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
             yield
 
     job.micro_batch = micro_batch
-
-
-def _averager(job: Job) -> GradientAverager | None:
-    trains = any(parameter.requires_grad for parameter in job.model.parameters())
-    if job.shard_axis is not None or job.mesh_axes.num_averaged == 1 or not trains:
-        return None
-    group = job.mesh_axes.flat_mesh("context", "sequence", "data").get_group()
-    return GradientAverager(job.model, group, allow_unused=job.find_unused_parameters, in_backward=False)
 
 
 # --- The method
@@ -405,7 +398,7 @@ class PipelineParallel(Method):
             inner = [each for each in job.model.modules() if hasattr(type(each), "generate") and each is not job.model]
             wrap_methods(inner, "forward", job.pipeline.around_inner)
         job.loss_func = job.pipeline.loss(job.loss_func)
-        if job.shard_axis is None and job.size("tensor") == 1:
+        if job.shard_axis is None and job.size("tensor") == job.size("expert") == 1:
             move_to(job.model, job.device)
         if any(getattr(method, "shards", False) for method in job.strategy.methods):
             job.notices.append(

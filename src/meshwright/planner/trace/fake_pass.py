@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ from meshwright.runtime.torch_internals.tensors import storage_identity
 if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary, Placed, SplitBackward, Transient
     from meshwright.cost.activations import Given
-    from meshwright.methods import Resolved, SampleRun, TokensTrace
+    from meshwright.methods import Resolved, SampleRun
     from meshwright.methods.fp8_torchao import Fp8Trace
     from meshwright.methods.tensor.tensor_parallel import SaveLog
 
@@ -64,8 +64,10 @@ class Trace(Protocol):
     """The run of one rank of an axis, or of several; nothing is sent, and everything is counted."""
 
     dims: dict[nn.Parameter, int]
-    divides_batch: ClassVar[bool]
-    """Whether tokens or samples are divided: a model that cannot be traced so cannot be trained so either."""
+
+    @property
+    def divides_batch(self) -> bool:
+        """Return whether tokens or samples are divided: a model that cannot be traced so cannot be trained so either."""
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Return the shape of a parameter on one rank."""
@@ -77,33 +79,48 @@ class Trace(Protocol):
         """Return the collectives of the last run, a micro-batch."""
 
 
-class LayersAndTokens:
-    """Layers divided by one trace, and tokens by another.
+class Traces:
+    """Several traces as one.
 
     Args:
-        layers: Trace of a tensor axis.
-        tokens: Trace of sequence and context axes.
+        every: Those of axes that divide layers and experts first, then the one of axes that divide tokens.
     """
 
-    divides_batch: ClassVar[bool] = True
+    def __init__(self, every: Sequence[Trace]) -> None:
+        self._every = every
+        self.divides_batch = any(each.divides_batch for each in every)
+        self.dims = {parameter: dim for each in every for parameter, dim in each.dims.items()}
+        found = (getattr(each, "experts", {}) for each in every)
+        self.experts = {parameter: place for experts in found for parameter, place in experts.items()}
 
-    def __init__(self, layers: Trace, tokens: TokensTrace) -> None:
-        self._layers, self._tokens = layers, tokens
-        self.dims = layers.dims
+    @property
+    def stands_in(self) -> bool:
+        """See :class:`~meshwright.methods.ExpertTrace`; True, too, where no trace knows of experts."""
+        return all(getattr(each, "stands_in", True) for each in self._every)
+
+    @stands_in.setter
+    def stands_in(self, value: bool) -> None:
+        for each in self._every:
+            if hasattr(each, "stands_in"):
+                each.stands_in = value
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """See :class:`Trace`."""
-        return self._layers.local_shape(parameter)
+        """See :class:`Trace`; one parameter is divided by one trace at most."""
+        whole = tuple(parameter.shape)
+        shapes = (each.local_shape(parameter) for each in self._every)
+        return next((shape for shape in shapes if shape != whole), whole)
 
     @contextlib.contextmanager
     def running(self, log: SaveLog) -> Iterator[None]:
         """See :class:`Trace`; tokens are cut around the layers."""
-        with self._layers.running(log), self._tokens.running(log):
+        with contextlib.ExitStack() as stack:
+            for each in self._every:
+                stack.enter_context(each.running(log))
             yield
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """See :class:`Trace`."""
-        return self._layers.boundaries(model, log) + self._tokens.boundaries(model, log)
+        return tuple(boundary for each in self._every for boundary in each.boundaries(model, log))
 
 
 def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace | None:
@@ -115,13 +132,11 @@ def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace |
     sizes, methods = dict(resolved.axes), in_phase_order(resolved.strategy)
     every = [found for each in methods if (found := each.traced_layers(model, sizes, sample)) is not None]
     ranks = [found for each in methods if (found := each.traced_tokens(sizes)) is not None]
-    layers = next(iter(every), None)  # experts are divided apart from the layers of a tensor axis
-    if not ranks:
-        return layers
-    from meshwright.methods import TokensTrace
+    if ranks:
+        from meshwright.methods import TokensTrace
 
-    tokens = TokensTrace(model, *ranks)
-    return LayersAndTokens(layers, tokens) if layers is not None else tokens
+        every.append(TokensTrace(model, *ranks))
+    return Traces(every) if len(every) > 1 else next(iter(every), None)
 
 
 def trace_key(resolved: Resolved) -> tuple[object, ...]:
