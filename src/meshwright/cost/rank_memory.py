@@ -145,7 +145,7 @@ def _whole_shape(step: Step, parameter: Parameter) -> tuple[int, ...]:
     if parameter.tensor_dim is not None:
         shape[parameter.tensor_dim] *= step.size("tensor")
     if parameter.expert is not None and parameter.expert[0] is None:  # a stack; of a list every rank has some whole
-        shape[0] *= step.size("expert")
+        shape[0] *= step.size("expert") * step.size("tensor")
     return tuple(shape)
 
 
@@ -546,7 +546,8 @@ def _whole_model(steps: Sequence[Step]) -> tuple[int, int]:
                     continue
                 # Of a list of experts a rank has its part, each expert whole.
                 listed = parameter.expert is not None and parameter.expert[0] is not None
-                count = block.count * (step.size("expert") if listed else 1) * whole_numel(step, parameter)
+                parts = step.size("expert") * step.size("tensor") if listed else 1
+                count = block.count * parts * whole_numel(step, parameter)
                 numel, num_bytes = numel + count, num_bytes + count * parameter.itemsize
         seen |= {parameter.name for block in step.blocks if not block.on_ranks for parameter in block.parameters}
     return numel, num_bytes

@@ -138,13 +138,16 @@ class PlannerHooks(MethodConfig):
         """Return whether bf16 products are computed in fp32 on devices that are slow in bf16."""
         return False
 
-    def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> Any:
+    def traced_layers(
+        self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy
+    ) -> Any:
         """Build the trace that runs a plain model as one rank of the method's axis; None if it divides no layers.
 
         Args:
             model: A plain module.
             sizes: Number of ranks along every axis.
             sample: Runs the model once, to see its data flow.
+            strategy: Resolved; the method's own.
 
         Raises:
             ModelError: When the model cannot be divided.

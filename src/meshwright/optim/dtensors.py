@@ -131,9 +131,7 @@ def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tens
     return norms
 
 
-def _summed(
-    norms: list[torch.Tensor], infinite: bool, group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor:
+def _summed(norms: list[torch.Tensor], infinite: bool, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
     own = torch.zeros((), dtype=torch.float32, device=device)  # a rank without gradients takes part, too
     if norms:
         own = _combined([norm.to(device) for norm in norms], infinite)

@@ -59,7 +59,7 @@ from meshwright.planner.plans import (
     usable_bytes,
     usable_host_bytes,
 )
-from meshwright.planner.trace.fake_pass import Trace, trace_key, trace_of
+from meshwright.planner.trace.fake_pass import Trace, flowing, trace_key, trace_of
 from meshwright.planner.trace.model_state import (
     Described,
     Marks,
@@ -231,7 +231,7 @@ class Workload:
             return None
         pipeline = pipeline_of(resolved, self.model, micro_batches)
         if pipeline is not None:
-            self._flow(pipeline)  # refuses a model that cannot be cut, before the long trace
+            self._flow(pipeline, self._split(resolved))  # refuses a model that cannot be cut, before the long trace
         return pipeline
 
     def _conditions(self, resolved: Resolved, micro_batches: int, pipeline: Pipeline | None) -> Conditions:
@@ -261,7 +261,8 @@ class Workload:
             return group_blocks(self._described(conditions, cut), cut)
 
         limit = self.limit_bytes if self.device.type == "cuda" else None
-        return decide_cut(pipeline, self.model, self._flow(pipeline), step, resolved.strategy, describe, limit)
+        flow = self._flow(pipeline, conditions.split)
+        return decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit)
 
     def _check_units(self, resolved: Resolved) -> None:
         """Refuse a model that the sharding method would refuse."""
@@ -279,10 +280,14 @@ class Workload:
     def _tokens_per_sample(self) -> int | None:
         return tokens_per_sample(self.inputs_of)
 
-    def _flow(self, pipeline: Pipeline) -> tuple[Dataflow | None, str]:
+    def _flow(self, pipeline: Pipeline, split: Trace | None) -> tuple[Dataflow | None, str]:
         """Find the parameters outside the blocks that each block depends on."""
-        run = functools.partial(trace_flow, pipeline, self.model, self.inputs_of, self.forward)
-        return self._once("flow", pipeline.blocks, run)
+
+        def run() -> tuple[Dataflow | None, str]:
+            with flowing(split):
+                return trace_flow(pipeline, self.model, self.inputs_of, self.forward)
+
+        return self._once("flow", (pipeline.blocks, hasattr(split, "experts")), run)
 
     def _split(self, resolved: Resolved) -> Trace | None:
         """Build the trace of one rank of the axes that divide layers, tokens and experts; None without such axes."""

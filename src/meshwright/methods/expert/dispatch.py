@@ -16,15 +16,17 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import ModelError
 from meshwright.methods.expert.expert_layers import StackedExperts
+from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.split_layers import local, swapped_parameters
 from meshwright.runtime import preserved_rng
 from meshwright.runtime.torch_internals.autograd import Function
@@ -33,21 +35,47 @@ from meshwright.runtime.torch_internals.tensors import version_of
 
 
 class ExpertAxis:
-    """The ranks that divide one layer's experts; each has tokens of its own.
+    """The ranks that divide one layer's experts; each sends tokens of its own.
 
     Gradients of experts are sums over the tokens of all these ranks, while those of other parameters are averaged over
-    them later. So gradients that enter the experts' backward are divided by the number of ranks, and those that leave
-    it towards the tokens are multiplied by it: averaging over the other data ranks then gives experts the mean over all
-    ranks, too.
+    the ``expert`` axis later. So gradients that enter the experts' backward are divided by its size, and those that
+    leave it towards the tokens are multiplied by it: averaging over the other data ranks then gives experts the mean
+    over all ranks, too.
+
+    [Note: experts beside a tensor axis] The ranks of a tensor axis have equal tokens. Each sends an equal part of them,
+    and the answers are gathered, so that experts are divided over both axes. Splitting every expert's features over the
+    tensor axis instead, as its other layers are, would send each token from each of these ranks, and sum answers where
+    this gathers them. A rank would have as many bytes of experts, in thinner matrices.
 
     Args:
-        mesh: A mesh of one axis.
+        mesh: A mesh of one axis: ``expert``, or that of ``expert`` and ``tensor`` together.
+        tensor: The ranks with equal tokens; None without a tensor axis.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, tensor: TensorAxis | None = None) -> None:
+        self.mesh, self._tensor = mesh, tensor
         self.group = mesh.get_group()
         self.index, self.size = mesh.get_local_rank(), mesh.size()
+        self._num_averaged = self.size // (tensor.size if tensor is not None else 1)
+
+    def part(self, rows: int) -> range:
+        """Return which of the rows that ranks of a tensor axis have in common this rank sends; else all."""
+        if self._tensor is None:
+            return range(rows)
+        size = -(-rows // self._tensor.size)
+        return range(min(self._tensor.index * size, rows), min((self._tensor.index + 1) * size, rows))
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the rows of :meth:`part`; in backward the parts of the gradient are gathered."""
+        if self._tensor is None:
+            return whole
+        return self._tensor.cut(_padded(whole, -whole.shape[0] % self._tensor.size), 0)[: len(self.part(len(whole)))]
+
+    def gather(self, part: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return all ``rows`` from those of :meth:`part`; in backward every rank gets its part of the gradient."""
+        if self._tensor is None:
+            return part
+        return self._tensor.gather(_padded(part, -(-rows // self._tensor.size) - part.shape[0]), 0)[:rows]
 
     def counts(self, sent: torch.Tensor) -> torch.Tensor:
         """Send row r of ``(ranks, n)`` integers to rank r; row r of the result comes from rank r."""
@@ -67,11 +95,11 @@ class ExpertAxis:
         Returns:
             ``(sum of received, features)``, those of rank 0 first.
         """
-        return self._exchange(rows, sent, received, grad, float(self.size))
+        return self._exchange(rows, sent, received, grad, float(self._num_averaged))
 
     def send_back(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
         """Send rows back from the experts' ranks; arguments are as in :meth:`send`, for this direction."""
-        return self._exchange(rows, sent, received, grad, 1 / self.size)
+        return self._exchange(rows, sent, received, grad, 1 / self._num_averaged)
 
     def _exchange(
         self, rows: torch.Tensor, sent: list[int], received: list[int], grad: bool, scale: float
@@ -80,6 +108,11 @@ class ExpertAxis:
         anchor = torch.zeros((), device=rows.device, requires_grad=True) if grad else None
         result: torch.Tensor = _Exchange.apply(rows, anchor, self.group, sent, received, scale)
         return result
+
+
+def _padded(rows: torch.Tensor, missing: int) -> torch.Tensor:
+    """Return rows with so many of zeros behind them."""
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
 
 class _Exchange(Function):
@@ -170,7 +203,8 @@ class StackedDispatch:
 
     def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Send tokens to their experts, compute, and weigh and sum the answers."""
-        call, axis = Call.of(self._module, args, kwargs), self._axis
+        whole, axis = Call.of(self._module, args, kwargs), self._axis
+        call = Call(axis.cut(whole.hidden), axis.cut(whole.index), axis.cut(whole.weights))
         weights = {name: local(p) for name, p in self._module.named_parameters(recurse=False)}
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (call.hidden, *weights.values()))
         if self.compute_dtype is not None:
@@ -184,7 +218,7 @@ class StackedDispatch:
         # In the order of tokens, zeros where none was sent. A scatter-add would be shorter, but not deterministic.
         every = back.new_zeros((call.index.numel(), back.shape[1])).index_copy(0, order, back)
         weighted = every.view(*call.index.shape, -1) * call.weights[..., None]
-        return weighted.sum(1).to(call.hidden.dtype)
+        return axis.gather(weighted.sum(1).to(call.hidden.dtype), whole.hidden.shape[0])
 
     def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
         """Return the routes of the pairs of a token and an expert.
@@ -212,11 +246,12 @@ class TracedDispatch(StackedDispatch):
 
     Args:
         layer: The experts.
+        axis: What is sent over it comes back.
         per_rank: Experts of a rank, among which the rows are divided equally.
     """
 
-    def __init__(self, layer: StackedExperts, per_rank: int) -> None:
-        super().__init__(layer, cast("ExpertAxis", _Echo()))
+    def __init__(self, layer: StackedExperts, axis: TracedExperts, per_rank: int) -> None:
+        super().__init__(layer, axis)
         self._per_rank = per_rank
 
     def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
@@ -225,21 +260,27 @@ class TracedDispatch(StackedDispatch):
         return order, rows, rows, torch.arange(rows[0], device=index.device) % self._per_rank
 
 
-class _Echo:
-    """Stand in for an :class:`ExpertAxis`: what is sent comes back."""
+class TracedExperts(ExpertAxis):
+    """The first rank of an axis in a pass without data: what is sent comes back.
+
+    Args:
+        tensor: The size of a tensor axis beside it.
+    """
+
+    def __init__(self, tensor: int) -> None:
+        self._tensor = TracedAxis(tensor) if tensor > 1 else None
+
+    def echo(self, rows: torch.Tensor, *, grad: bool) -> torch.Tensor:
+        """Return a copy of rows, made in forward and in backward as an exchange between ranks makes it."""
+        anchor = torch.zeros((), device=rows.device, requires_grad=True) if grad else None
+        copied: torch.Tensor = _Copy.apply(rows, anchor)
+        return copied
 
     def send(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
         """Return a copy of the rows."""
-        return echo(rows, grad=grad)
+        return self.echo(rows, grad=grad)
 
     send_back = send
-
-
-def echo(rows: torch.Tensor, *, grad: bool) -> torch.Tensor:
-    """Return a copy of rows, made in forward and in backward as an exchange between ranks makes it."""
-    anchor = torch.zeros((), device=rows.device, requires_grad=True) if grad else None
-    copied: torch.Tensor = _Copy.apply(rows, anchor)
-    return copied
 
 
 class _Copy(Function):
@@ -480,21 +521,32 @@ class ListedDispatch:
         order = sorted(range(len(asked)), key=lambda each: asked[each][0])
         features = asked[0][1].shape[-1] if asked else self._features or like.shape[-1]
         rows = [asked[each][1].reshape(-1, features) for each in order]
-        counts = [_NOT_ASKED] * len(self._experts)
-        for each, part in zip(order, rows, strict=True):
-            number = asked[each][0]
-            counts[number] = max(counts[number], 0) + part.shape[0]
+        whole = torch.cat(rows or [like.new_empty((0, features))])
+        counts = _counts([asked[each][0] for each in order], rows, len(self._experts), axis.part(len(whole)))
         arriving = axis.counts(torch.tensor(counts, device=like.device).view(axis.size, -1)).tolist()
         sent = [sum(max(count, 0) for count in part) for part in torch.tensor(counts).view(axis.size, -1).tolist()]
         received = [sum(max(count, 0) for count in part) for part in arriving]
         grad = torch.is_grad_enabled() and (self._trains or any(part.requires_grad for part in (*rows, like)))
-        arrived = axis.send(torch.cat(rows or [like.new_empty((0, features))]), sent, received, grad=grad)
+        arrived = axis.send(axis.cut(whole), sent, received, grad=grad)
         computed = self._experts(arrived, arriving, answer_dtype(like))
-        back = axis.send_back(computed, received, sent, grad=grad)
+        back = axis.gather(axis.send_back(computed, received, sent, grad=grad), len(whole))
         answers: list[torch.Tensor] = [back] * len(asked)
         for each, answer in zip(order, back.split([part.shape[0] for part in rows]) if rows else (), strict=True):
             answers[each] = answer.view(asked[each][1].shape)
-        return answers, back.sum() if grad and not sum(sent) else None
+        return answers, back.sum() if grad and not len(whole) else None
+
+
+def _counts(numbers: Sequence[int], rows: Sequence[torch.Tensor], num_experts: int, own: range) -> list[int]:
+    """Return how many of this rank's ``own`` rows go to each expert, where ``rows`` lie one behind the other.
+
+    An expert that is asked with no row counts 0.
+    """
+    counts, first = [_NOT_ASKED] * num_experts, 0
+    for number, part in zip(numbers, rows, strict=True):
+        end = first + part.shape[0]
+        inside = max(min(end, own.stop) - max(first, own.start), 0)
+        counts[number], first = max(counts[number], 0) + inside, end
+    return counts
 
 
 def _linked(output: Any, link: torch.Tensor) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import ModelError
@@ -81,16 +80,16 @@ class Experts:
         return dataclasses.replace(stages or Stages(device), experts=own, expert_group=self.axis.group)
 
 
-def divide(layers: Sequence[tuple[ExpertLayer, int | None]], mesh: DeviceMesh, device: torch.device) -> Experts:
+def divide(layers: Sequence[tuple[ExpertLayer, int | None]], axis: ExpertAxis, device: torch.device) -> Experts:
     """Reduce experts to this rank's part, in place, and let layers send tokens to them. Collective.
 
     Args:
         layers: The layers to divide, each with the features of its rows if known; in a plain module on ``device`` or
             the CPU, with the same values on every rank.
-        mesh: The axis.
+        axis: The ranks that divide them.
         device: Device of the experts; only this rank's part is ever there.
     """
-    experts = Experts(ExpertAxis(mesh))
+    experts = Experts(axis)
     for layer, features in layers:
         if isinstance(layer, StackedExperts):
             _divide_stack(layer, experts, device)

@@ -32,6 +32,11 @@ class StackedExperts:
         """The module that sends tokens."""
         return self.module
 
+    @property
+    def own_path(self) -> str:
+        """Path of the module that holds the experts."""
+        return self.path
+
     def names(self) -> list[tuple[str, int | None]]:
         """Return the parameters' full names, each with None: a rank holds a part of each."""
         return [(f"{self.path}.{name}", None) for name, _ in self.module.named_parameters()]
@@ -51,6 +56,11 @@ class ListedExperts:
         return self.block
 
     @property
+    def own_path(self) -> str:
+        """Path of the module that holds the experts."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
     def experts(self) -> nn.ModuleList:
         """The list of experts."""
         found = getattr(self.block, self.name)
@@ -64,9 +74,8 @@ class ListedExperts:
 
     def names(self) -> list[tuple[str, int | None]]:
         """Return the parameters' full names, each with the number of its expert: a rank holds whole experts."""
-        prefix = f"{self.path}.{self.name}" if self.path else self.name
         return [
-            (f"{prefix}.{number}.{name}", number)
+            (f"{self.own_path}.{number}.{name}", number)
             for number, expert in enumerate(self.experts)
             for name, _ in expert.named_parameters()
         ]
@@ -90,7 +99,7 @@ def expert_layers(model: nn.Module, patterns: Sequence[str], ranks: int) -> list
     """
     layers = list(_found(model, patterns))
     for pattern in patterns:
-        if not any(fnmatchcase(_own_path(layer), pattern) for layer in layers):
+        if not any(fnmatchcase(layer.own_path, pattern) for layer in layers):
             raise StrategyError(
                 f"expert_parallel: {pattern!r} names no module that holds experts",
                 expected="an nn.ModuleList of experts, or a module with stacked parameters and a number of experts",
@@ -110,12 +119,6 @@ def expert_layers(model: nn.Module, patterns: Sequence[str], ranks: int) -> list
         _check(layer, ranks)
     _check_owned(model, layers)
     return layers
-
-
-def _own_path(layer: ExpertLayer) -> str:
-    if isinstance(layer, StackedExperts):
-        return layer.path
-    return f"{layer.path}.{layer.name}" if layer.path else layer.name
 
 
 def _found(model: nn.Module, patterns: Sequence[str]) -> Iterator[ExpertLayer]:
@@ -156,10 +159,11 @@ def _stacked(path: str, module: nn.Module) -> StackedExperts | None:
 def _check(layer: ExpertLayer, ranks: int) -> None:
     if layer.num_experts % ranks:
         raise ModelError(
-            f"expert_parallel: the axis does not divide the experts of {_own_path(layer)}",
+            f"expert_parallel: the axis does not divide the experts of {layer.own_path}",
             expected=f"a number of experts that {ranks} divides",
             got=str(layer.num_experts),
-            fix="choose another size of the axis 'expert' in parallel_mode",
+            fix="choose another size of the axis 'expert' in parallel_mode; the ranks of a tensor axis divide experts, "
+            "too",
         )
     if isinstance(layer, StackedExperts):
         own = {name for name, p in layer.module.named_parameters(recurse=False) if p.shape[:1] == (layer.num_experts,)}
@@ -175,7 +179,7 @@ def _check(layer: ExpertLayer, ranks: int) -> None:
     shapes = [[(name, p.shape, p.dtype) for name, p in expert.named_parameters()] for expert in layer.experts]
     if any(each != shapes[0] for each in shapes):
         raise ModelError(
-            f"expert_parallel: the experts in {_own_path(layer)} differ",
+            f"expert_parallel: the experts in {layer.own_path} differ",
             expected="parameters of the same names and shapes in each",
             got="different names, shapes or dtypes",
             fix="name lists of equal experts with the key experts, or leave the method out",

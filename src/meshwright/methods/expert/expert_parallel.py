@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from unittest import mock
@@ -16,17 +15,19 @@ from unittest import mock
 import torch
 from torch import nn
 
-from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
+from meshwright.cost import Block, Boundary, Moment, Parameter, Step, send_boundaries
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
-from meshwright.methods.expert.dispatch import Call, TracedDispatch, answer_dtype, echo
+from meshwright.methods.expert.dispatch import Call, ExpertAxis, TracedDispatch, TracedExperts, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
 from meshwright.methods.replace.model_changes import without_grouped_kernels
+from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, stand_in
 from meshwright.nn import move_to
 from meshwright.runtime import check_equal
 from meshwright.runtime.torch_internals.pytree import tree_leaves
+from meshwright.strategy import Strategy
 
 _COUNT_BYTES = 8  # a number of rows
 
@@ -37,11 +38,13 @@ class ExpertTrace:
     Args:
         model: The model.
         layers: The model's experts.
-        ranks: Size of the axis.
+        ranks: Number of ranks that divide them.
+        tensor: The size of a tensor axis, whose ranks are among them.
 
     Attributes:
         experts: For each parameter of an expert, the number of its expert in a list (None: stacked), and of how many.
         dims: The dims of parameters that the axis divides along with the work: none.
+        paths: Of the modules that hold experts.
         stands_in: Whether stacked experts are replaced by stand-ins, if they cannot run over fake tensors.
 
     Raises:
@@ -50,14 +53,16 @@ class ExpertTrace:
 
     divides_batch: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, layers: Sequence[ExpertLayer], ranks: int) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[ExpertLayer], ranks: int, tensor: int) -> None:
         parameters = dict(model.named_parameters())
-        self._model, self._layers, self._ranks = model, layers, ranks
+        self._model, self._layers, self._ranks, self._tensor = model, layers, ranks, tensor
+        self._axis = TracedExperts(tensor)
         self._proved = {layer: prove(layer, ranks) for layer in layers if isinstance(layer, ListedExperts)}
         self.experts = {
             parameters[name]: (number, layer.num_experts) for layer in layers for name, number in layer.names()
         }
         self.dims: dict[nn.Parameter, int] = {}
+        self.paths = tuple(layer.own_path for layer in layers)
         self.stands_in = False
         self._paths = {module: path for path, module in model.named_modules()}
         self._stack: list[nn.Module] = []  # the modules that run now
@@ -83,15 +88,25 @@ class ExpertTrace:
                 stack.callback(module.register_forward_pre_hook(self._enter).remove)
                 stack.callback(module.register_forward_hook(self._leave, prepend=True, always_call=True).remove)
             for layer in self._layers:
-                if isinstance(layer, StackedExperts):
-                    stack.callback(
-                        layer.module.register_forward_pre_hook(self._counted(layer), with_kwargs=True).remove
-                    )
-                elif self._proved[layer] is not None:
+                if isinstance(layer, ListedExperts) and self._proved[layer] is not None:
                     stack.enter_context(mock.patch.object(layer.block, "forward", self._mean_forward(layer)))
-                if isinstance(layer, StackedExperts):
+                elif isinstance(layer, StackedExperts):
+                    count = layer.module.register_forward_pre_hook(self._counted(layer), with_kwargs=True)
+                    stack.callback(count.remove)
                     stack.enter_context(self._divided(layer))
             stack.enter_context(without_grouped_kernels())
+            yield
+
+    @contextlib.contextmanager
+    def flowing(self) -> Iterator[None]:
+        """Let a plain model run without its experts inside, whose answers are what they are given.
+
+        Other methods follow its data, or try its blocks with random values: what experts are given depends on values.
+        """
+        with contextlib.ExitStack() as stack:
+            for layer in self._layers:
+                if isinstance(layer, StackedExperts) or self._proved[layer] is not None:
+                    stack.enter_context(mock.patch.object(layer.holder, "forward", _passing_on))
             yield
 
     @contextlib.contextmanager
@@ -102,7 +117,13 @@ class ExpertTrace:
             for name in layer.counters:
                 stack.enter_context(mock.patch.object(module, name, per_rank))
             forward = stand_in(module) if self.stands_in else module.forward
-            run = functools.partial(TracedDispatch(layer, per_rank), forward)
+            dispatch = TracedDispatch(layer, self._axis, per_rank)
+
+            def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+                answers = dispatch(forward, *args, **kwargs)
+                self._count_gather(answers, "forward")
+                return answers
+
             stack.enter_context(mock.patch.object(module, "forward", run))
             yield
 
@@ -118,6 +139,8 @@ class ExpertTrace:
             grad = call.hidden.requires_grad or any(weight.requires_grad for weight in module.parameters())
             size = call.index.numel() * call.hidden.shape[1] * call.hidden.element_size()
             self._count(layer, size, size, grad=grad)
+            for each in (call.hidden, call.weights):
+                self._count_gather(each, "backward")
 
         return count
 
@@ -136,9 +159,13 @@ class ExpertTrace:
             grad = hidden.requires_grad or any(weight.requires_grad for weight in layer.experts.parameters())
             numel = len(places) * features
             self._count(layer, numel * hidden.element_size(), numel * answer_dtype(hidden).itemsize, grad=grad)
-            parts = echo(tokens[places], grad=grad).tensor_split(len(own))
+            rows = tokens[places]
+            self._count_gather(rows, "backward")
+            parts = self._axis.echo(self._axis.cut(rows), grad=grad).tensor_split(len(own))
             answers = [expert(torch.cat([part])) for expert, part in zip(own, parts, strict=True)]
-            back = echo(torch.cat(answers).to(tokens.dtype), grad=grad)
+            back = self._axis.echo(torch.cat(answers).to(tokens.dtype), grad=grad)
+            back = self._axis.gather(back, len(places))
+            self._count_gather(back, "forward")
             again = places.clone()  # the block runs twice
             weighed = back * _factors(layer, tokens, again)
             return torch.zeros_like(tokens).index_add(0, again, weighed).view(hidden.shape)
@@ -146,16 +173,33 @@ class ExpertTrace:
         return forward
 
     def _count(self, layer: ExpertLayer, asked: int, answered: int, *, grad: bool) -> None:
-        """Note an exchange: numbers of rows, the rows (``asked`` bytes), and the answers (``answered`` bytes)."""
+        """Note an exchange: numbers of rows, the rows (``asked`` bytes), and the answers (``answered`` bytes).
+
+        The ranks of a tensor axis each send a part of both.
+        """
         path = self._paths[self._stack[-1]]
+        asked, answered = asked // self._tensor, answered // self._tensor
         for size in (layer.num_experts * _COUNT_BYTES, asked, answered):
             self._traffic.note("all_to_all", "forward", size, path, self._stack)
         for size in (asked, answered) if grad else ():
             self._traffic.note("all_to_all", "backward", size, path, self._stack)
 
+    def _count_gather(self, whole: torch.Tensor, moment: Moment) -> None:
+        """Note what a tensor axis gathers: answers, or the gradient of that of which each of its ranks takes a part."""
+        if self._tensor > 1 and (moment == "forward" or whole.requires_grad):
+            rows = -(-len(whole) // self._tensor) * self._tensor
+            size = rows * whole.shape[1] * whole.element_size()
+            self._traffic.note("all_gather", moment, size, self._paths[self._stack[-1]], self._stack, "tensor")
+
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """Return the collectives of the last run in one micro-batch."""
         return self._traffic.boundaries()
+
+
+def _passing_on(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return a copy of the first tensor of numbers."""
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next(tensor for tensor in tensors if tensor.is_floating_point()).clone()
 
 
 def _factors(layer: ListedExperts, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -173,13 +217,13 @@ def _factors(layer: ListedExperts, tokens: torch.Tensor, places: torch.Tensor) -
 # --- The method
 
 AXIS: Literal["expert"] = "expert"
-_WHOLE = "this version sends tokens between ranks that hold all other layers whole"
 
 
 class ExpertParallel(Method):
     """Divides every layer's experts equally over the ranks of the axis ``expert`` (GShard: Lepikhin et al. 2020).
 
-    The ranks take different samples, as data-parallel ranks do. An all-to-all sends tokens to the ranks of their
+    The ranks take different samples, as data-parallel ranks do; beside a tensor axis its ranks divide the experts, too
+    ([Note: experts beside a tensor axis] in ``dispatch.py``). An all-to-all sends tokens to the ranks of their
     experts, which compute with the layer's own code; another sends the answers back, where they are multiplied by the
     router's weights. No token is dropped.
 
@@ -197,16 +241,17 @@ class ExpertParallel(Method):
     seed_name: ClassVar[str | None] = "ColossalAI: ep_size"
     axis: ClassVar[str | None] = AXIS
     conflicts: ClassVar[tuple[Conflict, ...]] = (
-        *(
-            Conflict(
-                other=name,
-                reason=reason,
-                fix="use zero1, zero2 or fsdp, over zero or the expert axis itself, to lower a rank's memory",
-            )
-            for name, reason in {
-                "tensor_parallel": _WHOLE,
-                "outer": "this version does not synchronise experts between replicas",
-            }.items()
+        Conflict(
+            other="tensor_parallel",
+            reason="each rank takes its part of the tokens where experts are asked, of which it must have all",
+            fix="leave sequence out",
+            when=lambda own, other: bool(other.sequence),
+            other_keys="sequence=True",
+        ),
+        Conflict(
+            other="outer",
+            reason="this version does not synchronise experts between replicas",
+            fix="use zero1, zero2 or fsdp, over zero or the expert axis itself, to lower a rank's memory",
         ),
         *(
             Conflict(
@@ -222,16 +267,21 @@ class ExpertParallel(Method):
 
     experts: tuple[str, ...] = ()
 
-    def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> ExpertTrace | None:
+    def traced_layers(
+        self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy
+    ) -> ExpertTrace | None:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
-        ranks = sizes.get(AXIS, 1)
-        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks) if ranks > 1 else None
+        if sizes.get(AXIS, 1) == 1:
+            return None
+        tensor = sizes.get("tensor", 1)
+        ranks = sizes[AXIS] * tensor
+        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks, tensor)
 
     def check(self, job: Job) -> None:
         """Refuse models whose experts cannot be divided."""
         if job.size(AXIS) == 1:
             return
-        layers = expert_layers(job.model, self.experts, job.size(AXIS))
+        layers = expert_layers(job.model, self.experts, _num_dividing(job))
         # Stored for apply, since the trial takes time, and a pipeline leaves this rank with a part of the model.
         job.expert_layers = [(layer, _features(layer, job)) for layer in layers], _summary(layers, job)
 
@@ -245,7 +295,8 @@ class ExpertParallel(Method):
         job.notices.append(summary)
         present = set(job.model.modules())  # of a pipeline, this rank's
         here = [(layer, features) for layer, features in layers if layer.holder in present]
-        job.experts = divide(here, job.require_mesh()[AXIS], job.device)
+        beside = TensorAxis(job.require_mesh()["tensor"]) if job.size("tensor") > 1 else None
+        job.experts = divide(here, ExpertAxis(job.mesh_axes.flat_mesh(AXIS, "tensor"), beside), job.device)
         job.expert_layers = None  # they would keep the experts of other ranks alive
         job.is_split = True
         if job.shard_axis is None:
@@ -256,15 +307,20 @@ class ExpertParallel(Method):
 
         Real traffic has this mean over the ranks; a rank whose experts are chosen more often receives more.
         """
-        ranks = step.size(AXIS)
-        if ranks == 1:
+        if step.size(AXIS) == 1:
             return step
+        ranks = _num_dividing(step)
         step = step.replace(blocks=tuple(_divided(block, step, ranks) for block in step.blocks))
         return send_boundaries(step, AXIS)
 
 
+def _num_dividing(owner: Job | Step) -> int:
+    """Return the number of ranks that divide experts."""
+    return owner.size(AXIS) * owner.size("tensor")
+
+
 def _features(layer: ExpertLayer, job: Job) -> int | None:
-    proved = prove(layer, job.size(AXIS))
+    proved = prove(layer, _num_dividing(job))
     if proved is None and isinstance(layer, ListedExperts):
         job.notices.append(f"expert_parallel: {layer.path} was not tried in parts: it takes more than one tensor")
     return proved[0] if proved is not None else None
@@ -274,8 +330,9 @@ def _summary(layers: Sequence[ExpertLayer], job: Job) -> str:
     sizes = {name: parameter.numel() for name, parameter in job.model.named_parameters()}
     inside = sum(sizes[name] for layer in layers for name, _ in layer.names())
     counts = sorted({layer.num_experts for layer in layers})
+    share = 100 * inside / sum(sizes.values())
     return (
-        f"expert_parallel divides {100 * inside / sum(sizes.values()):.0f}% of the parameters over {job.size(AXIS)} "
+        f"expert_parallel divides {share:.0f}% of the parameters over {_num_dividing(job)} "
         f"ranks: {' or '.join(map(str, counts))} experts in each of {len(layers)} layers"
     )
 

@@ -204,14 +204,18 @@ class PipelineEngine:
         self._shares_output = False  # while generating: every rank needs the logits
         self._reduces = True  # False: the gradients of a plain backward pass only accumulate
 
-    def finish(self, model: nn.Module, gradients: StageGradients, compute: torch.dtype | None) -> None:
+    def finish(
+        self, model: nn.Module, gradients: StageGradients, compute: torch.dtype | None, *, exchanges: bool = False
+    ) -> None:
         """Take over the model once all methods have been applied.
 
         Args:
             model: The model that training calls.
             gradients: Finishes its gradients.
             compute: Dtype in which gathered weights compute; None: their own.
+            exchanges: Whether ranks of other pipelines take part in a stage, as those with its other experts do.
         """
+        self._exchanges = exchanges
         self._model, self._gradients = model, gradients
         self._splice.dtype = compute or next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
@@ -362,8 +366,10 @@ class PipelineEngine:
     def _find_boundaries(self, inputs: Any, run: Call) -> None:
         """Run one forward pass to learn the shapes of hidden states; it changes nothing else."""
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        # A chain ends on all ranks of its pipeline even if a stage fails, so the error can be agreed on.
-        with same_on_every_rank(), preserved_rng(), torch.no_grad(), captured():
+        # A chain ends on all ranks of its pipeline even if a stage fails, so the error can be agreed on; but not on
+        # those of other pipelines that wait for this stage.
+        agreeing = contextlib.nullcontext() if self._exchanges else same_on_every_rank()
+        with agreeing, preserved_rng(), torch.no_grad(), captured():
             run(inputs)
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -377,7 +383,10 @@ class PipelineEngine:
         stages, modules, builder = [], [], dw_builder(self._model)
         for number in self.rank.stages:
             own = functools.partial(self._parameters_of, number)
-            modules.append(StageModule(self._splice, number, self._boundaries, own, self.rank.device))
+            module = StageModule(
+                self._splice, number, self._boundaries, own, self.rank.device, exchanges=self._exchanges
+            )
+            modules.append(module)
             stages.append(Stage.build(modules[-1], self.rank, builder))
         kind = get_schedule_class(SCHEDULES[self._schedule].torch_name)
         schedule = kind(

@@ -171,7 +171,7 @@ def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
     casts = job.sharding.precision if job.shard_axis is not None else None
     compute = torch_dtype(casts.compute) if casts is not None else None
     every = averagers(job, in_backward=False) if job.shard_axis is None else []
-    engine.finish(job.model, StageGradients(rank, shared, every), compute)
+    engine.finish(job.model, StageGradients(rank, shared, every), compute, exchanges=job.experts is not None)
     repeated = frozenset(parameter for parameter, ranks in shared if rank.index != ranks[0])
     job.stages = NormStages(job.device, rank.group, repeated)
     inner = job.micro_batch

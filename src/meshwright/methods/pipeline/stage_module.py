@@ -59,6 +59,8 @@ class StageModule(nn.Module):
         boundaries: Descriptions of hidden states, by the number of the sending stage.
         parameters: Yields the parameters that this stage may use at the moment.
         device: Device of the hidden states.
+        exchanges: Whether ranks of other pipelines take part in a stage. They would wait for a rank that continues
+            with zeros, so that a stage that fails raises its error at once.
     """
 
     def __init__(
@@ -68,8 +70,11 @@ class StageModule(nn.Module):
         boundaries: Mapping[int, Boundary],
         parameters: Parameters,
         device: torch.device,
+        *,
+        exchanges: bool = False,
     ) -> None:
         super().__init__()
+        self.exchanges = exchanges
         self._splice, self.stage, self._parameters_now, self._device = splice, stage, parameters, device
         self.before, self.after = boundaries.get(stage - 1), boundaries.get(stage)
         self._inputs: list[Any] = []
@@ -107,6 +112,8 @@ class StageModule(nn.Module):
             try:
                 return self._computed(list(tensors), int(number))
             except Exception as error:
+                if self.exchanges:
+                    raise
                 self.error = error
         return self._zeros(tensors)
 
@@ -200,6 +207,8 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
         try:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         except Exception as error:
+            if module.exchanges:
+                raise
             module.error = module.error or error
             zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)  # ready to be sent
             return tuple(zeros(t) if t is not None else None for t in inputs), []

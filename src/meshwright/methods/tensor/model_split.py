@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -324,7 +324,13 @@ def _without_vocabulary(
 
 
 def split_of(
-    model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None, *, sequence: bool = False
+    model: nn.Module,
+    given: Mapping[str, str],
+    ranks: int,
+    sample: SampleRun | None,
+    *,
+    sequence: bool = False,
+    apart: Sequence[str] = (),
 ) -> Split:
     """Return the split of a model over a tensor axis.
 
@@ -334,13 +340,21 @@ def split_of(
         ranks: Size of the axis.
         sample: Runs the model once, where its plan must be found or ``sequence`` proved.
         sequence: Whether ranks have a part of the tokens between the layers that are split.
+        apart: Paths of the experts that another method divides, which stay as they are.
 
     Raises:
         ModelError: When the model cannot be split, with the reason.
         StrategyError: When an entry of ``given`` names nothing in the model.
     """
+    if own_plan(model) or given:
+        given = dict.fromkeys(apart, "replicate") | dict(given)
     split = _whole_tokens(model, given, ranks, sample)
+    split = replace(split, layers=tuple(layer for layer in split.layers if not _is_inside(layer.path, apart)))
     return _with_sequence(model, split, ranks, sample) if sequence else split
+
+
+def _is_inside(path: str, paths: Sequence[str]) -> bool:
+    return any(path == each or path.startswith(each + ".") for each in paths)
 
 
 def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun | None) -> Split:

@@ -40,6 +40,7 @@ from meshwright.nn import move_to
 from meshwright.runtime import check_equal
 from meshwright.runtime.torch_internals.modules import parameters_of
 from meshwright.runtime.torch_internals.pytree import tree_leaves
+from meshwright.strategy import Strategy
 
 
 class SplitTrace:
@@ -331,29 +332,41 @@ class TensorParallel(Method):
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.sequence
 
-    def traced_layers(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun) -> SplitTrace | None:
+    def traced_layers(
+        self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy
+    ) -> SplitTrace | None:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         ranks = sizes.get(AXIS, 1)
-        return SplitTrace(model, self.split(model, ranks, sample), ranks) if ranks > 1 else None
+        return SplitTrace(model, self._split(model, sizes, sample, strategy), ranks) if ranks > 1 else None
 
     def text_arguments(self) -> dict[str, Any]:
         """Print the plan as a dictionary."""
         plan = {"plan": dict(self.plan)} if self.plan else {}
         return plan | ({"sequence": True} if self.sequence else {})
 
-    def split(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> Split:
+    def split(self, model: nn.Module, ranks: int, sample: SampleRun | None = None, apart: Sequence[str] = ()) -> Split:
         """Return the split of a model over ``ranks`` ranks, without changing the model.
 
         Args:
             model: A plain module.
             ranks: Size of the axis.
             sample: Runs a model that brings no plan, to find one in its data flow.
+            apart: Paths of the experts that another method divides.
 
         Raises:
             ModelError: When the model cannot be split, with the reason.
             StrategyError: When the config's plan names nothing in the model.
         """
-        return split_of(model, dict(self.plan), ranks, sample, sequence=self.sequence)
+        return split_of(model, dict(self.plan), ranks, sample, sequence=self.sequence, apart=apart)
+
+    def _split(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy) -> Split:
+        """Return the split of a model beside the experts that another method divides."""
+        ranks, method = sizes.get(AXIS, 1), strategy.get("expert_parallel")
+        experts = method.traced_layers(model, sizes, sample, strategy) if isinstance(method, Method) else None
+        if experts is None:
+            return self.split(model, ranks, sample)
+        with experts.flowing():
+            return self.split(model, ranks, sample, experts.paths)
 
     def layers(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> list[PlannedLayer]:
         """Return the layers of :meth:`split`."""
@@ -362,7 +375,7 @@ class TensorParallel(Method):
     def check(self, job: Job) -> None:
         """Refuse models that cannot be split, and plans that the model or the axis cannot follow."""
         if job.size(AXIS) > 1 or self.plan:
-            split = self.split(job.model, job.size(AXIS), job.sample)
+            split = self._split(job.model, dict(job.axes), job.sample, job.strategy)
             if "half" in job.strategy:
                 check_grouped(split.layers, job.size(AXIS), _HALF_BYTES)
             # Stored for apply, where a pipeline has left this rank with a part of the model.

@@ -67,7 +67,7 @@ class Trace(Protocol):
 
     @property
     def divides_batch(self) -> bool:
-        """Return whether tokens or samples are divided: a model that cannot be traced so cannot be trained so either."""
+        """Return whether tokens or samples are divided: a model that cannot be traced so cannot be trained so."""
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Return the shape of a parameter on one rank."""
@@ -118,9 +118,23 @@ class Traces:
                 stack.enter_context(each.running(log))
             yield
 
+    @contextlib.contextmanager
+    def flowing(self) -> Iterator[None]:
+        """See :func:`flowing`."""
+        with contextlib.ExitStack() as stack:
+            for each in self._every:
+                stack.enter_context(flowing(each))
+            yield
+
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """See :class:`Trace`."""
         return tuple(boundary for each in self._every for boundary in each.boundaries(model, log))
+
+
+def flowing(split: Trace | None) -> contextlib.AbstractContextManager[None]:
+    """Let a plain, whole model run without data inside, where the trace of one rank knows how (experts)."""
+    found: contextlib.AbstractContextManager[None] = getattr(split, "flowing", contextlib.nullcontext)()
+    return found
 
 
 def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace | None:
@@ -129,8 +143,8 @@ def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace |
     Raises:
         ModelError: When the model cannot be divided so.
     """
-    sizes, methods = dict(resolved.axes), in_phase_order(resolved.strategy)
-    every = [found for each in methods if (found := each.traced_layers(model, sizes, sample)) is not None]
+    strategy, sizes, methods = resolved.strategy, dict(resolved.axes), in_phase_order(resolved.strategy)
+    every = [found for each in methods if (found := each.traced_layers(model, sizes, sample, strategy)) is not None]
     ranks = [found for each in methods if (found := each.traced_tokens(sizes)) is not None]
     if ranks:
         from meshwright.methods import TokensTrace
