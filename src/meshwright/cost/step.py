@@ -541,12 +541,18 @@ def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, eac
     return tuple(Traffic("all_to_all", axis, size, "backward", calls=calls, per_micro_batch=each) for size in sizes)
 
 
-def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
-    """Return the mean over replicas of all whole gradients but experts': an all-reduce, or two legs if compressed.
+def mean_traffic(step: Step, axis: str, ranks: int, *, experts: bool = False) -> tuple[Traffic, ...]:
+    """Return the mean over replicas of whole gradients: an all-reduce, or two legs if compressed.
 
     Each gradient is cut into equal pieces, one for every rank; the owner of a piece forms its mean.
+
+    Args:
+        step: The step that averages.
+        axis: Over which, or the first of several.
+        ranks: Number of replicas.
+        experts: Whether experts' gradients are meant, or all others.
     """
-    meant = [(count, p) for count, p in step.every_parameter() if p.trainable and p.expert is None]
+    meant = [(n, p) for n, p in step.every_parameter() if p.trainable and (p.expert is not None) == experts]
     trained = [(count, p, element_bytes(p, step.reduce_itemsize)) for count, p in meant]
     compression = step.compression
     if compression is None or (compression.reduce is None and compression.neighbours(step.axes, axis) is None):

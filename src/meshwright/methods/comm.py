@@ -135,7 +135,7 @@ class _ReduceScatter(FsdpComm):
         return None
 
 
-# --- DDP: averages in few bits, through its communication hook
+# --- DDP, and what averages in its place: averages in few bits
 #
 # Every gradient of a bucket is cut into equal pieces, one per rank. Owners add up their pieces in fp32 and send the
 # means, quantised once more, to all ranks. All decode the same bytes, so that replicas stay equal.
@@ -281,11 +281,6 @@ class Comm(Method):
             reason="it reduces gradients and holds weights whole in a way of its own",
             fix="leave comm out",
         ),
-        Conflict(
-            other="expert_parallel",
-            reason="it averages the gradients of experts apart from all others",
-            fix="leave comm out",
-        ),
     )
 
     all_gather: Literal["int8", "fp8"] | None = None
@@ -370,8 +365,8 @@ class Comm(Method):
                 got=f"rank_order={list(order)}",
                 fix="leave rank_order or hierarchical out",
             )
-        averaging = [axis for axis in AVERAGING if job.size(axis) > 1]
-        if job.shard_axis is None and len(averaging) > 1:
+        averaging = [axis for axis in (*AVERAGING, "expert") if job.size(axis) > 1]
+        if job.shard_axis is None and (len(averaging) > 1 or "expert" in averaging):
             raise StrategyError(
                 "comm: hierarchical works along one axis",
                 expected="a data, a sequence or a context axis, or a sharding method",

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from meshwright.cost import Encoding, OuterState, Step, Traffic, shape_on
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.expert.expert_layers import ListedExperts
 from meshwright.optim import (
     BlockMomentum,
     DiLoCo,
@@ -124,6 +125,20 @@ class Outer(Method):
         assert self._policy is not None  # building it checks the numbers
         fix = "pass the class of the inner optimizer, such as torch.optim.AdamW"
         job.require_optimizer(self.method_name, "to work with", fix)
+        self._check_norms(job)
+
+    def _check_norms(self, job: Job) -> None:
+        """Refuse decisions by the norm of a replica's weights whose ranks hold listed experts of their own."""
+        keys = [key for key in ("clip_pseudo_grad", "anomaly_threshold") if self._value(key, None) is not None]
+        layers, _ = job.expert_layers or ((), "")
+        listed = next((layer.own_path for layer, _ in layers if isinstance(layer, ListedExperts)), None)
+        if keys and listed is not None:
+            raise StrategyError(
+                f"outer: {keys[0]} asks for the norm over a replica, whose ranks hold experts of their own",
+                expected="stacked experts, or none of clip_pseudo_grad and anomaly_threshold",
+                got=f"the list {listed}, and {keys[0]}={self._value(keys[0], None)!r}",
+                fix="leave the key out, or stack the experts' weights in a module of their own",
+            )
 
     def apply(self, job: Job) -> None:
         """Wrap the built optimizer, which becomes the inner one."""

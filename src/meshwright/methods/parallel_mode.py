@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -190,9 +190,27 @@ def averagers(job: Job, *, in_backward: bool = True) -> list[GradientAverager]:
     for axes, only, unused in ((AVERAGED, others, job.find_unused_parameters), (SAME_EXPERTS, experts, True)):
         if only and any(job.size(axis) > 1 for axis in axes):
             group = job.mesh_axes.flat_mesh(*axes).get_group()
-            averager = GradientAverager(job.model, group, allow_unused=unused, in_backward=in_backward, only=only)
+            averager = GradientAverager(
+                job.model,
+                group,
+                allow_unused=unused,
+                in_backward=in_backward,
+                only=only,
+                average=_compressed(job, group),
+            )
             found.append(averager)
     return found
+
+
+def _compressed(job: Job, group: dist.ProcessGroup) -> Callable[[Sequence[torch.Tensor]], None] | None:
+    compression = job.sharding.compression
+    if compression is None:
+        return None
+    from meshwright.comm.compression import route
+    from meshwright.methods.comm import average_in_place
+
+    way = route(group, compression.neighbours(job.axes, job.mesh_axes.averaging_axis))
+    return functools.partial(average_in_place, compression=compression, way=way)
 
 
 def _averaging(every: list[GradientAverager]) -> MicroBatchContext:
@@ -226,12 +244,15 @@ def replicate_cost(step: Step) -> Step:
         return step
     axes = (*AVERAGING, "expert")  # one collective over all of them
     axis = next((axis for axis in axes if step.size(axis) > 1), "data")
+    same = next((each for each in AVERAGING if step.size(each) > 1), "data")
     experts = [(count, p) for count, p in step.every_parameter() if p.trainable and p.expert is not None]
-    # Each expert's parameter adds one element that says whether it has a gradient.
-    size = sum(count * element_bytes(p, step.reduce_itemsize) * (p.numel + 1) for count, p in experts)
-    step = step.send(*mean_traffic(step, axis, math.prod(map(step.size, axes))))
-    beside = next((axis for axis in AVERAGING if step.size(axis) > 1), "data")
-    return step.send(Traffic("all_reduce", beside, size, "backward"))
+    # Each of their parameters adds one element that says whether it has a gradient.
+    flags = sum(count * element_bytes(p, step.reduce_itemsize) for count, p in experts)
+    return step.send(
+        *mean_traffic(step, axis, math.prod(map(step.size, axes))),
+        *mean_traffic(step, same, math.prod(map(step.size, AVERAGING)), experts=True),
+        Traffic("all_reduce", same, flags, "backward"),
+    )
 
 
 # --- The guard

@@ -248,11 +248,6 @@ class ExpertParallel(Method):
             when=lambda own, other: bool(other.sequence),
             other_keys="sequence=True",
         ),
-        Conflict(
-            other="outer",
-            reason="this version does not synchronise experts between replicas",
-            fix="use zero1, zero2 or fsdp, over zero or the expert axis itself, to lower a rank's memory",
-        ),
         *(
             Conflict(
                 other=name,
