@@ -1,5 +1,6 @@
 """Small runs with an expert axis, on the ranks of a pool; used by the tests of ``expert_parallel``."""
 
+import functools
 from unittest import mock
 
 import torch
@@ -93,11 +94,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def hf(name):
+def attending(layers):
+    """A GPT with a list of experts in each block."""
+    model = tiny.gpt2.GPT2(vocab_size=64, seq_len=tiny.SEQ_LEN, dim=WIDTH, num_layers=layers, num_heads=2)
+    for block in model.blocks:
+        block.mlp = Moe("listed")
+    return model
+
+
+def hf(name, layers):
     import transformers
 
-    sizes = {"vocab_size": 64, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "max_position_embeddings": tiny.SEQ_LEN, "num_experts_per_tok": TOP_K,
+    sizes = {"vocab_size": 64, "hidden_size": WIDTH, "num_hidden_layers": layers, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "max_position_embeddings": tiny.SEQ_LEN, "num_experts_per_tok": TOP_K,
              "use_cache": False}  # fmt: skip
     if name == "qwen3":
         config = transformers.Qwen3MoeConfig(
@@ -112,16 +121,25 @@ def hf(name):
 
 
 def build(name):
+    """A model of two blocks, or of as many as its name says: "mixtral 4"."""
+    kind, _, layers = name.partition(" ")
     torch.manual_seed(3)
-    model = Net(name) if name in ("stacked", "listed") else hf(name)
+    if kind in ("stacked", "listed"):
+        model = Net(kind)
+    else:
+        model = (attending if kind == "attending" else functools.partial(hf, kind))(int(layers or 2))
     with torch.no_grad():
         for parameter in model.parameters():  # routers of small weights would be led by rounding
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
 
 
+def is_plain(name):
+    return name.startswith(("stacked", "listed", "attending"))
+
+
 def prepare_for(name):
-    return tiny.prepare_for("plain" if name in ("stacked", "listed") else "llama")
+    return tiny.prepare_for("plain" if is_plain(name) else "llama")
 
 
 def reference(name, mode):
@@ -152,8 +170,13 @@ def accelerated(name, strategy, mode, micro=1, model=None):
         return mw.accelerate(
             model or build(name), optim_class, tiny.Tokens(), tiny.loss_func, strategy=strategy, optim_args=args,
             prepare_input=prepare_for(name), dataloader_args={"batch_size": BATCH}, num_micro_batches=micro,
-            model_input_format=None if name in ("stacked", "listed") else "unpack_dict",
+            model_input_format=None if is_plain(name) else "unpack_dict",
         )  # fmt: skip
+
+
+def step_of(result):
+    """The simulated step of this rank's pipeline stages, or of any rank."""
+    return result.plan.steps[result._job.index("pipeline")] if result.plan.steps else result.plan.step
 
 
 def train(name, strategy, mode, micro=1):
@@ -161,10 +184,11 @@ def train(name, strategy, mode, micro=1):
     result = accelerated(name, strategy, mode, micro)
     losses, norms, batch = [], [], None
     for _, batch in zip(range(STEPS), result.dataloader, strict=False):
-        step = result.step(batch)
-        losses.append(step.loss.item())
-        norms.append(step.grad_norm.item())
-    predicted = memory(result.plan.step, result._job.coordinate)
+        done = result.step(batch)
+        losses.append(done.loss.item())
+        norms.append(done.grad_norm.item())
+    step = step_of(result)
+    predicted = memory(step, result._job.coordinate)
     for kind, size in measured_state(result.model, result.optim).items():
         assert getattr(predicted, kind) == size, (kind, getattr(predicted, kind), size)
     weights = whole_weights(result.model)
@@ -172,7 +196,7 @@ def train(name, strategy, mode, micro=1):
     with Counter() as counter:
         result.step(batch)
     expected = {}
-    for traffic in result.plan.step.traffic:
+    for traffic in step.traffic:
         expected[traffic.kind] = expected.get(traffic.kind, 0) + traffic.bytes_per_step
     calls = {int(value) for key, value in result.model.named_buffers() if key.endswith("calls")}
     return losses, norms, weights, (counter.bytes, expected), (evaluated, predicted.activations, calls)
@@ -181,16 +205,17 @@ def train(name, strategy, mode, micro=1):
 def forget(model):
     """Lets every token go to the experts 0 and 1: others get none, and a rank that has the others gets no row."""
     with torch.no_grad():
-        for block in model.blocks:
-            block.moe.router.bias.copy_(torch.tensor([9.0, 9.0, -9.0, -9.0]))
+        for module in model.modules():
+            if isinstance(module, Moe):
+                module.router.bias.copy_(torch.tensor([9.0, 9.0, -9.0, -9.0]))
     return model
 
 
-def without_tokens(name, strategy):
+def without_tokens(name, strategy, micro=1):
     """Two steps in which one rank gets no token: how far weights, and a loss, are from those of one process."""
     torch.manual_seed(0)
     batches = torch.randint(0, 61, (2, 4, tiny.SEQ_LEN))
-    result = accelerated(name, strategy, "sgd", model=forget(build(name)))
+    result = accelerated(name, strategy, "sgd", micro, forget(build(name)))
     plain = forget(build(name))
     optim = torch.optim.SGD(plain.parameters(), **OPTIMIZERS["sgd"][1])
     for ids in batches:
@@ -202,10 +227,23 @@ def without_tokens(name, strategy):
     expected = dict(plain.named_parameters())
     weights = whole_weights(result.model)
     apart = max((value - expected[key]).abs().max().item() for key, value in weights.items())
-    if name == "listed":
+    if name == "listed" and "pipeline_parallel" not in strategy:
         mine = [key for key in weights if ".experts." in key]
         assert {int(key.split(".experts.")[1][0]) for key in mine} == set(result._job.experts.modules[0].numbers)
     return apart, step.loss.item() - loss.item()
+
+
+def apart(name, strategy):
+    """Weights before and after four steps, and the bytes of the last: sent, and predicted."""
+    result = accelerated(name, strategy, "sgd")
+    before = whole_weights(result.model)
+    for _, batch in zip(range(4), result.dataloader, strict=False):
+        with Counter() as counter:
+            result.step(batch)
+    expected = {}
+    for traffic in result.plan.step.traffic:
+        expected[traffic.kind] = expected.get(traffic.kind, 0) + traffic.bytes_per_step
+    return before, whole_weights(result.model), (counter.bytes, expected)
 
 
 class Picky(Moe):

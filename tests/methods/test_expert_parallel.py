@@ -11,6 +11,7 @@ from meshwright.methods.expert.divided_experts import prove
 from meshwright.methods.expert.expert_layers import expert_layers
 from tests.methods import expert_runs
 from tests.methods.test_parity import check_weights
+from tests.parity.layouts import SCHEDULES, scheduled
 
 CASES = {
     "mixtral": (2, "mixtral", {"expert": 2}, [], "sgd", 1),
@@ -30,8 +31,43 @@ CASES = {
     "over data": (4, "stacked", {"data": 2, "expert": 2}, ["zero2"], "sgd", 1),
     "four": (4, "listed", {"expert": 4}, ["fsdp", "checkpoint"], "sgd", 1),
     "three axes": (8, "stacked", {"data": 2, "zero": 2, "expert": 2}, ["fsdp"], "sgd", 1),
-}
-SHORT = ("mixtral", "listed", "half listed")
+    # Beside other axes.
+    "sequence": (4, "mixtral", {"expert": 2, "sequence": 2}, ["sequence_parallel"], "sgd", 1),
+    "sequence qwen3": (4, "qwen3", {"expert": 2, "sequence": 2}, ["sequence_parallel", "checkpoint"], "adamw", 1),
+    "sequence fsdp": (4, "attending", {"expert": 2, "sequence": 2}, ["sequence_parallel", "fsdp"], "sgd", 2),
+    "context": (4, "qwen3", {"expert": 2, "context": 2}, ["context_parallel"], "sgd", 1),
+    "context listed": (4, "attending", {"expert": 2, "context": 2}, ["context_parallel"], "adamw", 1),
+    "context data": (8, "mixtral", {"expert": 2, "context": 2, "data": 2}, ["context_parallel"], "sgd", 1),
+    "context zero": (8, "attending", {"expert": 2, "context": 2, "zero": 2}, ["context_parallel", "zero2"], "sgd", 1),
+    **{
+        f"pipeline {schedule}": (4, f"{model} 4", {"expert": 2, "pipeline": 2}, [scheduled(schedule)], "sgd", 4)
+        for schedule, model in zip(SCHEDULES, ("qwen3", "attending", "mixtral", "attending", "qwen3"), strict=True)
+    },
+    "pipeline adamw": (4, "mixtral 4", {"expert": 2, "pipeline": 2}, [scheduled("zbv"), "checkpoint"], "adamw", 2),
+    "pipeline fsdp": (4, "mixtral", {"expert": 2, "pipeline": 2}, [scheduled("1f1b"), "fsdp"], "sgd", 2),
+    "pipeline data": (8, "attending", {"expert": 2, "pipeline": 2, "data": 2}, [scheduled("1f1b")], "sgd", 2),
+    "pipeline zero": (8, "mixtral", {"expert": 2, "pipeline": 2, "zero": 2}, [scheduled("1f1b"), "fsdp"], "sgd", 2),
+    "pipeline zero listed": (
+        8, "attending 4", {"expert": 2, "pipeline": 2, "zero": 2}, [scheduled("dualpipev"), "zero2"], "sgd", 4
+    ),
+    "pipeline sequence": (
+        8, "mixtral", {"expert": 2, "pipeline": 2, "sequence": 2}, [scheduled("1f1b"), "sequence_parallel"], "sgd", 2
+    ),
+    "tensor": (4, "mixtral", {"expert": 2, "tensor": 2}, ["tensor_parallel"], "sgd", 1),
+    "tensor qwen3": (4, "qwen3", {"expert": 2, "tensor": 2}, ["tensor_parallel", "checkpoint"], "adamw", 2),
+    "tensor listed": (4, "attending", {"expert": 2, "tensor": 2}, ["tensor_parallel"], "sgd", 2),
+    "tensor zero": (8, "qwen3", {"expert": 2, "tensor": 2, "zero": 2}, ["tensor_parallel", "fsdp"], "sgd", 1),
+    "tensor sequence": (
+        8, "mixtral", {"expert": 2, "tensor": 2, "sequence": 2}, ["tensor_parallel", "sequence_parallel"], "sgd", 1
+    ),
+    "tensor pipeline": (
+        8, "mixtral", {"tensor": 2, "expert": 2, "pipeline": 2}, ["tensor_parallel", scheduled("1f1b")], "sgd", 2
+    ),
+    "tensor pipeline listed": (
+        8, "attending", {"tensor": 2, "expert": 2, "pipeline": 2}, ["tensor_parallel", scheduled("gpipe")], "sgd", 2
+    ),
+}  # fmt: skip
+SHORT = ("mixtral", "listed", "half listed", "sequence fsdp", "pipeline zbv", "tensor")
 LONG = pytest.mark.long
 reference = functools.cache(expert_runs.reference)
 
@@ -51,7 +87,8 @@ def test_parity(ranks, case):
     assert len({result[4][0] for result in results}) == 1
     assert all(result[4][1] for result in results) or name in ("eager", "stacked"), "these cannot be traced"
     runs = 11 * micro + 1  # asking leaves buffers as they are, and so does recomputing
-    assert all(result[4][2] <= {runs} for result in results)
+    calls = {number for result in results for number in result[4][2]}
+    assert calls <= {runs} or "pipeline" in mesh, "of another rank's block it is 0"
 
 
 def check_traffic(every):
@@ -70,6 +107,57 @@ def test_ranks_and_experts_without_tokens(ranks):
             assert apart < 1e-6
             assert abs(loss) < 1e-6
     assert max(ranks(2).run(expert_runs.without_questions)) < 1e-6
+
+
+BESIDE = {
+    "pipeline": ("listed", {"pipeline": 2}, ["pipeline_parallel"], 2),
+    "pipeline stacked": ("stacked", {"pipeline": 2}, ["pipeline_parallel", "fsdp"], 2),
+    "sequence": ("attending", {"sequence": 2}, ["sequence_parallel"], 1),
+    "tensor": ("attending", {"tensor": 2}, ["tensor_parallel"], 1),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", BESIDE)
+def test_ranks_without_tokens_beside_other_axes(ranks, case):
+    name, axes, methods, micro = BESIDE[case]
+    strategy = [("parallel_mode", {"expert": 2, **axes}), "expert_parallel", *methods]
+    for apart, loss in ranks(4).run(expert_runs.without_tokens, name, strategy, micro):
+        assert apart < 1e-6
+        assert abs(loss) < 1e-6
+
+
+def worst(results, expected, before):
+    """The distance of all ranks' weights, as a part of the way."""
+    weights = {key: value for result in results for key, value in result[1].items()}
+    off = torch.stack([(weights[key] - value).norm() for key, value in expected.items()]).norm()
+    return (off / torch.stack([(before[key] - value).norm() for key, value in expected.items()]).norm()).item()
+
+
+@pytest.mark.parametrize("name", ["attending", pytest.param("mixtral", marks=LONG)])
+def test_replicas_synchronise_their_experts(ranks, name):
+    """Replicas that take the mean of their weights after each step are like one process."""
+    averaging = ("outer", {"rule": "local_sgd", "sync_every": 1})
+    strategy = [("parallel_mode", {"expert": 2, "replica": 2}), "expert_parallel", averaging]
+    results = ranks(4).run(expert_runs.apart, name, strategy)
+    alone = ranks(1).run(expert_runs.apart, name, [])[0]
+    assert worst(results, alone[1], alone[0]) < 1e-5
+    check_traffic([result[2] for result in results])
+
+
+SMALL = {"min_numel": 64, "reduce": "int8"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["attending", "mixtral"])
+@pytest.mark.parametrize("rest", [{"data": 2}, {"zero": 2}], ids=str)
+def test_averages_of_experts_are_compressed(ranks, name, rest):
+    sharding = ["fsdp", ("comm", {**SMALL, "all_gather": "int8"})] if "zero" in rest else [("comm", SMALL)]
+    strategy = [("parallel_mode", {"expert": 2, **rest}), "expert_parallel", *sharding]
+    results = ranks(4).run(expert_runs.apart, name, strategy)
+    alone = ranks(1).run(expert_runs.apart, name, [])[0]
+    assert 1e-4 < worst(results, alone[1], alone[0]) < 0.05
+    check_traffic([result[2] for result in results])
 
 
 @pytest.mark.parametrize("name", ["listed", pytest.param("mixtral", marks=LONG)])
