@@ -105,7 +105,7 @@ class GradientAverager:
         allow_unused: Whether parameters may get no gradient in a step; such a parameter keeps none if no rank has one.
         in_backward: False averages only when :meth:`average` is called.
         only: The parameters to average; None: all of the model's.
-        average: Replaces flat gradients of one type by their means over the group; None: an all-reduce.
+        average: Replaces flat gradients of one type by their means over the group, behind backward; None: an all-reduce.
     """
 
     def __init__(
@@ -182,7 +182,9 @@ class GradientAverager:
             queue_callback(self._end)
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        if self._running == current_graph_task_id() and parameter in self._bucket_of:
+        # A given function may wait for the other ranks, which would wait for this one where experts without tokens, and
+        # other averages, come in another order on each: it is called at the end.
+        if self._average is None and self._running == current_graph_task_id() and parameter in self._bucket_of:
             self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
             while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
                 self._send()

@@ -125,25 +125,36 @@ def with_experts(step: Step, shape: Shape, run: FamilyRun) -> Step:
     """Return the step with experts that ``expert_parallel`` can divide, and their all-to-alls.
 
     One all-to-all sends each token to its experts, and another returns the results (Lepikhin et al. 2020, GShard);
-    backward sends the gradients of both. Every expert is assumed to get the same number of tokens.
+    backward sends the gradients of both. Every expert is assumed to get the same number of tokens. The ranks of a
+    tensor axis each send a part of the tokens, and gather what other layers of a block sum.
     """
-    sent = run.tokens * shape.experts_per_token * shape.hidden * run.itemsize * shape.layers
+    tensor, tokens = step.size("tensor"), run.tokens // (step.size("sequence") * step.size("context"))
+    layers = step.blocks[0].on_ranks[step.stages.here] if step.stages is not None else shape.layers
+    sent = tokens * shape.experts_per_token * shape.hidden * run.itemsize * layers // tensor
+    weights = tokens * shape.experts_per_token * run.itemsize * layers
+
+    def beside(boundary: Boundary) -> Boundary:
+        if boundary.kind != "all_reduce" or boundary.needed_in:
+            return boundary
+        backward = weights if boundary.moment == "backward" else 0
+        return dataclasses.replace(boundary, kind="all_gather", num_bytes=boundary.num_bytes + backward)
+
     exchanged = tuple(
-        Boundary("all_to_all", moment, 2 * sent, (BLOCK,), (BLOCK,), axis="expert", count=2 * shape.layers)
+        Boundary("all_to_all", moment, 2 * sent, (BLOCK,), (BLOCK,), axis="expert", count=2 * layers)
         for moment in ("forward", "backward")  # type: ignore[arg-type]
     )
     blocks = tuple(
         dataclasses.replace(block, parameters=tuple(_of_expert(p, shape) for p in block.parameters))
         for block in step.blocks
     )
-    return step.replace(blocks=blocks, boundaries=(*step.boundaries, *exchanged))
+    return step.replace(blocks=blocks, boundaries=(*map(beside, step.boundaries), *exchanged))
 
 
 def _of_expert(parameter: Parameter, shape: Shape) -> Parameter:
     found = _EXPERT.match(parameter.name)
     if found is None:
         return parameter
-    return dataclasses.replace(parameter, expert=(int(found.group(1)), shape.experts))
+    return dataclasses.replace(parameter, expert=(int(found.group(1)), shape.experts), tensor_dim=None)
 
 
 # --- The step of a family

@@ -123,11 +123,12 @@ def _check_tokens(shape: Shape, resolved: Resolved, sizes: Mapping[str, int]) ->
 
 def _check_experts(shape: Shape, sizes: Mapping[str, int]) -> None:
     ranks = sizes.get("expert", 1)
+    ranks *= sizes.get("tensor", 1) if ranks > 1 else 1
     if ranks > 1 and (shape.experts == 1 or shape.experts % ranks):
         raise ModelError(
             "The expert axis cannot divide the model's experts",
             expected=f"a divisor of {shape.experts} experts" if shape.experts > 1 else "a model with experts",
-            got=f"expert={ranks}",
+            got=f"{ranks} ranks, of the axes expert and tensor",
             fix="choose another axis",
         )
 
