@@ -105,7 +105,7 @@ class GradientAverager:
         allow_unused: Whether parameters may get no gradient in a step; such a parameter keeps none if no rank has one.
         in_backward: False averages only when :meth:`average` is called.
         only: The parameters to average; None: all of the model's.
-        average: Replaces flat gradients of one type by their means over the group, behind backward; None: an all-reduce.
+        average: Replaces flat gradients of one type by their means over the group, behind backward; None: all-reduce.
     """
 
     def __init__(
