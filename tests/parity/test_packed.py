@@ -128,3 +128,23 @@ def test_documents_of_a_sample_do_not_see_each_other(ranks, name, layout):
     for losses, _ in every:
         assert losses == pytest.approx(expected.losses, rel=1e-6)
     assert apart(merged([weights for _, weights in every]), expected) < 1e-5
+
+
+def flattened(layout):
+    """Losses of batches that transformers' collator makes: one row of as many tokens as the documents have."""
+    from transformers import DataCollatorWithFlattening
+
+    result = mw.accelerate(
+        build("llama"), torch.optim.SGD,
+        [{"input_ids": each.tolist()} for step in range(STEPS) for sample in documents(step) for each in sample],
+        loss_func, strategy=LAYOUTS[layout][1], optim_args=SGD, model_input_format="unpack_dict",
+        loss_weight=num_labels,
+        dataloader_args={"batch_size": 10, "shuffle": False, "collate_fn": DataCollatorWithFlattening()},
+    )  # fmt: skip
+    return [result.step(batch).loss.item() for batch in result.dataloader]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("context", marks=pytest.mark.long)])
+def test_flattened_batches_are_their_documents(ranks, layout):
+    for losses in ranks(2).run(flattened, layout):
+        assert losses == pytest.approx(alone("llama").losses, rel=1e-6)
