@@ -188,24 +188,26 @@ class Inputs(NamedTuple):
         viewed_bytes: Bytes of a micro-batch that are views of the step's batch, which is whole until the step ends.
         copied_bytes: Bytes of a micro-batch that were made from the batch.
         batch_bytes: Bytes of a micro-batch in the batch of which only copies are given.
-        views: Micro-batches of a step.
+        samples: Samples of a micro-batch; of one with the most, where they differ.
+        step_samples: Samples of a step on this rank.
         copies: Micro-batches whose copies are held at once: all of them in a pipeline.
     """
 
     viewed_bytes: int = 0
     copied_bytes: int = 0
     batch_bytes: int = 0
-    views: int = 1
+    samples: int = 1
+    step_samples: int = 1
     copies: int = 1
 
-    def of(self, given: Given) -> int:
-        """Return how many micro-batches' input is held at once."""
-        return self.views if given == "view" else self.copies
+    def held_with(self, num_bytes: int, given: Given) -> int:
+        """Return the bytes that are held at once because so many of a micro-batch's input are saved."""
+        return num_bytes * self.step_samples // self.samples if given == "view" else num_bytes * self.copies
 
     @property
     def batch(self) -> int:
         """Return the bytes of the step's batch."""
-        return self.views * (self.viewed_bytes + self.batch_bytes)
+        return self.step_samples * (self.viewed_bytes + self.batch_bytes) // self.samples
 
     @property
     def held(self) -> int:
@@ -380,7 +382,7 @@ class Activations:
                 place = tensor.needed_from
                 if tensor.given is not None:
                     if tensor.is_kept(self.recomputed):
-                        given[id(tensor)] = tensor.num_bytes * self.inputs.of(tensor.given)
+                        given[id(tensor)] = self.inputs.held_with(tensor.num_bytes, tensor.given)
                     continue
                 if tensor.is_kept(self.recomputed):
                     here[place] = here.get(place, 0) + tensor.num_bytes
