@@ -85,7 +85,8 @@ class Transient(NamedTuple):
         place: See :data:`~meshwright.cost.activations.Placed`.
         instants: The instants at which most can be held, for some number of samples.
         gradients: Bytes of the parameters' gradients that its backward completes.
-        forward: Behind the blocks, the same of forward as far as the model goes, without its loss.
+        forward: Behind the blocks, the same of forward as far as the model goes, without its loss; of the last block,
+            of what hooks do behind it while its weights are there.
         returned: Bytes made here in forward that nobody saves and the model holds, such as keys and values it returns.
         left: The part of those that is held in backward, too.
         remains: Bytes that are not free when its backward has run.

@@ -174,12 +174,16 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                 )
             if each.forward and not (step.gathered == "model" and _has_accumulated(step)):  # gathered before
                 most = max(instant.activations for instant in each.forward)
+                gradients, gathered = _Gradients(step, whole, known, now).at(own[-1])
+                gathered += _weights(step, each.place, behind, ahead=False) + last_gathered_bytes(step)
                 yield (
-                    each.place == behind,
+                    True,
                     dataclasses.replace(
                         at_peak,
-                        activations=held_here - left + returned + most,
-                        gathered=at_peak.gathered + last_gathered_bytes(step),
+                        activations=held_here - left - remains + returned + most,
+                        gradients=gradients,
+                        gathered=gathered,
+                        recomputation=0,
                     ),
                 )
 
@@ -370,10 +374,11 @@ def _largest_block(step: Step) -> int:
     return max((size for block, size in whole_weights(step) if block.name != "outside"), default=0)
 
 
-def _weights(step: Step, place: int, behind: int) -> int:
+def _weights(step: Step, place: int, behind: int, *, ahead: bool = True) -> int:
     """Return the whole weights while a place runs backward: its block's, prefetched ones, and those outside blocks.
 
-    Weights that are gathered once a step are freed block by block in the last micro-batch alone.
+    Weights that are gathered once a step are freed block by block in the last micro-batch alone. Without ``ahead``,
+    nothing is prefetched.
     """
     whole = whole_weights_bytes(step)
     if step.gathered == "nothing" or not whole:
@@ -385,8 +390,8 @@ def _weights(step: Step, place: int, behind: int) -> int:
         return whole if step.num_micro_batches > 1 else outside + blocks * min(place + 1, behind) // max(behind, 1)
     largest = _largest_block(step)
     # What is gathered ahead is flat as yet, in memory that counts already where ranks share it.
-    ahead = 1 if step.gathers_ahead and place > 0 and not step.shards_in_memory else 0
-    return outside + (largest * (1 + ahead) if 0 <= place < behind else 0)
+    prefetched = 1 if ahead and step.gathers_ahead and place > 0 and not step.shards_in_memory else 0
+    return outside + (largest * (1 + prefetched) if 0 <= place < behind else 0)
 
 
 # --- The fullest moment of a step.

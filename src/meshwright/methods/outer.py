@@ -137,6 +137,12 @@ class Outer(Method):
         )
 
     @property
+    def makes_equal(self) -> bool:
+        """Return whether replicas hold the global weights, and nothing else, behind each synchronisation."""
+        policy = self._policy
+        return policy.fragments == 1 and policy.delay == 0 and policy.merge_alpha == 0
+
+    @property
     def _arguments(self) -> dict[str, Any]:
         """The keys that are set, under the names of the rule's class."""
         rule, given = _RULES[self.rule], self.model_dump(exclude={"rule"}, exclude_none=True)

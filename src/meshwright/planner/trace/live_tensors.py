@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.cost.activations import Given
     from meshwright.methods.tensor.tensor_parallel import SaveLog
     from meshwright.planner.trace.aten_kernels import FlopCount
+    from meshwright.planner.trace.op_recording import BlockEnds
 
 
 @dataclass
@@ -422,12 +423,12 @@ class LiveBytes:
             if key not in saved.sizes and key not in self._live:
                 saved.add(key, made.num_bytes, self.moments[made.operator].place, made.reference)
 
-    def transients(self, saved: SavedTensors, let_go: Sequence[tuple[int, int]]) -> tuple[Transient, ...]:
+    def transients(self, saved: SavedTensors, ends: BlockEnds) -> tuple[Transient, ...]:
         """Return the temporary tensors of every place; none if backward has not run.
 
         Args:
             saved: Record of the same pass.
-            let_go: See :meth:`~meshwright.planner.trace.op_recording.BlockEnds.let_go`.
+            ends: What its blocks returned.
         """
         if not any(moment.during == "backward" for moment in self.moments):
             return ()
@@ -440,12 +441,16 @@ class LiveBytes:
         reentrant: defaultdict[int, set[Instant]] = defaultdict(set)
         reentrant_cut: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
-        forward: set[Instant] = set()
-        every = zip(self.moments, weights, complete, late, let_go, strict=True)
-        for (place, during, whole, behind), coming, done, from_others, (results, gradients) in every:
+        forward: defaultdict[int, set[Instant]] = defaultdict(set)
+        every = zip(self.moments, weights, complete, late, ends.let_go(), strict=True)
+        for number, ((place, during, whole, behind), coming, done, from_others, (results, gradients)) in enumerate(
+            every
+        ):
             held = whole - from_others
             if during == "forward" and place == last:
-                forward.add(Instant(held - coming - first(place) - sum(returned.values()), coming, done))
+                # What hooks behind the last block make is made while its weights are there.
+                at = last - 1 if number < (ends.left_last or 0) else last
+                forward[at].add(Instant(held - coming - first(at) - sum(returned.values()), coming, done))
             elif during == "backward" or place == last:
                 own = held - coming - first(place) - sum(left.values())
                 others = sum(size for later, size in remains.items() if later > place)
@@ -464,7 +469,7 @@ class LiveBytes:
                 place,
                 outermost_instants(found[place]),
                 totals[place],
-                outermost_instants(forward) if place == last else (),
+                outermost_instants(forward[place]),
                 returned.get(place, 0),
                 left.get(place, 0),
                 remains.get(place, 0),

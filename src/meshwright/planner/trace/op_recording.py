@@ -242,17 +242,23 @@ class BlockEnds:
     def __init__(self, blocks: Sequence[nn.Module], held: LiveBytes) -> None:
         self._places, self._held = {block: place for place, block in enumerate(blocks)}, held
         self._ends: list[_End] = []
+        self.left_last: int | None = None
+        """The next operator when the last block has run, with all hooks that the axes of a strategy put behind it."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the forward pass inside the block, and its backward afterwards."""
         # Before hooks that change the result, such as gathers of tokens: recomputation does not run them.
         hooks = [block.register_forward_hook(self._watch, prepend=True) for block in self._places]
+        hooks += [block.register_forward_hook(self._leave) for block in list(self._places)[-1:]]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.left_last = self._held.num_operators
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
