@@ -216,17 +216,44 @@ class Inputs(NamedTuple):
         return self.batch + self.copies * self.copied_bytes
 
 
+PRODUCTS = frozenset(
+    {
+        "aten.addmm", "aten.convolution", "aten.mm", "aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_mm",
+        "transformers.grouped_mm_fallback",
+    }
+)  # fmt: skip
+"""Operators that multiply by weights."""
+
+EVERY_SECOND = "every second product"
+"""Among the operators whose results a module keeps: of products only the first, the third and so on are kept."""
+
+
+def keeps(kept: frozenset[str], operator: str, turn: int) -> bool:
+    """Return whether a recomputed module keeps the result of a call.
+
+    Args:
+        kept: Operators whose results it keeps.
+        operator: The operator.
+        turn: Of a product: how many products have run before it since the module began; their parity will do.
+    """
+    return operator in kept and not (turn % 2 and operator in PRODUCTS and EVERY_SECOND in kept)
+
+
 class OperatorResult(NamedTuple):
     """The call of an operator whose result recomputation may keep."""
 
     operator: str
     running: Running
     num_needed: int  # so many of these, from the outermost, save something after it and come to it as they run again
+    turns: tuple[int, ...] = ()  # of a product: the parity of its turn in each of these modules
 
     def keeper(self, recomputed: Recomputed) -> int | None:
         """Return the recomputed module that keeps the result, or None."""
         module = _cover(self.running, recomputed)
-        return module if module is not None and self.operator in recomputed[module] else None
+        if module is None:
+            return None
+        turn = self.turns[self.running.index(module)] if self.turns else 0
+        return module if keeps(recomputed[module], self.operator, turn) else None
 
 
 @dataclass(frozen=True)
@@ -240,10 +267,12 @@ class SavedTensor:
     places: tuple[int, ...] = ()  # see Placed
     needed_from: int = -1  # the first place whose backward needs it: when that has run, it is free
     given: Given | None = None  # part of the model's input, which lives however long it is saved
+    returned_by: tuple[int, ...] = ()  # the blocks that return it, by their places
+    is_handed_on: bool = False  # by the stage of a pipeline that made it, which keeps it until its backward has run
 
     def is_kept(self, recomputed: Recomputed) -> bool:
         """Return whether the tensor lives from forward to backward while these modules are recomputed."""
-        return self.is_saved(recomputed) or self.is_kept_result(recomputed)
+        return self.is_handed_on or self.is_saved(recomputed) or self.is_kept_result(recomputed)
 
     def is_saved(self, recomputed: Recomputed) -> bool:
         """Return whether autograd saves the tensor while these modules are recomputed.
@@ -260,13 +289,18 @@ class SavedTensor:
         """Return whether a recomputed module keeps the tensor as the result of an operator that it does not rerun."""
         return any(result.keeper(recomputed) is not None for result in self.results)
 
+    def in_stage(self, has: Callable[[tuple[int, ...]], bool]) -> SavedTensor:
+        """Return the tensor as the stage of a pipeline holds it that has some places."""
+        is_last = any(has((place,)) and not has((place + 1,)) for place in self.returned_by)
+        return dataclasses.replace(self, is_handed_on=True) if is_last else self
+
     def taken_in(self, recomputed: Recomputed) -> int | None:
         """Return the recomputed module that keeps the tensor until it runs again, and saves it no more then; or None.
 
         Torch's checkpoint gives a kept result away when it comes to its operator. What lies behind the last saved
         tensor stays.
         """
-        if self.savers or self.is_saved(recomputed):
+        if self.savers or self.is_handed_on or self.is_saved(recomputed):
             return None
         for result in self.results:
             module = result.keeper(recomputed)
@@ -284,6 +318,7 @@ class Work:
     num_needed: int  # so many of these, from the outermost, save something after it: they stop recomputing behind it
     flops: int
     place: int = -1
+    turns: tuple[int, ...] = ()  # see OperatorResult
 
     def is_recomputed(self, recomputed: Recomputed, *, to_the_end: bool) -> bool:
         """Return whether recomputation runs the operator again.
@@ -291,7 +326,9 @@ class Work:
         Without ``to_the_end``, recomputation stops at the last saved tensor.
         """
         module = _cover(self.running if to_the_end else self.running[: self.num_needed], recomputed)
-        return module is not None and self.operator not in recomputed[module]
+        if module is None:
+            return False
+        return not keeps(recomputed[module], self.operator, self.turns[self.running.index(module)] if self.turns else 0)
 
 
 @dataclass(frozen=True)
@@ -440,7 +477,10 @@ class Activations:
         held = [{each for each in places if has(each)} for has in stages]
         return dataclasses.replace(
             self,
-            stages=tuple(tuple(tensor for tensor in every if tensor.places in here) for here in held),
+            stages=tuple(
+                tuple(tensor.in_stage(has) for tensor in every if tensor.places in here)
+                for has, here in zip(stages, held, strict=True)
+            ),
             in_flight=in_flight,
             backward_at=backward_at,
             work=tuple(work for work in self.work if any((work.place,) in here for here in held)),

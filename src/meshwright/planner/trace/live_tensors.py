@@ -21,6 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import Instant, Transient, outermost_instants
+from meshwright.cost.activations import PRODUCTS
 from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results, kept_now, operator_name
 from meshwright.nn import is_compiled, outside_compiled
 from meshwright.planner.trace.aten_kernels import FakeDispatchMode, tensors_in
@@ -36,11 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """A storage that operators have returned, and that can be kept instead of running them again."""
+    """A storage that operators or blocks have returned; that of an operator can be kept instead of running it again."""
 
     num_bytes: int
     calls: list[Call] = field(default_factory=list)
     places: set[int] = field(default_factory=set)
+    returned_by: set[int] = field(default_factory=set)  # the blocks that did, by their places
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Call:
     flops: int
     place: int
     num_needed: int = 0  # modules of ``stack``, from the outermost, that save something after it
+    turns: tuple[int, ...] = ()  # of a product: the parity of its turn in each module of ``stack``
 
 
 @dataclass
@@ -181,6 +184,7 @@ class _Recorder:
         self._counter = counter
         self._index = {block: number for number, block in enumerate(blocks)}
         self._stack = self.saved.running
+        self._products: list[int] = []  # that have run in each of these modules
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves."""
@@ -203,6 +207,7 @@ class _Recorder:
         """Note that a module begins to run."""
         saved = self.saved
         self._stack.append(module)
+        self._products.append(0)
         if saved.complete:
             return
         saved.place = self._index.get(module, saved.place)
@@ -220,11 +225,22 @@ class _Recorder:
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(storage_of(tensor)[0])
 
-    def leave(self, module: nn.Module, *_: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that a module has run."""
         self._stack.pop()
+        self._products.pop()
         if not self.saved.complete:
+            if self._counter is not None and module in self._index:
+                self._note_returned(output, self._index[module])
             self.saved.place += self._index.get(module) == len(self._index) - 1  # behind the last one
+
+    def _note_returned(self, output: Any, place: int) -> None:
+        for tensor in tensors_in(output):
+            key, size = storage_of(tensor)
+            made = self.saved.results.setdefault(key, Result(size))
+            made.places.add(place)
+            made.returned_by.add(place)
+            self.saved.met.append(_reference(tensor))
 
     def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, whose result a recomputed module may keep."""
@@ -240,8 +256,11 @@ class _Recorder:
             return operator(*args, **kwargs)
         position, before = len(saved.log), counter.total
         result = operator(*args, **kwargs)
-        flops = counter.total - before
-        call = Call(operator_name(operator), tuple(self._stack), position, flops, saved.place)
+        flops, name, turns = counter.total - before, operator_name(operator), ()
+        if name in PRODUCTS:
+            turns = tuple(count % 2 for count in self._products)
+            self._products = [count + 1 for count in self._products]
+        call = Call(name, tuple(self._stack), position, flops, saved.place, turns=turns)
         if flops:
             saved.work.append(call)
         if can_keep(operator, args, kwargs):

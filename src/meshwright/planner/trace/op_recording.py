@@ -478,8 +478,9 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
             tuple(sorted(places[storage])),
             min(saved.places.get(storage) or places[storage]),
             saved.given.get(storage),
+            tuple(sorted(saved.results[storage].returned_by)) if storage in saved.results else (),
         )
-        how = tensor.given or ""
+        how = tensor.given or "", tensor.returned_by
         key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from, how)
         more = found[key].num_bytes if key in found else 0
         found[key] = dataclasses.replace(tensor, num_bytes=size + more)
@@ -487,22 +488,29 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
 
 
 def _result(call: Call, numbers: dict[nn.Module, int]) -> OperatorResult:
-    return OperatorResult(call.operator, _running(call.stack, numbers), _num_needed(call, numbers))
+    return OperatorResult(
+        call.operator, _running(call.stack, numbers), _num_needed(call, numbers), _turns(call, numbers)
+    )
 
 
 def _work(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[Work, ...]:
-    found: dict[tuple[str, Running, int, int], int] = {}
+    found: dict[tuple[str, Running, int, int, tuple[int, ...]], int] = {}
     for each in saved.work:
-        key = each.operator, _running(each.stack, numbers), _num_needed(each, numbers), each.place
+        turns = _turns(each, numbers)
+        key = each.operator, _running(each.stack, numbers), _num_needed(each, numbers), each.place, turns
         found[key] = found.get(key, 0) + each.flops
     return tuple(
-        Work(operator, running, needed, flops, place)
-        for (operator, running, needed, place), flops in sorted(found.items())
+        Work(operator, running, needed, flops, place, turns)
+        for (operator, running, needed, place, turns), flops in sorted(found.items())
     )
 
 
 def _num_needed(call: Call, numbers: dict[nn.Module, int]) -> int:
     return len(_running(call.stack[: call.num_needed], numbers))
+
+
+def _turns(call: Call, numbers: dict[nn.Module, int]) -> tuple[int, ...]:
+    return tuple(turn for module, turn in zip(call.stack, call.turns, strict=False) if module in numbers)
 
 
 def _running(stack: Iterable[nn.Module], numbers: dict[nn.Module, int]) -> Running:
