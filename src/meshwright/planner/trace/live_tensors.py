@@ -256,7 +256,8 @@ class _Recorder:
             return operator(*args, **kwargs)
         position, before = len(saved.log), counter.total
         result = operator(*args, **kwargs)
-        flops, name, turns = counter.total - before, operator_name(operator), ()
+        flops, name = counter.total - before, operator_name(operator)
+        turns: tuple[int, ...] = ()
         if name in PRODUCTS:
             turns = tuple(count % 2 for count in self._products)
             self._products = [count + 1 for count in self._products]

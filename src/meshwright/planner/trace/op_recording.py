@@ -428,7 +428,9 @@ def model_ops(model: nn.Module, ops: Ops) -> ModelOps:
 
 # --- Saved tensors and work as plain data.
 
-_Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[OperatorResult, ...], tuple[int, ...], int, str]
+_Key = tuple[
+    tuple[Running, ...], tuple[int, ...], tuple[OperatorResult, ...], tuple[int, ...], int, str, tuple[int, ...]
+]
 """What equal saved tensors share."""
 
 
@@ -480,8 +482,8 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
             saved.given.get(storage),
             tuple(sorted(saved.results[storage].returned_by)) if storage in saved.results else (),
         )
-        how = tensor.given or "", tensor.returned_by
-        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from, how)
+        how, ends = tensor.given or "", tensor.returned_by
+        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from, how, ends)
         more = found[key].num_bytes if key in found else 0
         found[key] = dataclasses.replace(tensor, num_bytes=size + more)
     return tuple(found[key] for key in sorted(found))  # two runs that save the same are equal
