@@ -193,7 +193,8 @@ def trained(strategy, micro_batches=1):
     losses = [first.loss.item(), *(result.step(batch).loss.item() for _, batch in zip(range(9), batches, strict=False))]
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in result.model.parameters()]
     total = torch.stack([w.detach().double().norm() for w in weights if w is not None]).square().sum()
-    return losses, total.item(), sizes["activations"], result.plan.memory.activations
+    step = result.plan.steps[result._job.index("pipeline")] if result.plan.steps else result.plan.step
+    return losses, total.item(), sizes["activations"], memory(step).activations
 
 
 SELECTIVE = ("checkpoint", {"policy": "selective", "every": 2})

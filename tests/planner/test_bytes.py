@@ -229,6 +229,7 @@ def test_schedules_that_split_backward(ranks):
         "dualpipev": ("gpt", pipeline("dualpipev"), 4),
         "zbv, checkpoint, half": ("gpt2", [*pipeline("zbv"), "checkpoint", HALF], 4),
         "zbv, selective": ("gpt2", [*pipeline("zbv"), SELECTIVE], 4),
+        "zbv, budget": ("gpt", [*pipeline("zbv"), ("checkpoint", {"memory_budget": 3_300_000})], 4),
         "zbv, two stages of four": ("gpt", [*pipeline("zbv"), ("checkpoint", {"each": MIDDLE})], 4),
         "dualpipev, selective": ("llama", [*pipeline("dualpipev"), SELECTIVE], 4),
         "zbv, every second": ("gpt2", [*pipeline("zbv"), ("checkpoint", {"policy": "every_second"}), HALF], 4),

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from meshwright.cost.activations import Given
     from meshwright.methods.tensor.tensor_parallel import SaveLog
     from meshwright.planner.trace.aten_kernels import FlopCount
-    from meshwright.planner.trace.op_recording import BlockEnds
 
 
 @dataclass
@@ -443,12 +442,15 @@ class LiveBytes:
             if key not in saved.sizes and key not in self._live:
                 saved.add(key, made.num_bytes, self.moments[made.operator].place, made.reference)
 
-    def transients(self, saved: SavedTensors, ends: BlockEnds) -> tuple[Transient, ...]:
+    def transients(
+        self, saved: SavedTensors, let_go: Sequence[tuple[int, int]], left_last: int
+    ) -> tuple[Transient, ...]:
         """Return the temporary tensors of every place; none if backward has not run.
 
         Args:
             saved: Record of the same pass.
-            ends: What its blocks returned.
+            let_go: See :meth:`~meshwright.planner.trace.op_recording.BlockEnds.let_go`.
+            left_last: See the attribute there.
         """
         if not any(moment.during == "backward" for moment in self.moments):
             return ()
@@ -462,14 +464,14 @@ class LiveBytes:
         reentrant_cut: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
         forward: defaultdict[int, set[Instant]] = defaultdict(set)
-        every = zip(self.moments, weights, complete, late, ends.let_go(), strict=True)
+        every = zip(self.moments, weights, complete, late, let_go, strict=True)
         for number, ((place, during, whole, behind), coming, done, from_others, (results, gradients)) in enumerate(
             every
         ):
             held = whole - from_others
             if during == "forward" and place == last:
                 # What hooks behind the last block make is made while its weights are there.
-                at = last - 1 if number < (ends.left_last or 0) else last
+                at = last - 1 if number < left_last else last
                 forward[at].add(Instant(held - coming - first(at) - sum(returned.values()), coming, done))
             elif during == "backward" or place == last:
                 own = held - coming - first(place) - sum(left.values())
@@ -564,60 +566,3 @@ class LiveBytes:
                 by_place[own] += size
             done.append(by_place[place])
         return list(itertools.accumulate(steps[:-1])), done
-
-
-# --- The tensors that a piece of code holds for a moment, such as an optimizer's update.
-
-
-class Form(NamedTuple):
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of its elements."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-class PassingTensors(TorchDispatchMode):
-    """Follow the tensors that operators make, and the most of them that live at once.
-
-    Args:
-        before: Tensors that are there already; where one of them is freed, what takes its place is not counted.
-    """
-
-    def __init__(self, before: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.most: tuple[Form, ...] = ()
-        self.operators = 0
-        """Number of operators that are kernels on a device: neither views nor of scalars alone, such as step counts."""
-        self._live: dict[int, tuple[StorageWeakRef, Form, bool]] = {}  # by storage; True: made since
-        for tensor in before:
-            self._add(tensor, made=False)
-        self._let_go: Counter[Form] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {storage_of(tensor)[0] for tensor in tensors_in((args, kwargs))}
-        self.operators += not func.is_view and any(tensor.dim() for tensor in tensors_in((args, kwargs, result)))
-        self._forget()
-        for tensor in tensors_in(result):
-            key = storage_of(tensor)[0]
-            if key not in self._live and key not in given:
-                self._add(tensor, made=True)
-        held = Counter(form for _, form, made in self._live.values() if made) - self._let_go
-        if sum(form.num_bytes for form in held.elements()) > sum(form.num_bytes for form in self.most):
-            self.most = tuple(held.elements())
-        return result
-
-    def _add(self, tensor: torch.Tensor, *, made: bool) -> None:
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._live[storage_of(tensor)[0]] = reference, Form(tuple(tensor.shape), tensor.dtype), made
-
-    def _forget(self) -> None:
-        for key, (reference, form, made) in list(self._live.items()):
-            if reference.expired():
-                del self._live[key]
-                self._let_go.update(() if made else (form,))

@@ -242,7 +242,7 @@ class BlockEnds:
     def __init__(self, blocks: Sequence[nn.Module], held: LiveBytes) -> None:
         self._places, self._held = {block: place for place, block in enumerate(blocks)}, held
         self._ends: list[_End] = []
-        self.left_last: int | None = None
+        self.left_last = 0
         """The next operator when the last block has run, with all hooks that the axes of a strategy put behind it."""
 
     @contextlib.contextmanager
