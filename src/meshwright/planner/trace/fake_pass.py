@@ -288,7 +288,7 @@ class Pass:
                 # The tensors are swapped in backward, too: a model that recomputes by itself runs again.
                 boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs.tree)
             held.add_kept(saved)
-            transients = held.transients(saved, ends.let_go()) if has_run and parts is None else ()
+            transients = held.transients(saved, ends.let_go(), ends.left_last) if has_run and parts is None else ()
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
         idle = _idle(state) if has_run else ()
