@@ -53,6 +53,9 @@ if TYPE_CHECKING:
         check_axes as check_axes,
         coordinate_of as coordinate_of,
         fit_axes as fit_axes,
+        flat_mesh as flat_mesh,
+        groups_along as groups_along,
+        mesh_of_parts as mesh_of_parts,
         rank_grid as rank_grid,
         world_mesh as world_mesh,
     )
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
         init_distributed as init_distributed,
         is_pretended as is_pretended,
         make_group as make_group,
+        make_groups as make_groups,
         print_rank as print_rank,
         rank as rank,
         require_distributed as require_distributed,

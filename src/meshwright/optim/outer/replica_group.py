@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm.transport import all_gather_flat, groups_of_ranks
+from meshwright.comm.transport import all_gather_flat, group_of_partition
 from meshwright.errors import ConfigError, LaunchError, join_names
 from meshwright.runtime import any_rank, bit_sums, first_text, gather_numbers, print_rank, world_size
 from meshwright.runtime.torch_internals.c10d import default_store
@@ -191,10 +191,16 @@ def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
     """Return the group and the number of this replica's ranks: those at the same place in their replica groups."""
     world = dist.group.WORLD
     places = [each for (each,) in gather_numbers([place])]
-    own = tuple(rank for rank, other in enumerate(places) if other == place)
-    if len(own) in (1, len(places)):
-        return (None if len(own) == 1 else world), len(own)
-    return groups_of_ranks([own])[0], len(own)
+    at: dict[int, list[int]] = {}
+    for rank, other in enumerate(places):
+        at.setdefault(other, []).append(rank)
+    # Of one answer on all ranks: they make all groups together.
+    if len(at) == 1:
+        return world, len(places)
+    if len(at) == len(places):
+        return None, 1
+    group = group_of_partition(list(map(tuple, at.values())))
+    return (None if len(at[place]) == 1 else group), len(at[place])
 
 
 def _store() -> Any:
