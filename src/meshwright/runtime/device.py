@@ -138,8 +138,8 @@ WORKSPACE_BYTES = 2**29
 CONTEXT_BYTES = 400 * 10**6
 """Device memory that the driver's context takes before that.
 
-Some 400 MB where code is loaded lazily (pytorch#109888): 287 MB in 2022 (pytorch#86509), 426 MiB on an RTX 6000 Ada with
-CUDA 13 (unsloth-zoo#1053).
+Some 400 MB where code is loaded lazily (pytorch#109888): 287 MB in 2022 (pytorch#86509), 426 MiB on an RTX 6000 Ada
+with CUDA 13 (unsloth-zoo#1053).
 """
 
 
