@@ -202,7 +202,7 @@ class Workload:
         cut, described = decided.cut, self._described(conditions, decided.cut)
         step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
         in_half = conditions.param_dtype is not None
-        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, in_half=in_half)
+        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, _token_parts(resolved), in_half=in_half)
         # The methods' twins do the rest, once their configs leave nothing open.
         has_budget = any(method.has_memory_budget for method in in_phase_order(resolved.strategy))
         fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)
@@ -354,6 +354,15 @@ def _widens(resolved: Resolved) -> bool:
     """Return whether bf16 products may be computed in fp32, which divided layers do not support."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
     return not divided and any(method.widens(resolved.strategy) for method in in_phase_order(resolved.strategy))
+
+
+def _token_parts(resolved: Resolved) -> int:
+    """Return the number of ranks that divide the tokens of a sample between blocks."""
+    sizes = dict(resolved.axes)
+    dividing = {"sequence", "context"} | {
+        method.axis for method in in_phase_order(resolved.strategy) if method.divides_between_layers
+    }
+    return math.prod(size for axis, size in sizes.items() if axis in dividing)
 
 
 def _replicas(resolved: Resolved) -> int:

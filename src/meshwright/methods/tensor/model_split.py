@@ -2,7 +2,7 @@
 
 :func:`split_of` is the entry. Layers come from a plan (``split_plan.py``) or are found in the data flow
 (``split_search.py``). With ``sequence=True`` (Korthikanti et al. 2022) tokens are cut before the first block, gathered
-where a module needs all of them, and gathered again behind the last block; where that is, is proved on single blocks.
+where a module needs all of them, and gathered again behind the last block; where that is, is proved on single blocks. Stages of a pipeline hand on parts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
+from meshwright.methods.pipeline.splice import Elsewhere
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import (
     Adjustment,
@@ -57,6 +58,15 @@ class SequenceLayout:
     def covers(self, path: str) -> bool:
         """Return whether a layer lies in a block that works on parts of the tokens."""
         return any(path.startswith(block + ".") for block in self.blocks)
+
+    def of_part(self, model: nn.Module) -> SequenceLayout:
+        """Return the layout of one pipeline rank's part of the model: other ranks cut and gather what they have."""
+        here = {path for path, module in model.named_modules() if not isinstance(module, Elsewhere)}
+        kept = {
+            field.name: tuple(path for path in getattr(self, field.name) if path in here)
+            for field in dataclasses.fields(self)
+        }
+        return SequenceLayout(**kept)
 
     def gathers_above(self, path: str) -> bool:
         """Return whether a module around a layer gathers all tokens for it."""
@@ -267,7 +277,8 @@ class Split:
             if id(layer.module) in paths and next(layer.module.parameters(recurse=False), None) is not None
         )
         adjusted = (each for each in self.adjustments if each.path in paths.values())
-        return replace(self, layers=tuple(present), adjustments=tuple(adjusted))
+        sequence = self.sequence.of_part(model) if self.sequence is not None else None
+        return replace(self, layers=tuple(present), adjustments=tuple(adjusted), sequence=sequence)
 
     def adjust(self, model: nn.Module) -> None:
         """Set the attributes that count heads or features to a rank's share."""
