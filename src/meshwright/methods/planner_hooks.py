@@ -6,7 +6,8 @@ the defaults here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -48,6 +49,17 @@ class SearchScope:
 def within_node(divisors: Sequence[int], node: int) -> tuple[int, ...]:
     """Return the divisors that are sizes of an axis within a node of ``node`` ranks."""
     return tuple(size for size in divisors if size <= node and node % size == 0)
+
+
+def parts_between_layers(strategy: Strategy, size_of: Callable[[str | None], int]) -> int:
+    """Return the number of parts into which split layers divide the tokens between them.
+
+    Args:
+        strategy: Any strategy.
+        size_of: Returns the size of an axis, 1 if the mesh has none.
+    """
+    methods = (method for method in strategy.methods if isinstance(method, PlannerHooks))
+    return math.prod(size_of(method.axis) for method in methods if method.divides_between_layers)
 
 
 class ComputeDtypes(NamedTuple):
@@ -118,7 +130,7 @@ class PlannerHooks(MethodConfig):
 
     @property
     def divides_between_layers(self) -> bool:
-        """Return whether the method divides the tensors between split layers, too."""
+        """Return whether the method divides the tokens between split layers over its axis."""
         return False
 
     @property
@@ -151,8 +163,13 @@ class PlannerHooks(MethodConfig):
         """
         return None
 
-    def traced_tokens(self, sizes: Mapping[str, int]) -> Any:
-        """Return a function that makes the first of the ranks that divide a sample's tokens; None if none do."""
+    def traced_tokens(self, sizes: Mapping[str, int], within: int) -> Any:
+        """Return a function that makes the first of the ranks that divide a sample's tokens; None if none do.
+
+        Args:
+            sizes: Number of ranks along every axis.
+            within: See :func:`parts_between_layers`.
+        """
         return None
 
     def traced_narrow(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Any:

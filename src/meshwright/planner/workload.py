@@ -35,7 +35,7 @@ from meshwright.methods import (
     resolve,
 )
 from meshwright.methods.base import half_dtype
-from meshwright.methods.planner_hooks import ComputeDtypes
+from meshwright.methods.planner_hooks import ComputeDtypes, parts_between_layers
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
 from meshwright.optim import check_steps_alone
@@ -359,10 +359,8 @@ def _widens(resolved: Resolved) -> bool:
 def _token_parts(resolved: Resolved) -> int:
     """Return the number of ranks that divide the tokens of a sample between blocks."""
     sizes = dict(resolved.axes)
-    dividing = {"sequence", "context"} | {
-        method.axis for method in in_phase_order(resolved.strategy) if method.divides_between_layers
-    }
-    return math.prod(size for axis, size in sizes.items() if axis in dividing)
+    within = parts_between_layers(resolved.strategy, lambda axis: sizes.get(axis, 1))
+    return within * sizes.get("sequence", 1) * sizes.get("context", 1)
 
 
 def _replicas(resolved: Resolved) -> int:

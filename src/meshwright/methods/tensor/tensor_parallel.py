@@ -20,7 +20,7 @@ from torch import nn
 
 from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, Step, send_boundaries
 from meshwright.loss import Vocabulary, VocabularyShards
-from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
 from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.block_trials import SampleRun, adjusted
@@ -301,18 +301,6 @@ class TensorParallel(Method):
     seed_name: ClassVar[str | None] = "ATorch: tensor_parallel"
     axis: ClassVar[str | None] = AXIS
     foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
-    conflicts: ClassVar[tuple[Conflict, ...]] = (
-        *(
-            Conflict(
-                other=name,
-                reason="both cut the tokens",
-                fix="leave sequence=True out: between the layers a rank has a part of the tokens without it",
-                when=lambda own, other: own.sequence,
-                own_keys="sequence=True",
-            )
-            for name in ("sequence_parallel", "context_parallel")
-        ),
-    )
 
     sequence: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
