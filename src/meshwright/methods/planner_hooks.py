@@ -6,8 +6,7 @@ the defaults here.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -49,17 +48,6 @@ class SearchScope:
 def within_node(divisors: Sequence[int], node: int) -> tuple[int, ...]:
     """Return the divisors that are sizes of an axis within a node of ``node`` ranks."""
     return tuple(size for size in divisors if size <= node and node % size == 0)
-
-
-def parts_between_layers(strategy: Strategy, size_of: Callable[[str | None], int]) -> int:
-    """Return the number of parts into which split layers divide the tokens between them.
-
-    Args:
-        strategy: Any strategy.
-        size_of: Returns the size of an axis, 1 if the mesh has none.
-    """
-    methods = (method for method in strategy.methods if isinstance(method, PlannerHooks))
-    return math.prod(size_of(method.axis) for method in methods if method.divides_between_layers)
 
 
 class ComputeDtypes(NamedTuple):
@@ -168,7 +156,7 @@ class PlannerHooks(MethodConfig):
 
         Args:
             sizes: Number of ranks along every axis.
-            within: See :func:`parts_between_layers`.
+            within: See :func:`~meshwright.methods.base.parts_between_layers`.
         """
         return None
 

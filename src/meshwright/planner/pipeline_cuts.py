@@ -322,13 +322,26 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, parts: int, *, i
     """
     if cut is None:
         return [step]
-    placed = [dataclasses.replace(each, on_ranks=_ranks_sending(each, cut)) for each in step.boundaries]
-    step = step.replace(boundaries=tuple(placed))
+    step = step.replace(boundaries=tuple(_placed(each, cut) for each in step.boundaries))
     hidden = None
     if cut.boundary_bytes is not None:
         hidden = cut.boundary_bytes * samples // ((2 if in_half else 1) * parts)
     ranges, count = tuple(itertools.pairwise(cut.bounds)), cut.bounds[-1]
     return [step.replace(stages=Stages(cut.ranks, ranges, count, rank, hidden)) for rank in range(cut.num_ranks)]
+
+
+def _placed(boundary: Boundary, cut: Cut) -> Boundary:
+    """Return a collective with the ranks that send it, as often as they do: code before the blocks runs in each stage.
+
+    The gradients of these runs go nowhere, except in the stages that depend on that code.
+    """
+    again = cut.stages_per_rank if boundary.moment == "forward" and cut.runs_in_each_stage(boundary.path) else 1
+    return dataclasses.replace(
+        boundary,
+        on_ranks=_ranks_sending(boundary, cut),
+        num_bytes=again * boundary.num_bytes,
+        count=again * boundary.count,
+    )
 
 
 def _ranks_sending(boundary: Boundary, cut: Cut) -> tuple[int, ...]:

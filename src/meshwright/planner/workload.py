@@ -34,8 +34,8 @@ from meshwright.methods import (
     replacement_of,
     resolve,
 )
-from meshwright.methods.base import half_dtype
-from meshwright.methods.planner_hooks import ComputeDtypes, parts_between_layers
+from meshwright.methods.base import half_dtype, parts_between_layers
+from meshwright.methods.planner_hooks import ComputeDtypes
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
 from meshwright.optim import check_steps_alone
@@ -202,7 +202,8 @@ class Workload:
         cut, described = decided.cut, self._described(conditions, decided.cut)
         step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
         in_half = conditions.param_dtype is not None
-        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, _token_parts(resolved), in_half=in_half)
+        parts = _token_parts(resolved)
+        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, parts, in_half=in_half)
         # The methods' twins do the rest, once their configs leave nothing open.
         has_budget = any(method.has_memory_budget for method in in_phase_order(resolved.strategy))
         fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)

@@ -131,9 +131,7 @@ class SplitTrace:
         """Note a collective before or behind the module at ``path``, which does not repeat it when it runs again."""
         self._note_within(kind, moment, tensor, path, path.rpartition(".")[0])
 
-    def _note_within(
-        self, kind: CollectiveKind, moment: Moment, tensor: torch.Tensor, path: str, around: str
-    ) -> None:
+    def _note_within(self, kind: CollectiveKind, moment: Moment, tensor: torch.Tensor, path: str, around: str) -> None:
         parts = around.split(".")
         modules = [self._model.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
         self._traffic.note(kind, moment, tensor_bytes(tensor), path, modules)

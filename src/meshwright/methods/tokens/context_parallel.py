@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from meshwright.cost import Step, send_boundaries
 from meshwright.errors import ModelError
-from meshwright.methods.base import Job, Method, Phase
-from meshwright.methods.planner_hooks import parts_between_layers
+from meshwright.methods.base import Job, Method, Phase, parts_between_layers
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.traffic_log import tensor_bytes
 from meshwright.methods.tokens.attention_calls import TokenOrder, TokenRanks, check_among_parts, check_mask

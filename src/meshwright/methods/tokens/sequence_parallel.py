@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment, Step, send_boundaries
 from meshwright.errors import ModelError
-from meshwright.methods.base import Job, Method, Phase
-from meshwright.methods.planner_hooks import parts_between_layers, within_node
+from meshwright.methods.base import Job, Method, Phase, parts_between_layers
+from meshwright.methods.planner_hooks import within_node
 from meshwright.methods.replace.model_changes import one_sequence_per_sample
 from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM

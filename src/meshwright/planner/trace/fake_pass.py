@@ -22,9 +22,8 @@ from torch import nn
 
 from meshwright.cost import Inputs
 from meshwright.methods import in_phase_order
-from meshwright.methods.base import INNER_AXES
+from meshwright.methods.base import INNER_AXES, parts_between_layers
 from meshwright.methods.checkpoint import find_parts
-from meshwright.methods.planner_hooks import parts_between_layers
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import FakeTensors, find_blocks, run_with
 from meshwright.nn.batches import cast_floating, map_tree
