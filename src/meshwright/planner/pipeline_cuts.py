@@ -322,7 +322,7 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, parts: int, *, i
     """
     if cut is None:
         return [step]
-    step = step.replace(boundaries=tuple(_placed(each, cut) for each in step.boundaries))
+    step = step.replace(boundaries=tuple(_with_senders(each, cut) for each in step.boundaries))
     hidden = None
     if cut.boundary_bytes is not None:
         hidden = cut.boundary_bytes * samples // ((2 if in_half else 1) * parts)
@@ -330,7 +330,7 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, parts: int, *, i
     return [step.replace(stages=Stages(cut.ranks, ranges, count, rank, hidden)) for rank in range(cut.num_ranks)]
 
 
-def _placed(boundary: Boundary, cut: Cut) -> Boundary:
+def _with_senders(boundary: Boundary, cut: Cut) -> Boundary:
     """Return a collective with the ranks that send it, as often as they do: code before the blocks runs in each stage.
 
     The gradients of these runs go nowhere, except in the stages that depend on that code.
