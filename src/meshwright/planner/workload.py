@@ -34,7 +34,7 @@ from meshwright.methods import (
     replacement_of,
     resolve,
 )
-from meshwright.methods.base import half_dtype
+from meshwright.methods.base import half_dtype, parts_between_layers
 from meshwright.methods.planner_hooks import ComputeDtypes
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
@@ -216,7 +216,8 @@ class Workload:
         cut, described = decided.cut, self._described(conditions, decided.cut)
         step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
         in_half = conditions.param_dtype is not None
-        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, in_half=in_half)
+        parts = _token_parts(resolved)
+        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, parts, in_half=in_half)
         # The methods' twins do the rest, once their configs leave nothing open.
         has_budget = any(method.has_memory_budget for method in in_phase_order(resolved.strategy))
         fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)
@@ -390,6 +391,13 @@ def _widens(resolved: Resolved) -> bool:
     """Return whether bf16 products may be computed in fp32, which divided layers do not support."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
     return not divided and any(method.widens(resolved.strategy) for method in in_phase_order(resolved.strategy))
+
+
+def _token_parts(resolved: Resolved) -> int:
+    """Return the number of ranks that divide the tokens of a sample between blocks."""
+    sizes = dict(resolved.axes)
+    within = parts_between_layers(resolved.strategy, lambda axis: sizes.get(axis, 1))
+    return within * sizes.get("sequence", 1) * sizes.get("context", 1)
 
 
 def _replicas(resolved: Resolved) -> int:

@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwright.cost import Inputs
 from meshwright.methods import in_phase_order
-from meshwright.methods.base import INNER_AXES
+from meshwright.methods.base import INNER_AXES, parts_between_layers
 from meshwright.methods.checkpoint import find_parts
 from meshwright.methods.replace.model_changes import packed_as, without_grouped_kernels
 from meshwright.nn import FakeTensors, caches_off, find_blocks, run_with
@@ -114,7 +114,8 @@ def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace |
     """
     sizes, methods = dict(resolved.axes), in_phase_order(resolved.strategy)
     every = [found for each in methods if (found := each.traced_layers(model, sizes, sample)) is not None]
-    ranks = [found for each in methods if (found := each.traced_tokens(sizes)) is not None]
+    within = parts_between_layers(resolved.strategy, lambda axis: sizes.get(axis, 1))
+    ranks = [found for each in methods if (found := each.traced_tokens(sizes, within)) is not None]
     layers = next(iter(every), None)  # experts are divided apart from the layers of a tensor axis
     if not ranks:
         return layers
