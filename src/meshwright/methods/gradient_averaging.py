@@ -105,7 +105,7 @@ class GradientAverager:
         allow_unused: Whether parameters may get no gradient in a step; such a parameter keeps none if no rank has one.
         in_backward: False averages only when :meth:`average` is called.
         only: The parameters to average; None: all of the model's.
-        average: Replaces flat gradients of one type by their means over the group, behind backward; None: all-reduce.
+        compressed: Averages flat gradients of one type over the group, in place; None: in full precision.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class GradientAverager:
         allow_unused: bool,
         in_backward: bool = True,
         only: Collection[nn.Parameter] | None = None,
-        average: Callable[[Sequence[torch.Tensor]], None] | None = None,
+        compressed: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         self._group, self._allow_unused, self._in_backward = group, allow_unused, in_backward
-        self._average = average
+        self._compressed = compressed
         self._names = {p: name for name, p in model.named_parameters() if only is None or p in only}
         self._hooked: set[nn.Parameter] = set()
         self._trains: list[bool] = []
@@ -129,7 +129,7 @@ class GradientAverager:
         self._enabled = True  # False: micro-batches whose gradients only accumulate
         self._running = _NONE  # the backward pass that has begun; it stays where one fails
         self._missing: list[int] = []  # how many parameters of each bucket have no gradient yet in this pass
-        # Sent, in the order of the buckets.
+        # Sent, in order of the buckets; without work what has been averaged already.
         self._works: list[tuple[dist.Work | None, torch.Tensor, list[nn.Parameter]]] = []
         if in_backward:
             model.register_forward_hook(self._after_forward)
@@ -184,7 +184,7 @@ class GradientAverager:
     def _ready(self, parameter: torch.Tensor) -> None:
         # A given function may wait for the other ranks, which would wait for this one where experts without tokens, and
         # other averages, come in another order on each: it is called at the end.
-        if self._average is None and self._running == current_graph_task_id() and parameter in self._bucket_of:
+        if self._compressed is None and self._running == current_graph_task_id() and parameter in self._bucket_of:
             self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
             while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
                 self._send()
@@ -195,16 +195,15 @@ class GradientAverager:
         parts = [
             (torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)).flatten() for p in bucket
         ]
-        flags = [torch.stack([parts[0].new_tensor(float(p.grad is not None)) for p in bucket])]
-        flags = flags if self._allow_unused else []
-        if self._average is not None and not parts[0].is_complex():
-            averages = [part.clone() for part in parts]
-            self._average(averages)
-            for flag in flags:
-                dist.all_reduce(flag, group=self._group)
-            self._works.append((None, torch.cat([*averages, *flags]), bucket))
+        has_gradient = [parts[0].new_tensor(float(p.grad is not None)) for p in bucket if self._allow_unused]
+        if self._compressed is not None:
+            self._compressed(parts)
+            if has_gradient:
+                parts.append(torch.stack(has_gradient))
+                dist.all_reduce(parts[-1], group=self._group)
+            self._works.append((None, torch.cat(parts), bucket))
             return
-        flat = torch.cat([*parts, *flags])
+        flat = torch.cat([*parts, torch.stack(has_gradient)] if has_gradient else parts)
         flat /= self._group.size()
         self._works.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
 

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Encoding, OuterState, Step, Traffic, shape_on
 from meshwright.errors import StrategyError
-from meshwright.methods.base import Conflict, Job, Method, Phase
-from meshwright.methods.expert.expert_layers import ListedExperts
+from meshwright.methods.base import Job, Method, Phase
 from meshwright.optim import (
     BlockMomentum,
     DiLoCo,
@@ -27,6 +26,7 @@ from meshwright.optim import (
 )
 from meshwright.optim.outer.replica_averaging import BLOCK
 from meshwright.optim.outer.sync_policy import Buffers, InnerState, Quantise, Warmup
+from meshwright.runtime import same_on_every_rank
 
 
 class _Rule(NamedTuple):
@@ -66,14 +66,6 @@ class Outer(Method):
     )
     seed_name: ClassVar[str | None] = "fairseq: BMUF"
     axis: ClassVar[str | None] = "replica"
-    conflicts: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            other="pipeline_parallel",
-            reason="an outer step takes its decisions over one rank's weights, and here these are one stage's",
-            fix="leave pipeline_parallel out; fsdp and tensor_parallel lower a rank's memory, too",
-        ),
-    )
-
     rule: Literal["bmuf", "local_sgd", "post_local_sgd", "slowmo", "diloco", "streaming_diloco"] = "diloco"
     sync_every: int | None = None
     lr: float | None = None
@@ -125,20 +117,6 @@ class Outer(Method):
         assert self._policy is not None  # building it checks the numbers
         fix = "pass the class of the inner optimizer, such as torch.optim.AdamW"
         job.require_optimizer(self.method_name, "to work with", fix)
-        self._check_norms(job)
-
-    def _check_norms(self, job: Job) -> None:
-        """Refuse decisions by the norm of a replica's weights whose ranks hold listed experts of their own."""
-        keys = [key for key in ("clip_pseudo_grad", "anomaly_threshold") if self._value(key, None) is not None]
-        layers, _ = job.expert_layers or ((), "")
-        listed = next((layer.own_path for layer, _ in layers if isinstance(layer, ListedExperts)), None)
-        if keys and listed is not None:
-            raise StrategyError(
-                f"outer: {keys[0]} asks for the norm over a replica, whose ranks hold experts of their own",
-                expected="stacked experts, or none of clip_pseudo_grad and anomaly_threshold",
-                got=f"the list {listed}, and {keys[0]}={self._value(keys[0], None)!r}",
-                fix="leave the key out, or stack the experts' weights in a module of their own",
-            )
 
     def apply(self, job: Job) -> None:
         """Wrap the built optimizer, which becomes the inner one."""
@@ -147,9 +125,19 @@ class Outer(Method):
         job.optimizer.wrappers.append(lambda inner: self._built(inner, job))
 
     def _built(self, inner: Optimizer, job: Job) -> OuterOptimizer:
-        return _RULES[self.rule].build(
-            inner, **self._arguments, model=job.model, group=job.require_mesh().get_group("replica")
-        )
+        # A stage of a pipeline may have too few parameters for its fragments where others have enough.
+        with same_on_every_rank():
+            built = _RULES[self.rule].build(
+                inner, **self._arguments, model=job.model, group=job.require_mesh().get_group("replica")
+            )
+        built.synchronizer.stages = job.stages
+        return built
+
+    @property
+    def makes_equal(self) -> bool:
+        """Return whether replicas hold the global weights, and nothing else, behind each synchronisation."""
+        policy = self._policy
+        return policy.fragments == 1 and policy.delay == 0 and policy.merge_alpha == 0
 
     @property
     def _arguments(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from meshwright.methods.gradient_averaging import (
 from meshwright.methods.job import AVERAGED, SAME_EXPERTS, Job, MicroBatchContext, guards_are_on
 from meshwright.optim import guard_of
 from meshwright.optim.guarded_step import call_around
-from meshwright.runtime import AXES, agreed, build_mesh, check_axes
+from meshwright.runtime import AXES, agreed, build_mesh, check_axes, groups_along
 from meshwright.runtime.torch_internals.ddp import COMM_HOOKS
 
 # --- The method
@@ -134,7 +134,9 @@ def replicate(job: Job) -> None:
         from meshwright.comm.compression import route
         from meshwright.methods.comm import quantise_averages
 
-        way = route(group, job.sharding.compression.neighbours(job.axes, job.mesh_axes.averaging_axis))
+        axes = [axis for axis in ("context", "sequence", "expert", "data") if job.size(axis) > 1]
+        per_node = job.sharding.compression.neighbours(job.axes, job.mesh_axes.averaging_axis)
+        way = route(group, per_node, groups_along(job.require_mesh(), axes))
         quantise_averages(replicas, job.sharding.compression, way, job.device)
     average_every_backward(replicas)
     if guards_are_on():
@@ -184,33 +186,29 @@ def averagers(job: Job, *, in_backward: bool = True) -> list[GradientAverager]:
         job: The job; none of its parameters is sharded.
         in_backward: See :class:`GradientAverager`.
     """
+    from meshwright.methods.comm import averages_of
+
     experts = job.experts.parameters() if job.experts is not None else set()
     others = set(job.model.parameters()) - experts
+    every: list[tuple[tuple[str, ...], set[nn.Parameter], bool]] = [(AVERAGED, others, job.find_unused_parameters)]
+    every += [(SAME_EXPERTS, experts, True)] if job.experts is not None else []
     found = []
-    for axes, only, unused in ((AVERAGED, others, job.find_unused_parameters), (SAME_EXPERTS, experts, True)):
-        if only and any(job.size(axis) > 1 for axis in axes):
-            group = job.mesh_axes.flat_mesh(*axes).get_group()
-            averager = GradientAverager(
+    for axes, only, unused in every:
+        if all(job.size(axis) == 1 for axis in axes):
+            continue
+        # Also on a pipeline rank that has none of them: making a group is collective over the world.
+        group = job.mesh_axes.flat_mesh(*axes).get_group()
+        found.append(
+            GradientAverager(
                 job.model,
                 group,
                 allow_unused=unused,
                 in_backward=in_backward,
                 only=only,
-                average=_compressed(job, group),
+                compressed=averages_of(job, group),
             )
-            found.append(averager)
+        )
     return found
-
-
-def _compressed(job: Job, group: dist.ProcessGroup) -> Callable[[Sequence[torch.Tensor]], None] | None:
-    compression = job.sharding.compression
-    if compression is None:
-        return None
-    from meshwright.comm.compression import route
-    from meshwright.methods.comm import average_in_place
-
-    way = route(group, compression.neighbours(job.axes, job.mesh_axes.averaging_axis))
-    return functools.partial(average_in_place, compression=compression, way=way)
 
 
 def _averaging(every: list[GradientAverager]) -> MicroBatchContext:
