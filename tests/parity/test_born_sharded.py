@@ -32,7 +32,7 @@ LAYOUTS = {
 EXPERTS = {
     "expert": Layout(2, ["expert_parallel", mesh(expert=2)]),
     "expert x zero": Layout(4, ["expert_parallel", "fsdp", mesh(expert=2, zero=2)]),
-    "expert x tensor": Layout(4, ["expert_parallel", "tensor_parallel", mesh(expert=2, tensor=2)]),
+    "expert x tensor": Layout(4, ["expert_parallel", "tensor_parallel", mesh(tensor=2, expert=2)]),
     "expert x pipeline": Layout(4, ["expert_parallel", scheduled("1f1b"), mesh(expert=2, pipeline=2)], 2, 2),
 }
 FURTHER = {

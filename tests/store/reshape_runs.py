@@ -98,10 +98,6 @@ ROWS: dict[str, Row] = {
     "data 2 x zero 2": Row(4, ["fsdp", mesh(data=2, zero=2)]),
     "tensor 2 x zero 2": Row(4, ["tensor_parallel", "fsdp", mesh(tensor=2, zero=2)]),
     "expert 2 x zero 2": Row(4, ["expert_parallel", "fsdp", mesh(expert=2, zero=2)], model="experts"),
-    "expert 2 x tensor 2": Row(4, ["expert_parallel", "tensor_parallel", mesh(expert=2, tensor=2)], model="experts"),
-    "expert 2 x pipeline 2": Row(
-        4, ["expert_parallel", mesh(expert=2, pipeline=2), scheduled("1f1b")], micro_batches=2, model="experts"
-    ),
     "pipeline 4, 1f1b": Row(4, [mesh(pipeline=4), scheduled("1f1b")], micro_batches=4),
     "pipeline 2 x zero 2": Row(4, ["fsdp", mesh(pipeline=2, zero=2), scheduled("1f1b")], micro_batches=2),
     "tensor 2 x pipeline 2": Row(

@@ -106,6 +106,8 @@ class GradientAverager:
         in_backward: False averages only when :meth:`average` is called.
         only: The parameters to average; None: all of the model's.
         compressed: Averages flat gradients of one type over the group, in place; None: in full precision.
+        at_end: Whether all is sent at the end of backward: for gradients that come in another order on each rank, as
+            those of experts without tokens do. Other exchanges over the same ranks would be paired with them.
     """
 
     def __init__(
@@ -117,9 +119,10 @@ class GradientAverager:
         in_backward: bool = True,
         only: Collection[nn.Parameter] | None = None,
         compressed: Callable[[Sequence[torch.Tensor]], None] | None = None,
+        at_end: bool = False,
     ) -> None:
         self._group, self._allow_unused, self._in_backward = group, allow_unused, in_backward
-        self._compressed = compressed
+        self._compressed, self._at_end = compressed, at_end or compressed is not None
         self._names = {p: name for name, p in model.named_parameters() if only is None or p in only}
         self._hooked: set[nn.Parameter] = set()
         self._trains: list[bool] = []
@@ -182,9 +185,7 @@ class GradientAverager:
             queue_callback(self._end)
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        # A given function may wait for the other ranks, which would wait for this one where experts without tokens, and
-        # other averages, come in another order on each: it is called at the end.
-        if self._compressed is None and self._running == current_graph_task_id() and parameter in self._bucket_of:
+        if not self._at_end and self._running == current_graph_task_id() and parameter in self._bucket_of:
             self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
             while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
                 self._send()

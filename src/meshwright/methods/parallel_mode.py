@@ -206,6 +206,7 @@ def averagers(job: Job, *, in_backward: bool = True) -> list[GradientAverager]:
                 in_backward=in_backward,
                 only=only,
                 compressed=averages_of(job, group),
+                at_end=only is experts,
             )
         )
     return found

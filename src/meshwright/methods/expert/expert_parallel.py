@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.cost import Block, Boundary, Moment, Parameter, Step, send_boundaries
+from meshwright.errors import StrategyError
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.expert.dispatch import Call, ExpertAxis, TracedDispatch, TracedExperts, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
@@ -276,6 +277,7 @@ class ExpertParallel(Method):
         """Refuse models whose experts cannot be divided."""
         if job.size(AXIS) == 1:
             return
+        _check_order([axis for axis, _ in job.axes], job.size("tensor"))
         layers = expert_layers(job.model, self.experts, _num_dividing(job))
         # Stored for apply, since the trial takes time, and a pipeline leaves this rank with a part of the model.
         job.expert_layers = [(layer, _features(layer, job)) for layer in layers], _summary(layers, job)
@@ -307,6 +309,17 @@ class ExpertParallel(Method):
         ranks = _num_dividing(step)
         step = step.replace(blocks=tuple(_divided(block, step, ranks) for block in step.blocks))
         return send_boundaries(step, AXIS)
+
+
+def _check_order(axes: Sequence[str], tensor: int) -> None:
+    """Refuse a mesh on which the ranks of both axes do not ascend: torch numbers those of a group in that order."""
+    if tensor > 1 and axes.index("tensor") > axes.index(AXIS):
+        raise StrategyError(
+            "expert_parallel: the axis tensor lies around the axis expert",
+            expected="tensor before expert in parallel_mode, which lists axes innermost first",
+            got=", ".join(axes),
+            fix="exchange the two",
+        )
 
 
 def _num_dividing(owner: Job | Step) -> int:
