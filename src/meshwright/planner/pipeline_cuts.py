@@ -133,7 +133,7 @@ def _by_class(known: Activations | None, tensor: SavedTensor) -> object:
     def classes(running: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
         return tuple(known.modules[module].classes for module in running)
 
-    makers = [(operator, classes(running), num_needed) for operator, running, num_needed in tensor.results]
+    makers = [(each.operator, classes(each.running), each.num_needed, each.turns) for each in tensor.results]
     return [classes(running) for running in tensor.savers], classes(tensor.inputs_of), makers
 
 

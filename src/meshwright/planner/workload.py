@@ -171,10 +171,20 @@ class Workload:
         """Return the workload with another number of samples per step."""
         return self.elsewhere(self.cluster, samples, self.limit_bytes)
 
-    def elsewhere(self, cluster: Cluster | None, batch_size: int | None, limit_bytes: int | None) -> Workload:
+    def elsewhere(
+        self,
+        cluster: Cluster | None,
+        batch_size: int | None,
+        limit_bytes: int | None,
+        *,
+        limit_is_free: bool | None = None,
+    ) -> Workload:
         """Return the workload on another cluster of the same kind of device; it shares all traces of the model."""
         world = self.world if cluster is None else cluster.num_devices
-        other = replace(self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes)
+        is_free = self.limit_is_free if limit_is_free is None else limit_is_free
+        other = replace(
+            self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes, limit_is_free=is_free
+        )
         own = {field.name for field in fields(self)} | {"_replaced"}
         vars(other).update({name: value for name, value in vars(self).items() if name not in own})
         return other
@@ -196,7 +206,11 @@ class Workload:
         # Trace what a rank computes and saves. It depends on the strategy only through these conditions.
         conditions = self._conditions(resolved, micro_batches, pipeline)
         traced = self._tracer.of(conditions)
-        step = self._traced_step(resolved, micro_batches, traced)
+        local = -(-self.batch_size // _replicas(resolved)) if self.batch_size else conditions.samples * micro_batches
+        step = self._traced_step(resolved, micro_batches, traced).replace(
+            activations=_with_inputs(traced.activations, resolved, micro_batches, conditions.samples, local),
+            smaller=self._smaller(resolved, micro_batches, conditions, local),
+        )
         # Describe parameters and states for each rank of a pipeline; they share the trace.
         decided = Decision() if pipeline is None else self._decide_cut(pipeline, step, resolved, conditions)
         cut, described = decided.cut, self._described(conditions, decided.cut)
@@ -242,6 +256,19 @@ class Workload:
         in_parts = any(getattr(each, "splits_backward", False) for each in resolved.strategy.methods)
         return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, in_parts, _widens(resolved))
 
+    def _smaller(
+        self, resolved: Resolved, micro_batches: int, conditions: Conditions, local: int
+    ) -> Activations | None:
+        """Trace a micro-batch of one sample less, if all but the first have so many; None if several are as large.
+
+        What the first holds most of, others hold beside the gradients that it leaves.
+        """
+        if conditions.samples < 2 or micro_batches == 1 or local != (conditions.samples - 1) * micro_batches + 1:
+            return None
+        samples = conditions.samples - 1
+        traced = self._tracer.of(replace(conditions, samples=samples))
+        return _with_inputs(traced.activations, resolved, micro_batches, samples, local)
+
     def _traced_step(self, resolved: Resolved, micro_batches: int, traced: Traced) -> Step:
         on_cpu = self.device.type == "cpu"
         return Step(
@@ -251,7 +278,6 @@ class Workload:
             num_micro_batches=micro_batches,
             on_cpu=on_cpu,
             on_one_host=on_cpu and (self.one_host if self.cluster is None else self.cluster.is_one_node),
-            activations=_with_inputs(traced.activations, resolved, micro_batches),
             flops=traced.flops,
             fp8_flops=traced.fp8_flops,
             boundaries=traced.boundaries,
@@ -338,12 +364,22 @@ def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
     return max(taken_bytes(peak.reserved_bytes, known.cluster.device) for peak in known.peaks)
 
 
-def _with_inputs(traced: Activations | None, resolved: Resolved, micro_batches: int) -> Activations | None:
-    """Return the activations of one micro-batch beside the inputs of a step's; a pipeline prepares all of them."""
+def _with_inputs(
+    traced: Activations | None, resolved: Resolved, micro_batches: int, samples: int, local: int
+) -> Activations | None:
+    """Return the activations of a micro-batch beside the inputs of a step's; a pipeline prepares all of them.
+
+    Args:
+        traced: Activations of a micro-batch.
+        resolved: The strategy.
+        micro_batches: Micro-batches of a step.
+        samples: Samples of this micro-batch.
+        local: Samples of a step on one rank.
+    """
     if traced is None:
         return None
     copies = micro_batches if dict(resolved.axes).get("pipeline", 1) > 1 else 1
-    return traced.given(traced.inputs._replace(views=micro_batches, copies=copies))
+    return traced.given(traced.inputs._replace(samples=samples, step_samples=local, copies=copies))
 
 
 def _compute_dtypes(resolved: Resolved) -> ComputeDtypes:
@@ -421,10 +457,12 @@ class ModuleModel:
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
         """See :class:`~meshwright.planner.plans.PlannedModel`. The module is traced once for CPUs and once for GPUs."""
+        is_given = limit_bytes is not None
         limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
         if cluster.device.is_host not in self._traced:
             self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
-        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes)
+        workload = self._traced[cluster.device.is_host]
+        return workload.elsewhere(cluster, samples, limit_bytes, limit_is_free=not is_given)
 
     @functools.cached_property
     def _traced(self) -> dict[bool, Workload]:

@@ -30,7 +30,7 @@ from meshwright.methods.tokens.ring_attention import (
 )
 from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, traced_gather
 from meshwright.methods.tokens.token_proof import check_parts
-from meshwright.methods.tokens.token_split import whole_input_gradients, without_cache, work_on_parts
+from meshwright.methods.tokens.token_split import whole_input_gradients, work_on_parts
 
 METHOD = "context_parallel"
 
@@ -253,7 +253,6 @@ class ContextParallel(Method):
             ranks = ContextRanks(axis, balance=self.balance, heads=job.size("sequence"), within=within)
             work_on_parts(job.model, ranks)
             whole_input_gradients(job.model, axis)
-            without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:
         """Add what travels in every micro-batch; the trace has seen a part of the tokens already."""

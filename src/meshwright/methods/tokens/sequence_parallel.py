@@ -21,7 +21,6 @@ from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment, Step
 from meshwright.errors import ModelError
 from meshwright.methods.base import Job, Method, Phase, parts_between_layers
 from meshwright.methods.planner_hooks import within_node
-from meshwright.methods.replace.model_changes import one_sequence_per_sample
 from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, tensor_bytes
@@ -39,7 +38,6 @@ from meshwright.methods.tokens.token_split import (
     block_lists,
     cut_tokens,
     whole_input_gradients,
-    without_cache,
     work_on_parts,
 )
 from meshwright.runtime.torch_internals.autograd import Function
@@ -271,7 +269,7 @@ class TokensTrace:
             for ranks in self._every:
                 hooks += cut_tokens(self._model, blocks, ranks)
         try:
-            with grouped_keys(), one_sequence_per_sample():
+            with grouped_keys():
                 yield
         finally:
             for hook in hooks:
@@ -371,7 +369,6 @@ class SequenceParallel(Method):
             within = parts_between_layers(job.strategy, job.size)
             work_on_parts(job.model, SequenceRanks(axis, job.size("context"), within))
             whole_input_gradients(job.model, axis)
-            without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:
         """Add the exchanges of every micro-batch; the trace has seen a part of the tokens already."""
