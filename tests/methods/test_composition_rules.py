@@ -10,12 +10,10 @@ EAGER = {"backend": "eager"}
 IGNORED = {"atorch_ignored_cls": "LayerNorm"}
 GATHERED = ("fp8", {"emulate": True, "recipe": "tensorwise", "all_gather": True})
 ZBV = ("pipeline_parallel", {"schedule": "zbv"})
-SEQUENCE = ("tensor_parallel", {"sequence": True})
 REENTRANT = ("checkpoint", {"no_reentrant": False})
 WHOLE = ("compile", {**EAGER, "whole": True})
 FUSED = ("module_replace", {"loss": True})
 UNDER_KEYS = [
-    ["offload", "outer"],
     [("half", "bf16"), "amp_native"],
     [FUSED, "tensor_parallel"],
     [FUSED, "pipeline_parallel"],
@@ -27,13 +25,9 @@ UNDER_KEYS = [
     [GATHERED, "tensor_parallel", "fsdp"],
     [GATHERED, ("half", {"master_weights": False}), "fsdp"],
     [REENTRANT, ZBV],
-    [("checkpoint", {"policy": "selective"}), ZBV],
     ["pipeline_parallel", ("zero1", IGNORED)],
     ["pipeline_parallel", ("zero2", IGNORED)],
     ["pipeline_parallel", ("fsdp", {"wrap_trainable_outmost": True})],
-    [SEQUENCE, "pipeline_parallel"],
-    [SEQUENCE, "sequence_parallel"],
-    [SEQUENCE, "context_parallel"],
     [WHOLE, "pipeline_parallel"],
     [("compile", EAGER), ("pipeline_parallel", {"schedule": "dualpipev"})],
     [("compile", EAGER), REENTRANT],
@@ -47,6 +41,7 @@ UNDER_KEYS += [
     ["outer", ("skip_nonfinite", "stop")],
     ["outer", ("loss_spike", "rollback")],
     [GATHERED, "ema", "fsdp"],
+    [("outer", "streaming_diloco"), "ema"],
     [GATHERED, ("comm", {"all_gather": "int8"}), "fsdp"],
 ]
 AXIS_OF = {method.method_name: method.axis for method in known_methods() if method.axis}
@@ -77,9 +72,10 @@ def test_rules_hold_where_both_methods_are_at_work():
         axes = [AXIS_OF.get(name) for name in others]
         if any(axes) and "outer" not in others:
             assert answer(methods, size=1) == "", methods
-    assert "outer does not go together" in answer(["outer", "pipeline_parallel"])
-    with pytest.raises(StrategyError, match="outer does not go together with pipeline_parallel"):
-        resolve(Strategy([("parallel_mode", {"replica": 1, "pipeline": 2}), "outer", "pipeline_parallel"]), 2)
+    stops = ["outer", ("skip_nonfinite", "stop")]
+    assert "does not go together" in answer(stops)
+    with pytest.raises(StrategyError, match="does not go together with outer"):
+        resolve(Strategy([("parallel_mode", {"replica": 1, "data": 2}), *stops]), 2)
 
 
 def test_what_a_method_needs():

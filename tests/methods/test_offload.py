@@ -225,7 +225,6 @@ def test_a_full_disk_is_told_to_every_rank(ranks, tmp_path):
 REFUSED = [
     (1, [("offload", {"parameters": 1.0})], "add fsdp"),
     (2, [("offload", {"gradients": 0.5})], "averaged or reduced"),
-    (1, ["outer", ("offload", None)], "outer"),
     (1, [("fsdp", {"atorch_wrap_cls": ("Linear",)}), ("offload", {"parameters": 0.5})], "gathers other units"),
     (1, [("offload", {"disk": __file__})], "cannot hold them"),
 ]

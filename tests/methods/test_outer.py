@@ -1,4 +1,4 @@
-"""Replicas of several ranks against the same replicas in one process: FSDP and tensor parallel inside, and both twins.
+"""Replicas of several ranks against the same replicas in one process: other methods inside, and both twins.
 
 Two replicas, each with half of every global batch; 10 steps of SGD with momentum in blocks of 2, DiLoCo's outer step.
 In fp64 every final weight differs by less than 1e-9 of the distance it moved.
@@ -16,9 +16,11 @@ from meshwright.errors import ConfigError, StrategyError
 from meshwright.methods import resolve
 from meshwright.optim import OuterOptimizer
 from meshwright.planner import measured_state
+from meshwright.store import CheckpointStore, TrainingState
 from meshwright.strategy import Strategy
 from tests import tiny
 from tests.methods import split_runs
+from tests.methods.test_ema import averaged
 from tests.methods.test_parity import full_weights
 
 STEPS, BATCH, H = 10, 8, 2
@@ -37,7 +39,7 @@ def simulated(name, parts):
     optims = [torch.optim.SGD(net.parameters(), **SGD) for net in nets]
     before = {key: value.detach().clone() for key, value in nets[0].named_parameters()}
     world, momentum = copy.deepcopy(before), {key: torch.zeros_like(value) for key, value in before.items()}
-    data = tiny.Tokens()
+    data, seen = tiny.Tokens(), []
     order = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, seed=0)
     loader = torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=order)
     for step, ids in zip(range(1, STEPS + 1), loader, strict=False):
@@ -56,7 +58,8 @@ def simulated(name, parts):
                     world[key] = world[key] - 0.7 * (change + 0.6 * momentum[key])
                     for net in nets:
                         net.get_parameter(key).copy_(world[key])
-    return before, world
+            seen += [dict(world)] * H
+    return before, world, averaged(seen, H)
 
 
 def train(name, strategy, steps=STEPS, **options):
@@ -77,41 +80,107 @@ def replicas_of_two(name, axis, methods, options):
     optim = result.optim
     assert isinstance(optim, OuterOptimizer)
     assert optim.num_syncs == STEPS // H
-    predicted = memory(result.plan.step, result._job.coordinate)
+    step = result.plan.steps[result._job.index("pipeline")] if result.plan.steps else result.plan.step
+    predicted = memory(step, result._job.coordinate)
     for kind, size in measured_state(result.model, optim).items():
         assert getattr(predicted, kind) == size, (kind, getattr(predicted, kind), size, strategy)
-    check_traffic(result)
-    return full_weights(result.model)
+    check_traffic(result, step)
+    average = None
+    if "ema" in result.strategy:
+        with result.ema.weights():
+            average = full_weights(result.model)
+    return full_weights(result.model), average
 
 
-def check_traffic(result):
+def check_traffic(result, step):
     """Predicted payloads are those that the replicas sent (rank 0 holds the largest shards), but for headers."""
     optim = result.optim
-    payloads = [t.bytes_per_step for t in result.plan.step.traffic if t.axis == "replica"]
-    assert all(t.every == H for t in result.plan.step.traffic if t.axis == "replica")
+    payloads = [t.bytes_per_step for t in step.traffic if t.axis == "replica"]
+    assert all(t.every == H for t in step.traffic if t.axis == "replica")
     if mw.rank() == 0:
         sent = optim.replicas.bytes_sent / optim.num_syncs
         assert sent == pytest.approx(sum(payloads) * (1 if len(payloads) == 1 else 0.5), rel=0.05)
 
 
+EMA = ("ema", {"decay": 0.9})
 CASES = {
-    "fsdp": ("plain", "zero", ["fsdp"], {}, 4),
+    "fsdp": ("plain", "zero", ["fsdp", EMA], {}, 4),
+    "fsdp, offload": ("plain", "zero", ["fsdp", EMA, ("offload", {"optimizer": 0.6, "parameters": 0.3})], {}, 4),
+    "offload, split": ("plain", "data", ["offload"], {"split": True}, 4),
+    "pipeline": ("plain", "pipeline", ["pipeline_parallel", EMA], {"clip_pseudo_grad": 1e3}, 2),
+    "zbv, offload": (
+        "plain", "pipeline", [("pipeline_parallel", {"schedule": "zbv"}), "offload"], {"anomaly_threshold": 9.0}, 2,
+    ),
     "fsdp, recompute, split": ("plain", "zero", ["fsdp", "checkpoint"], {"split": True}, 4),
     "data": ("plain", "data", [], {"offload": True}, 4),
     "tensor": ("llama", "tensor", ["tensor_parallel"], {}, 2),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["fsdp", "tensor", *(pytest.param(name, marks=pytest.mark.long) for name in CASES)])
+@pytest.mark.parametrize(
+    "case", ["fsdp", "tensor", "pipeline", *(pytest.param(name, marks=pytest.mark.long) for name in CASES)]
+)
 def test_replicas_of_several_ranks(ranks, case):
     name, axis, methods, options, parts = CASES[case]
     results = ranks(4).run(replicas_of_two, name, axis, methods, options)
-    before, expected = simulated(name, parts)
+    before, *every = simulated(name, parts)
     tolerance = 1e-5 if name == "llama" else 1e-9  # Llama's norms compute in fp32 whatever the weights are
-    for weights in results:
-        for key, value in expected.items():
-            moved, apart = (value - before[key]).norm(), (weights[key] - value).norm()
-            assert apart < tolerance * moved, (key, float(apart), float(moved))
+    for found in results:
+        for weights, expected in zip(found, every, strict=True):
+            for key in weights or ():
+                moved, apart = (expected[key] - before[key]).norm(), (weights[key] - expected[key]).norm()
+                assert apart < tolerance * moved, (key, float(apart), float(moved))
+    assert every[0].keys() == set().union(*(weights for weights, _ in results))
+
+
+CUT = {"clip_pseudo_grad": 0.05, "sync_every": 1, "rule": "local_sgd"}
+
+
+def clipped(axes, methods, options):
+    """The weights after steps whose pseudo-gradients are all cut, by the norm of the whole model."""
+    return full_weights(train("plain", [("parallel_mode", axes), *methods, ("outer", {**CUT, **options})]).model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"split": True}])
+def test_pseudo_gradients_of_stages_are_cut_by_the_norm_of_all(ranks, options):
+    expected = ranks(2).run(clipped, {"replica": 2}, [], {})[0]
+    every = ranks(4).run(clipped, {"pipeline": 2, "replica": 2}, ["pipeline_parallel"], options)
+    before = dict(build("plain").named_parameters())
+    for weights in every:
+        for key, value in weights.items():
+            assert (value - expected[key]).norm() < 1e-9 * (expected[key] - before[key]).norm(), key
+    assert expected.keys() == set().union(*every)
+
+
+def saved_and_loaded(axes, methods, folder):
+    """Train 3 steps, save, train on; load what was saved, and train on alike: both weights."""
+    strategy = [("parallel_mode", axes), *methods, ("outer", OUTER)]
+    result = train("plain", strategy, steps=3)
+    batches = [batch for _, batch in zip(range(3), result.dataloader, strict=False)]
+    CheckpointStore(folder).save(TrainingState(result.model, result.optim))
+    for batch in batches:
+        result.step(batch)
+    again = train("plain", strategy, steps=0)
+    CheckpointStore(folder).load(TrainingState(again.model, again.optim))
+    for batch in batches:
+        again.step(batch)
+    with result.ema.weights(), again.ema.weights():
+        averages = full_weights(result.model), full_weights(again.model)
+    return full_weights(result.model), full_weights(again.model), averages
+
+
+@pytest.mark.parametrize(
+    ("axes", "methods"),
+    [
+        ({"pipeline": 2, "replica": 2}, ["pipeline_parallel", EMA]),
+        pytest.param({"zero": 2, "replica": 2}, ["fsdp", EMA, "offload"], marks=pytest.mark.long),
+    ],
+)
+def test_checkpoints_in_the_middle_of_a_block(ranks, tmp_path, axes, methods):
+    for one, other, averages in ranks(4).run(saved_and_loaded, axes, methods, tmp_path):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+        assert all(torch.equal(averages[0][key], averages[1][key]) for key in one)
 
 
 def test_a_strategy_with_outer_names_its_axis():

@@ -83,7 +83,7 @@ def gpt():
 MODELS = {
     "gpt": gpt, "gpt2": hf_gpt2, "llama": llama, "lora": lora, "bert": bert, "mixtral": mixtral, "vit": vit,
     "resnet": resnet, "listed": functools.partial(expert_runs.Net, "listed"),
-    "stacked": functools.partial(expert_runs.Net, "stacked"),
+    "stacked": functools.partial(expert_runs.Net, "stacked"), "packed": llama,
 }  # fmt: skip
 PLAIN, IMAGES = ("gpt", "listed", "stacked"), ("vit", "resnet")
 
@@ -91,6 +91,8 @@ PLAIN, IMAGES = ("gpt", "listed", "stacked"), ("vit", "resnet")
 def prepare(name, data, device):
     if name in PLAIN:
         return data
+    if name == "packed":  # two documents in each sample
+        return {"input_ids": data, "position_ids": (torch.arange(SEQ) % 29).expand(len(data), -1)}
     return {"pixel_values" if name in IMAGES else "input_ids": data}
 
 
@@ -102,14 +104,14 @@ def loss_func(inputs, output):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def trained(name, strategy, micro_batches=1, optim=FUSED):
+def trained(name, strategy, micro_batches=1, optim=FUSED, batch_size=BATCH):
     """Return this rank's job after a step, and its batch."""
     torch.manual_seed(0)
     data = torch.randn(16, 3, 32, 32) if name in IMAGES else torch.randint(0, 61, (16, SEQ))
     with LiveBytes() as live:
         result = mw.accelerate(
             MODELS[name](), optim[0], data, loss_func, strategy=strategy, optim_args=optim[1], max_grad_norm=1.0,
-            num_micro_batches=micro_batches, dataloader_args={"batch_size": BATCH},
+            num_micro_batches=micro_batches, dataloader_args={"batch_size": batch_size},
             prepare_input=functools.partial(prepare, name),
             model_input_format=None if name in PLAIN else "unpack_dict",
         )  # fmt: skip
@@ -168,6 +170,7 @@ EXPERTS = [("parallel_mode", {"expert": 2}), "expert_parallel"]
 SELECTIVE = ("checkpoint", {"policy": "selective"})
 TENSOR = [("parallel_mode", {"tensor": 2}), "tensor_parallel"]
 HALF = ("half", "bf16")
+MIDDLE = ("none", "full", "selective", "none")
 ADAGRAD = (torch.optim.Adagrad, {"lr": 0.1})
 
 
@@ -180,6 +183,14 @@ def test_the_loss_of_half_runs_in_fp32_and_views_keep_the_batch(ranks):
     check(ranks(2).run(compared, cases)[0])
 
 
+@pytest.mark.long
+def test_the_mask_between_documents_counts(ranks):
+    token_axes = {
+        axis: ("packed", [("parallel_mode", {axis: 2}), f"{axis}_parallel"]) for axis in ("sequence", "context")
+    }
+    check(ranks(2).run(compared, {"data": ("packed", []), "fsdp": ("packed", ["fsdp"]), **token_axes})[0])
+
+
 def test_pipelines(ranks):
     cases = {
         "1f1b": ("bert", pipeline("1f1b"), 4),
@@ -188,12 +199,50 @@ def test_pipelines(ranks):
     check(ranks(2).run(compared, cases)[0])
 
 
+def test_micro_batches_that_differ(ranks):
+    """The first is the largest; the others run beside the gradients that it leaves."""
+    cases = {
+        "selective": ("llama", [SELECTIVE], 3, FUSED, 4),
+        "images": ("resnet", [("checkpoint", {"no_reentrant": False})], 3, FUSED, 4),
+    }
+    check(ranks(1).run(compared, cases)[0], 1e-3)
+
+
+@pytest.mark.long
+def test_so_they_do_where_ranks_share_them(ranks):
+    cases = {
+        "data": ("bert", [], 3),
+        "zero1": ("llama", ["zero1", SELECTIVE], 3),
+        "zero2": ("gpt", ["zero2", "checkpoint"], 3),
+        "fsdp": ("gpt", ["fsdp"], 3),
+    }
+    check(ranks(2).run(compared, cases)[0], 1e-3)
+
+
+@pytest.mark.long
+def test_tokens_are_gathered_beside_the_last_blocks_weights(ranks):
+    split = [("parallel_mode", {"sequence": 2}), "sequence_parallel", "fsdp"]
+    cases = {"every second": ("vit", [*split, ("checkpoint", {"every": 2})], 1, FUSED, 24), "all": ("vit", split)}
+    check(ranks(2).run(compared, cases)[0], 0.005)
+
+
+def test_what_is_kept_under_the_names_of_others(ranks):
+    every_second = ("checkpoint", {"policy": "every_second"})
+    cases = {"every second": ("llama", [every_second]), "in part": ("gpt", [("checkpoint", {"layers": 3})])}
+    check(ranks(1).run(compared, cases)[0], 1e-3)
+
+
 @pytest.mark.long
 def test_schedules_that_split_backward(ranks):
     cases = {
         "zbv": ("gpt2", pipeline("zbv"), 4),
         "dualpipev": ("gpt", pipeline("dualpipev"), 4),
         "zbv, checkpoint, half": ("gpt2", [*pipeline("zbv"), "checkpoint", HALF], 4),
+        "zbv, selective": ("gpt2", [*pipeline("zbv"), SELECTIVE], 4),
+        "zbv, budget": ("gpt", [*pipeline("zbv"), ("checkpoint", {"memory_budget": 3_300_000})], 4),
+        "zbv, two stages of four": ("gpt", [*pipeline("zbv"), ("checkpoint", {"each": MIDDLE})], 4),
+        "dualpipev, selective": ("llama", [*pipeline("dualpipev"), SELECTIVE], 4),
+        "zbv, every second": ("gpt2", [*pipeline("zbv"), ("checkpoint", {"policy": "every_second"}), HALF], 4),
     }
     check(ranks(2).run(compared, cases)[0])
 
@@ -203,7 +252,7 @@ def test_so_do_other_models_under_them(ranks):
     for schedule in ("zbv", "dualpipev"):
         plain = {name: (name, pipeline(schedule), 4) for name in ("gpt", "gpt2", "bert", "llama")}
         check(ranks(2).run(compared, plain)[0])
-        half = {name: (name, [*pipeline(schedule), HALF], 4) for name in ("gpt", "gpt2", "bert")}
+        half = {name: (name, [*pipeline(schedule), HALF], 4) for name in ("gpt", "gpt2", "bert", "llama")}
         check(ranks(2).run(compared, half)[0])
         again = {name: (name, [*pipeline(schedule), "checkpoint"], 4) for name in ("gpt", "gpt2")}
         check(ranks(2).run(compared, again)[0])

@@ -85,7 +85,8 @@ class Transient(NamedTuple):
         place: See :data:`~meshwright.cost.activations.Placed`.
         instants: The instants at which most can be held, for some number of samples.
         gradients: Bytes of the parameters' gradients that its backward completes.
-        forward: Behind the blocks, the same of forward as far as the model goes, without its loss.
+        forward: Behind the blocks, the same of forward as far as the model goes, without its loss; of the last block,
+            of what hooks do behind it while its weights are there.
         returned: Bytes made here in forward that nobody saves and the model holds, such as keys and values it returns.
         left: The part of those that is held in backward, too.
         remains: Bytes that are not free when its backward has run.
@@ -188,29 +189,54 @@ class Inputs(NamedTuple):
         viewed_bytes: Bytes of a micro-batch that are views of the step's batch, which is whole until the step ends.
         copied_bytes: Bytes of a micro-batch that were made from the batch.
         batch_bytes: Bytes of a micro-batch in the batch of which only copies are given.
-        views: Micro-batches of a step.
+        samples: Samples of a micro-batch; of one with the most, where they differ.
+        step_samples: Samples of a step on this rank.
         copies: Micro-batches whose copies are held at once: all of them in a pipeline.
     """
 
     viewed_bytes: int = 0
     copied_bytes: int = 0
     batch_bytes: int = 0
-    views: int = 1
+    samples: int = 1
+    step_samples: int = 1
     copies: int = 1
 
-    def of(self, given: Given) -> int:
-        """Return how many micro-batches' input is held at once."""
-        return self.views if given == "view" else self.copies
+    def held_with(self, num_bytes: int, given: Given) -> int:
+        """Return the bytes that are held at once because so many of a micro-batch's input are saved."""
+        return num_bytes * self.step_samples // self.samples if given == "view" else num_bytes * self.copies
 
     @property
     def batch(self) -> int:
         """Return the bytes of the step's batch."""
-        return self.views * (self.viewed_bytes + self.batch_bytes)
+        return self.step_samples * (self.viewed_bytes + self.batch_bytes) // self.samples
 
     @property
     def held(self) -> int:
         """Return the bytes held while forward and backward run."""
         return self.batch + self.copies * self.copied_bytes
+
+
+PRODUCTS = frozenset(
+    {
+        "aten.addmm", "aten.convolution", "aten.mm", "aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_mm",
+        "transformers.grouped_mm_fallback",
+    }
+)  # fmt: skip
+"""Operators that multiply by weights."""
+
+EVERY_SECOND = "every second product"
+"""Among the operators whose results a module keeps: of products only the first, the third and so on are kept."""
+
+
+def keeps(kept: frozenset[str], operator: str, turn: int) -> bool:
+    """Return whether a recomputed module keeps the result of a call.
+
+    Args:
+        kept: Operators whose results it keeps.
+        operator: The operator.
+        turn: Of a product: how many products have run before it since the module began; their parity will do.
+    """
+    return operator in kept and not (turn % 2 and operator in PRODUCTS and EVERY_SECOND in kept)
 
 
 class OperatorResult(NamedTuple):
@@ -219,11 +245,15 @@ class OperatorResult(NamedTuple):
     operator: str
     running: Running
     num_needed: int  # so many of these, from the outermost, save something after it and come to it as they run again
+    turns: tuple[int, ...] = ()  # of a product: the parity of its turn in each of these modules
 
     def keeper(self, recomputed: Recomputed) -> int | None:
         """Return the recomputed module that keeps the result, or None."""
         module = _cover(self.running, recomputed)
-        return module if module is not None and self.operator in recomputed[module] else None
+        if module is None:
+            return None
+        turn = self.turns[self.running.index(module)] if self.turns else 0
+        return module if keeps(recomputed[module], self.operator, turn) else None
 
 
 @dataclass(frozen=True)
@@ -237,10 +267,12 @@ class SavedTensor:
     places: tuple[int, ...] = ()  # see Placed
     needed_from: int = -1  # the first place whose backward needs it: when that has run, it is free
     given: Given | None = None  # part of the model's input, which lives however long it is saved
+    returned_by: tuple[int, ...] = ()  # the blocks that return it, by their places
+    is_handed_on: bool = False  # by the stage of a pipeline that made it, which keeps it until its backward has run
 
     def is_kept(self, recomputed: Recomputed) -> bool:
         """Return whether the tensor lives from forward to backward while these modules are recomputed."""
-        return self.is_saved(recomputed) or self.is_kept_result(recomputed)
+        return self.is_handed_on or self.is_saved(recomputed) or self.is_kept_result(recomputed)
 
     def is_saved(self, recomputed: Recomputed) -> bool:
         """Return whether autograd saves the tensor while these modules are recomputed.
@@ -257,13 +289,18 @@ class SavedTensor:
         """Return whether a recomputed module keeps the tensor as the result of an operator that it does not rerun."""
         return any(result.keeper(recomputed) is not None for result in self.results)
 
+    def in_stage(self, has: Callable[[tuple[int, ...]], bool]) -> SavedTensor:
+        """Return the tensor as the stage of a pipeline holds it that has some places."""
+        is_last = any(has((place,)) and not has((place + 1,)) for place in self.returned_by)
+        return dataclasses.replace(self, is_handed_on=True) if is_last else self
+
     def taken_in(self, recomputed: Recomputed) -> int | None:
         """Return the recomputed module that keeps the tensor until it runs again, and saves it no more then; or None.
 
         Torch's checkpoint gives a kept result away when it comes to its operator. What lies behind the last saved
         tensor stays.
         """
-        if self.savers or self.is_saved(recomputed):
+        if self.savers or self.is_handed_on or self.is_saved(recomputed):
             return None
         for result in self.results:
             module = result.keeper(recomputed)
@@ -281,6 +318,7 @@ class Work:
     num_needed: int  # so many of these, from the outermost, save something after it: they stop recomputing behind it
     flops: int
     place: int = -1
+    turns: tuple[int, ...] = ()  # see OperatorResult
 
     def is_recomputed(self, recomputed: Recomputed, *, to_the_end: bool) -> bool:
         """Return whether recomputation runs the operator again.
@@ -288,7 +326,9 @@ class Work:
         Without ``to_the_end``, recomputation stops at the last saved tensor.
         """
         module = _cover(self.running if to_the_end else self.running[: self.num_needed], recomputed)
-        return module is not None and self.operator not in recomputed[module]
+        if module is None:
+            return False
+        return not keeps(recomputed[module], self.operator, self.turns[self.running.index(module)] if self.turns else 0)
 
 
 @dataclass(frozen=True)
@@ -380,7 +420,7 @@ class Activations:
                 place = tensor.needed_from
                 if tensor.given is not None:
                     if tensor.is_kept(self.recomputed):
-                        given[id(tensor)] = tensor.num_bytes * self.inputs.of(tensor.given)
+                        given[id(tensor)] = self.inputs.held_with(tensor.num_bytes, tensor.given)
                     continue
                 if tensor.is_kept(self.recomputed):
                     here[place] = here.get(place, 0) + tensor.num_bytes
@@ -437,7 +477,10 @@ class Activations:
         held = [{each for each in places if has(each)} for has in stages]
         return dataclasses.replace(
             self,
-            stages=tuple(tuple(tensor for tensor in every if tensor.places in here) for here in held),
+            stages=tuple(
+                tuple(tensor.in_stage(has) for tensor in every if tensor.places in here)
+                for has, here in zip(stages, held, strict=True)
+            ),
             in_flight=in_flight,
             backward_at=backward_at,
             work=tuple(work for work in self.work if any((work.place,) in here for here in held)),

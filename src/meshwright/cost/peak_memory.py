@@ -158,7 +158,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                 gathered=gathered + _weights(step, each.place, behind),
                 activations=activations - taken.get(each.place, 0),
                 recomputation=working.get(each.place, 0),
-                host_gradients=0 if step.num_micro_batches == 1 else whole.host_gradients,
+                host_gradients=whole.host_gradients if _has_accumulated(step) else 0,
             )
             yield each.place == behind, at_peak
             if 0 <= each.place < behind and (on_way := _exchanged_bytes(step)):
@@ -172,14 +172,18 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                         recomputation=0,
                     ),
                 )
-            if each.forward and not (step.gathered == "model" and step.num_micro_batches > 1):  # gathered before
+            if each.forward and not (step.gathered == "model" and _has_accumulated(step)):  # gathered before
                 most = max(instant.activations for instant in each.forward)
+                gradients, gathered = _Gradients(step, whole, known, now).at(own[-1])
+                gathered += _weights(step, each.place, behind, ahead=False) + last_gathered_bytes(step)
                 yield (
-                    each.place == behind,
+                    True,
                     dataclasses.replace(
                         at_peak,
-                        activations=held_here - left + returned + most,
-                        gathered=at_peak.gathered + last_gathered_bytes(step),
+                        activations=held_here - left - remains + returned + most,
+                        gradients=gradients,
+                        gathered=gathered,
+                        recomputation=0,
                     ),
                 )
 
@@ -249,7 +253,7 @@ def _backward_in_parts(step: Step, known: Activations, whole: Memory, now: Backw
                 gathered=gathered + _weights(step, each.place, behind),
                 activations=activations,
                 recomputation=0,
-                host_gradients=0 if step.num_micro_batches == 1 else whole.host_gradients,
+                host_gradients=whole.host_gradients if _has_accumulated(step) else 0,
             ),
         )
 
@@ -291,7 +295,7 @@ def _accumulates(step: Step, now: BackwardAt) -> bool:
     """Return whether gradients are added or copied to their place as soon as they are complete."""
     if step.shard_axis is not None and not step.whole_gradients:
         return False
-    return now.accumulated[now.stage] or averages_in_buckets(step)
+    return now.accumulated[now.stage] or (averages_in_buckets(step) and step.num_micro_batches == 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +319,9 @@ class _Gradients:
             return self._sharded(place, complete)
         total = sum(each.gradients for each in self.known.transients)
         if averages_in_buckets(self.step):
-            return total * (2 if self.step.num_micro_batches > 1 else 1), 0
+            # DDP averages in the last micro-batch alone: those before make gradients beside its buckets.
+            beside = total if _has_accumulated(self.step) else complete
+            return total + (beside if self.step.num_micro_batches > 1 else 0), 0
         others = sum(
             each.gradients
             for stage, begun in enumerate(self.now.accumulated)
@@ -342,7 +348,7 @@ class _Gradients:
             every = []
         reduced = max((size for block, size in every if block.name != "outside"), default=0)
         on_way = waiting + (reduced if later > waiting else 0)
-        if self.step.num_micro_batches > 1:
+        if _has_accumulated(self.step):
             before = sum(size for block, size in every if block.name == "outside")  # of the micro-batch before
             return self.whole.gradients, on_way if later > waiting else on_way + before
         return self.whole.gradients * (later - waiting) // max(total, 1), on_way
@@ -368,10 +374,11 @@ def _largest_block(step: Step) -> int:
     return max((size for block, size in whole_weights(step) if block.name != "outside"), default=0)
 
 
-def _weights(step: Step, place: int, behind: int) -> int:
+def _weights(step: Step, place: int, behind: int, *, ahead: bool = True) -> int:
     """Return the whole weights while a place runs backward: its block's, prefetched ones, and those outside blocks.
 
-    Weights that are gathered once a step are freed block by block in the last micro-batch alone.
+    Weights that are gathered once a step are freed block by block in the last micro-batch alone. Without ``ahead``,
+    nothing is prefetched.
     """
     whole = whole_weights_bytes(step)
     if step.gathered == "nothing" or not whole:
@@ -383,8 +390,8 @@ def _weights(step: Step, place: int, behind: int) -> int:
         return whole if step.num_micro_batches > 1 else outside + blocks * min(place + 1, behind) // max(behind, 1)
     largest = _largest_block(step)
     # What is gathered ahead is flat as yet, in memory that counts already where ranks share it.
-    ahead = 1 if step.gathers_ahead and place > 0 and not step.shards_in_memory else 0
-    return outside + (largest * (1 + ahead) if 0 <= place < behind else 0)
+    prefetched = 1 if ahead and step.gathers_ahead and place > 0 and not step.shards_in_memory else 0
+    return outside + (largest * (1 + prefetched) if 0 <= place < behind else 0)
 
 
 # --- The fullest moment of a step.
@@ -423,7 +430,27 @@ def peak(step: Step, but_for: Collection[Moment] = ()) -> Peak:
 
 
 def moments(step: Step) -> dict[Moment, Memory]:
-    """Return the memory at each moment that competes for the peak.
+    """Return the memory at each moment that competes for the peak: of the first micro-batch, or of those behind it."""
+    if step.smaller is None or step.activations is None:
+        return _moments(step)
+    at_first = dataclasses.replace(step.activations, backward_at=(BackwardAt(0, (1,), (False,)),))
+    first = _moments(step.replace(activations=at_first, smaller=None))
+    later = _moments(step.replace(activations=step.smaller, smaller=None))
+    return {
+        moment: max((every[moment] for every in (later, first) if moment in every), key=lambda each: each.total)
+        for moment in {**first, **later}
+    }
+
+
+def _has_accumulated(step: Step) -> bool:
+    """Return whether gradients of micro-batches before exist at a step's peak."""
+    known = step.activations
+    is_first = step.stages is None and known is not None and any(not any(now.accumulated) for now in known.backward_at)
+    return step.num_micro_batches > 1 and not is_first
+
+
+def _moments(step: Step) -> dict[Moment, Memory]:
+    """Return the memory at each moment where all micro-batches are of one size.
 
     Before a unit computes in forward, gathered weights are copied to where they are used (``gather``). At the start of
     backward, all that forward saved is alive, and only accumulated gradients are (``loss``). When the last block runs
@@ -437,7 +464,7 @@ def moments(step: Step) -> dict[Moment, Memory]:
     at_loss = saved + (known.loss_bytes if known is not None else 0)
     weights, (accumulated, of_block, of_outside) = whole_weights_bytes(step), _gradients(step)
     # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
-    shards_last = step.num_micro_batches > 1 and not step.whole_gradients
+    shards_last = _has_accumulated(step) and not step.whole_gradients
     lasting = whole.gradients if shards_last or step.shard_axis is None else 0
 
     def at(gradients: int, gathered: int, activations: int, recomputation: int = 0) -> Memory:
@@ -495,7 +522,7 @@ def _gradients(step: Step) -> tuple[int, int, int]:
     Two blocks at once; one beside accumulated gradients, which exist already.
     """
     each = whole_gradients(step)
-    accumulates = step.whole_gradients and step.num_micro_batches > 1
+    accumulates = step.whole_gradients and _has_accumulated(step)
     inside = max((size for block, size in each if block.name != "outside"), default=0)
     outside = sum(size for block, size in each if block.name == "outside")
     if accumulates:

@@ -407,11 +407,15 @@ def _outer_bytes(step: Step, where: Mapping[str, int]) -> int:
     outer = step.outer
     if outer is None or outer.on_host:
         return 0
-    # Dealt out by the sizes of whole tensors, on which all ranks of a replica agree.
+    # Dealt out by the sizes of whole tensors, on which all ranks of a replica agree. Global weights lie beside the
+    # weights that the optimizer updates.
     held = [
-        (whole_numel(step, parameter), _wide_bytes(step, parameter, where))
-        for count, parameter in step.every_parameter()
-        for _ in range(count)
+        (
+            whole_numel(step, parameter),
+            _wide_bytes(step, parameter, where) if step.on_cpu or number < placement.on_device else 0,
+        )
+        for placement, (count, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True)
+        for number in range(count)
         if parameter.trainable
     ]
     owners = balanced_owners([numel for numel, _ in held], step.size(outer.split_axis))

@@ -347,6 +347,7 @@ class Step:
     buffers_itemsize: int | None = None  # bytes per element of floating buffers; None: as given
     num_micro_batches: int = 1
     activations: Activations | None = None  # None: unknown (no sample batch, or the model could not be traced)
+    smaller: Activations | None = None  # of all micro-batches but the first, where that alone has one sample more
     stages: Stages | None = None  # where the mesh has a pipeline axis
     flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted
     recompute_flops: int = 0  # of one micro-batch's recomputation

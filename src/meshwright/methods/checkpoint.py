@@ -23,11 +23,12 @@ from meshwright.cost import (
     inline_traffic,
     names_class,
 )
+from meshwright.cost.activations import keeps
 from meshwright.errors import StrategyError
-from meshwright.methods.base import ClassReferences, Conflict, Job, Method, Phase
+from meshwright.methods.base import ClassReferences, Job, Method, Phase
 from meshwright.methods.pipeline.splice import Elsewhere
 from meshwright.methods.planner_hooks import Role, SearchScope
-from meshwright.methods.recompute import SELECTIVE, operator_names, recompute
+from meshwright.methods.recompute import OPERATORS_OF, SELECTIVE, operator_names, recompute
 from meshwright.nn import (
     check_forward,
     class_name,
@@ -36,7 +37,6 @@ from meshwright.nn import (
     modules_of,
     outermost,
     require_blocks,
-    without_caches,
 )
 from meshwright.strategy import Bytes
 
@@ -65,27 +65,17 @@ class Checkpoint(Method):
         "max_checkpoint_module_num": "write layers=N to recompute the first N modules",
         "selective_offload": "write policy='selective', or add ('offload', {'activations': 1.0})",
     }
-    conflicts: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            other="pipeline_parallel",
-            reason="the schedule goes through backward twice, and kept results last for once",
-            fix="set policy='full', or use the schedule gpipe, 1f1b or interleaved",
-            when=lambda own, other: own.keeps_results and other.splits_backward,
-            own_keys="a policy that keeps results",
-            other_keys="schedule='zbv' or 'dualpipev'",
-        ),
-    )
-
     wrap_class: ClassReferences | None = None
     """The modules; None: the model's repeated blocks, or in a model without any, the modules that its
     ``nn.Sequential``s run, else its children."""
     no_reentrant: bool = True
     """False uses torch's reentrant implementation, for modules on which the default fails since they save other tensors
     when they run again."""
-    policy: Literal["full", "selective"] | tuple[str, ...] | None = None
+    policy: Literal["full", "selective", "every_second"] | tuple[str, ...] | None = None
     """``full`` keeps nothing but inputs; ``selective`` keeps the results of products with weights, fused attention and
-    functional collectives too (Korthikanti et al. 2022); or the operators whose results are kept, such as ``aten.mm``.
-    None: ``full``, and with ``memory_budget`` either of both."""
+    functional collectives too (Korthikanti et al. 2022); ``every_second`` does so but for every second product of a
+    module, as TorchTitan's selective policy; or the operators whose results are kept, such as ``aten.mm``. None:
+    ``full``, and with ``memory_budget`` ``full`` or ``selective``."""
     every: PositiveInt | None = None
     """Recompute one of so many modules, from the first: 2 covers half of them."""
     layers: PositiveInt | PositiveFloat | None = None
@@ -148,7 +138,11 @@ class Checkpoint(Method):
     @property
     def partial(self) -> frozenset[str]:
         """The operators whose results a selectively recomputed module keeps."""
-        return frozenset(self.policy) if isinstance(self.policy, tuple) else SELECTIVE
+        return (
+            frozenset(self.policy)
+            if isinstance(self.policy, tuple)
+            else OPERATORS_OF.get(self.policy or "selective", SELECTIVE)
+        )
 
     def granularities(self, count: int) -> tuple[Granularity, ...]:
         """Return the recomputation of each of ``count`` modules; full until a memory budget has decided.
@@ -198,15 +192,18 @@ class Checkpoint(Method):
                 alike.setdefault(kept, []).append(module)
         for operators, modules in alike.items():
             recompute(modules, operators, no_reentrant=self.no_reentrant)
-        if without_caches(job.model):  # the recomputation would fill them a second time
-            job.notices.append("checkpoint: config.use_cache was set to False; a cache cannot be recomputed")
 
     def cost(self, step: Step) -> Step:
         """Free what the chosen modules save, and add what one of them needs while it recomputes."""
         known = step.activations
         if known is None:
             return step
-        recomputed = self._kept(self.covered(known))
+        # A stage's blocks alone: where it recomputes none, its backward runs in two parts if the schedule says so.
+        recomputed = {
+            module: kept
+            for module, kept in self._kept(self.covered(known)).items()
+            if _is_here(known.modules[module].block, step.stages, len(known.blocks))
+        }
         activations, flops = known.recompute(recomputed, to_the_end=not self.no_reentrant)
         repeated = Repeated(known, recomputed, step.stages, to_the_end=not self.no_reentrant)
         blocks = tuple(
@@ -309,13 +306,14 @@ class Repeated:
         operator = part.operator if isinstance(part, Op) else ""
         if isinstance(part, Boundary) and part.path:
             return float(any(_named(module.classes[:1], names) for module in self._near(part.path)))
-        if any(_named(module.classes[:1], names) and operator not in kept for module, kept in self._outside):
-            return 1.0
+        outside = [_repeats(kept, operator) for module, kept in self._outside if _named(module.classes[:1], names)]
+        if any(outside):
+            return max(outside)
         kinds = {kind: count for kind, count in self._kinds.items() if _named(kind[0][:1], part.inside)}
         again = sum(
             count
+            * max((_repeats(kept, operator) for classes, kept in modules if _named(classes[:1], names)), default=0)
             for (_, modules), count in kinds.items()
-            if any(_named(classes[:1], names) and operator not in kept for classes, kept in modules)
         )
         return again / sum(kinds.values()) if again else 0.0
 
@@ -328,8 +326,13 @@ class Repeated:
         return above + self._within.get(path, [])
 
 
-def _is_here(block: int, stages: Stages | None, count: int) -> bool:
-    if stages is None or stages.num_blocks != count:  # a pipeline over one list of blocks among others
+def _repeats(kept: frozenset[str], operator: str) -> float:
+    """Return the share of an operator's calls that run again in a module that keeps some results."""
+    return sum(not keeps(kept, operator, turn) for turn in (0, 1)) / 2
+
+
+def _is_here(block: int | None, stages: Stages | None, count: int) -> bool:
+    if block is None or stages is None or stages.num_blocks != count:  # a pipeline over one list of blocks among others
         return True
     return any(stages.has(stage, (block,)) for stage in stages.own)
 

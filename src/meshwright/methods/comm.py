@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.comm.compression import Packing, Route, gathered_messages, reduced_row
+from meshwright.comm.compression import Packing, Route, gathered_messages, reduced_row, route
 from meshwright.comm.transport import all_gather_flat
 from meshwright.cost import AVERAGING, Compression, Encoding, Step
 from meshwright.errors import StrategyError
@@ -206,6 +206,31 @@ _Averages.average.__annotations__.update(
 )
 
 
+def averages_of(job: Job, group: dist.ProcessGroup) -> Callable[[Sequence[torch.Tensor]], None] | None:
+    """Return a function that averages flat gradients over replicas in few bits; None where nothing is compressed.
+
+    Args:
+        job: The job; none of its parameters is sharded.
+        group: The replicas.
+    """
+    compression = job.sharding.compression
+    if compression is None:
+        return None
+    nodes = compression.neighbours(job.axes, job.mesh_axes.averaging_axis)
+    if compression.reduce is None and nodes is None:
+        return None
+    way = route(group, nodes)
+
+    def average(gradients: Sequence[torch.Tensor]) -> None:
+        plain = [each for each in gradients if not each.is_complex()]
+        pairs = [torch.view_as_real(each).flatten() for each in gradients if each.is_complex()]
+        for parts, encoding in ((plain, compression), (pairs, dataclasses.replace(compression, reduce=None))):
+            if parts:
+                average_in_place(parts, encoding, way)
+
+    return average
+
+
 def average_in_place(gradients: Sequence[torch.Tensor], compression: Compression, way: Route) -> None:
     """Replace flat gradients of one type by their means over ranks."""
     pieces = [-(-gradient.numel() // way.size) for gradient in gradients]
@@ -275,11 +300,6 @@ class Comm(Method):
             when=lambda own, other: bool(own.all_gather is not None and other.all_gather),
             own_keys="all_gather",
             other_keys="all_gather=True",
-        ),
-        Conflict(
-            other="pipeline_parallel",
-            reason="it reduces gradients and holds weights whole in a way of its own",
-            fix="leave comm out",
         ),
         Conflict(
             other="expert_parallel",

@@ -424,6 +424,9 @@ def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before
         before: The phase to stop before; None applies all.
     """
     methods = in_phase_order(strategy)
+    if step.smaller is not None:
+        one = step.replace(activations=step.smaller, smaller=None)
+        step = step.replace(smaller=cost_of(strategy, one, first=first, before=before).activations)
     for phase in Phase:
         if phase < first or (before is not None and phase >= before):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,7 @@ class GradientAverager:
         allow_unused: Whether parameters may get no gradient in a step; such a parameter keeps none if no rank has one.
         in_backward: False averages only when :meth:`average` is called.
         only: The parameters to average; None: all of the model's.
+        compressed: Averages flat gradients of one type over the group, in place; None: in full precision.
     """
 
     def __init__(
@@ -115,8 +116,10 @@ class GradientAverager:
         allow_unused: bool,
         in_backward: bool = True,
         only: Collection[nn.Parameter] | None = None,
+        compressed: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
         self._group, self._allow_unused, self._in_backward = group, allow_unused, in_backward
+        self._compressed = compressed
         self._names = {p: name for name, p in model.named_parameters() if only is None or p in only}
         self._hooked: set[nn.Parameter] = set()
         self._trains: list[bool] = []
@@ -126,7 +129,8 @@ class GradientAverager:
         self._enabled = True  # False: micro-batches whose gradients only accumulate
         self._running = _NONE  # the backward pass that has begun; it stays where one fails
         self._missing: list[int] = []  # how many parameters of each bucket have no gradient yet in this pass
-        self._works: list[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = []  # sent, in order of the buckets
+        # Sent, in order of the buckets; without work what has been averaged already.
+        self._works: list[tuple[dist.Work | None, torch.Tensor, list[nn.Parameter]]] = []
         if in_backward:
             model.register_forward_hook(self._after_forward)
 
@@ -189,11 +193,17 @@ class GradientAverager:
         parts = [
             (torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)).flatten() for p in bucket
         ]
-        if self._allow_unused:
-            parts.append(torch.stack([parts[0].new_tensor(float(p.grad is not None)) for p in bucket]))
-        flat = torch.cat(parts)
+        has_gradient = [parts[0].new_tensor(float(p.grad is not None)) for p in bucket if self._allow_unused]
+        if self._compressed is not None:
+            self._compressed(parts)
+            if has_gradient:
+                parts.append(torch.stack(has_gradient))
+                dist.all_reduce(parts[-1], group=self._group)
+            self._works.append((None, torch.cat(parts), bucket))
+            return
+        flat = torch.cat([*parts, torch.stack(has_gradient)] if has_gradient else parts)
         flat /= self._group.size()
-        self._works.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))  # type: ignore[arg-type]
+        self._works.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -202,7 +212,8 @@ class GradientAverager:
             self._send()
         unused: list[str] = []
         for work, flat, bucket in self._works:
-            work.wait()
+            if work is not None:
+                work.wait()
             unused += self._take(flat, bucket)
         self._works = []
         if unused:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.cost import Activations, Offloaded, Step, pick_largest, tie_key
 from meshwright.errors import StrategyError
-from meshwright.methods.base import Conflict, Method, Phase
+from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import AVERAGED, Job
 from meshwright.methods.offload_activations import ActivationOffload
 from meshwright.methods.planner_hooks import Role, SearchScope
@@ -189,16 +189,6 @@ class Offload(Method):
         "memory: what is chosen leaves the device. Time: copies, beside the computation where they can hide, and the "
         "update on the host. Communication: none"
     )
-    conflicts: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            other="outer",
-            reason="its replicas read and write weights and states, which the host holds",
-            fix='use outer\'s own offload, and offload activations only: ("offload", "activation")',
-            when=lambda own, _: bool(own.optimizer),
-            own_keys="optimizer",
-        ),
-    )
-
     optimizer: Fraction | None = None
     """Fraction of the trainable elements. None: as ``gradients`` or ``parameters`` need; all if no key is given."""
     gradients: Fraction | None = None

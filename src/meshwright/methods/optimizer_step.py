@@ -229,7 +229,8 @@ class Ema(Method):
     """Keeps an exponential moving average of the weights, sharded as they are: average ← d average + (1 - d) weights.
 
     ``with accelerated.ema.weights():`` swaps the average into the model. It is saved in every checkpoint of a
-    ``CheckpointStore`` under the model's names. Skipped steps do not count; the first update copies the weights.
+    ``CheckpointStore`` under the model's names. Skipped steps do not count; the first update copies the weights. Under
+    ``outer`` it follows the global weights, and moves when they do: by ``decay ** n`` after n steps.
 
     Config: None, the decay, or keys.
     """
@@ -242,8 +243,10 @@ class Ema(Method):
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="outer",
-            reason="between two synchronisations every replica has weights of its own to average",
-            fix="leave ema out: the global weights are an average already",
+            reason="replicas never hold the same weights, which the average would follow",
+            fix="synchronise the whole model at once, or leave ema out: the global weights are an average already",
+            when=lambda _, other: not other.makes_equal,
+            other_keys="fragments, delay or merge_alpha",
         ),
         Conflict(
             other="fp8",
@@ -272,7 +275,8 @@ class Ema(Method):
         policy = EmaPolicy(self.decay, self.warmup, self.every, self.dtype)
 
         def with_average(optimizer: Optimizer) -> Optimizer:
-            WeightAverage(optimizer, policy, job.model)  # the optimizer keeps it from now on
+            # The optimizer keeps it from now on.
+            WeightAverage(optimizer, policy, job.model, of_replicas="outer" in job.strategy.names)
             return optimizer
 
         job.optimizer.wrappers.append(with_average)

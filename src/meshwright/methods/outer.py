@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Encoding, OuterState, Step, Traffic, shape_on
 from meshwright.errors import StrategyError
-from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.base import Job, Method, Phase
 from meshwright.optim import (
     BlockMomentum,
     DiLoCo,
@@ -26,6 +26,7 @@ from meshwright.optim import (
 )
 from meshwright.optim.outer.replica_averaging import BLOCK
 from meshwright.optim.outer.sync_policy import Buffers, InnerState, Quantise, Warmup
+from meshwright.runtime import same_on_every_rank
 
 
 class _Rule(NamedTuple):
@@ -65,14 +66,6 @@ class Outer(Method):
     )
     seed_name: ClassVar[str | None] = "fairseq: BMUF"
     axis: ClassVar[str | None] = "replica"
-    conflicts: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            other="pipeline_parallel",
-            reason="an outer step takes its decisions over one rank's weights, and here these are one stage's",
-            fix="leave pipeline_parallel out; fsdp and tensor_parallel lower a rank's memory, too",
-        ),
-    )
-
     rule: Literal["bmuf", "local_sgd", "post_local_sgd", "slowmo", "diloco", "streaming_diloco"] = "diloco"
     sync_every: int | None = None
     lr: float | None = None
@@ -132,9 +125,19 @@ class Outer(Method):
         job.optimizer.wrappers.append(lambda inner: self._built(inner, job))
 
     def _built(self, inner: Optimizer, job: Job) -> OuterOptimizer:
-        return _RULES[self.rule].build(
-            inner, **self._arguments, model=job.model, group=job.require_mesh().get_group("replica")
-        )
+        # A stage of a pipeline may have too few parameters for its fragments where others have enough.
+        with same_on_every_rank():
+            built = _RULES[self.rule].build(
+                inner, **self._arguments, model=job.model, group=job.require_mesh().get_group("replica")
+            )
+        built.synchronizer.stages = job.stages
+        return built
+
+    @property
+    def makes_equal(self) -> bool:
+        """Return whether replicas hold the global weights, and nothing else, behind each synchronisation."""
+        policy = self._policy
+        return policy.fragments == 1 and policy.delay == 0 and policy.merge_alpha == 0
 
     @property
     def _arguments(self) -> dict[str, Any]:

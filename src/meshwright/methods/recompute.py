@@ -21,7 +21,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshwright.errors import ModelError, StrategyError
+from meshwright.cost.activations import EVERY_SECOND, PRODUCTS, keeps
+from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.nn import (
     SameBuffers,
     carried,
@@ -33,9 +34,8 @@ from meshwright.nn import (
 )
 from meshwright.runtime.torch_internals.operators import SCHEMA, OpOverloadPacket, schema_of
 
-SELECTIVE = frozenset(
+SELECTIVE = PRODUCTS | frozenset(
     {
-        "aten.addmm", "aten.convolution", "aten.mm", "aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_mm",
         "aten._efficient_attention_forward", "aten._flash_attention_forward",
         "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_efficient_attention",
         "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
@@ -43,7 +43,6 @@ SELECTIVE = frozenset(
         "_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_reduce",
         "_c10d_functional.all_to_all_single", "_c10d_functional.reduce_scatter_tensor",
         "flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward",
-        "transformers.grouped_mm_fallback",
     }
 )  # fmt: skip
 """Operators whose results ``policy="selective"`` keeps: products with weights, fused attention, collectives.
@@ -51,7 +50,29 @@ SELECTIVE = frozenset(
 Products of activations (``aten.bmm``) are not among them: the scores of unfused attention are large and cheap, and the
 first to recompute (Korthikanti et al. 2022, §5)."""
 
-_running: list[frozenset[str]] = []  # kept operators of the modules whose forward runs now, innermost last
+POLICIES = ("full", "selective", "every_second")
+"""The policies that have names."""
+OPERATORS_OF: Mapping[str, frozenset[str]] = {"selective": SELECTIVE, "every_second": SELECTIVE | {EVERY_SECOND}}
+"""The operators whose results a policy keeps, see :func:`meshwright.cost.activations.keeps`."""
+
+_running: list[_Products] = []  # of the modules whose forward runs now, innermost last
+
+
+class _Products:
+    """The choice of the results that one run of a module keeps, which counts its products.
+
+    Args:
+        kept: See :func:`meshwright.cost.activations.keeps`.
+    """
+
+    def __init__(self, kept: frozenset[str]) -> None:
+        self._kept, self._count = kept, 0
+
+    def keeps(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the next call's result is kept."""
+        name, turn = operator_name(operator), self._count
+        self._count += name in PRODUCTS
+        return keeps(self._kept, name, turn) and can_keep(operator, args, kwargs)
 
 
 def operator_name(operator: Any) -> str:
@@ -82,14 +103,15 @@ def can_keep(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 def kept_now(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether the module that runs now keeps the result of this call."""
-    return bool(_running) and operator_name(operator) in _running[-1] and can_keep(operator, args, kwargs)
+    return bool(_running) and _running[-1].keeps(operator, args, kwargs)
 
 
 def selective_contexts(kept: frozenset[str]) -> tuple[Any, Any]:
     """Return the contexts of forward and of recomputation for torch's checkpoint."""
+    first, again = _Products(kept), _Products(kept)
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = operator_name(operator) in kept and can_keep(operator, args, kwargs)
+        keep = (again if context.is_recompute else first).keeps(operator, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
@@ -102,7 +124,7 @@ def keeping(kept: frozenset[str]) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    _running.append(kept)
+    _running.append(_Products(kept))
     try:
         yield
     finally:
@@ -110,12 +132,12 @@ def keeping(kept: frozenset[str]) -> Iterator[None]:
 
 
 def operator_names(value: Any) -> Any:
-    """Turn an operator, a name, or several into names without overloads; ``full`` and ``selective`` stay.
+    """Turn an operator, a name, or several into names without overloads; the names of policies stay.
 
     Raises:
         StrategyError: When torch does not know one, or its results cannot be kept.
     """
-    if value is None or value in ("full", "selective"):
+    if value is None or value in POLICIES:
         return value
     listed = value if isinstance(value, tuple | list | set | frozenset) else [value]
     return tuple(sorted({_known_name(each) for each in listed}))
@@ -145,7 +167,7 @@ def _known_name(value: Any) -> str:
 def _unknown(value: Any) -> StrategyError:
     return StrategyError(
         "checkpoint: policy names an unknown operator",
-        expected="'full', 'selective', or operators such as 'aten.mm' that are registered in this process",
+        expected=f"{join_names(map(repr, POLICIES))}, or operators such as 'aten.mm' that this process has registered",
         got=repr(value),
         fix="correct the name, or import the package that registers it first",
     )

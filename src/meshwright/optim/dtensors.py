@@ -110,6 +110,23 @@ def total_norm(
     return whole if infinite else whole.pow(1.0 / norm_type)
 
 
+def total_norm_of(
+    found: Iterable[tuple[torch.Tensor, torch.Tensor]], norm_type: float = 2.0, stages: Stages | None = None
+) -> torch.Tensor:
+    """Return the norm of one tensor for each of many parameters, such as their gradients; see :func:`total_norm`.
+
+    Args:
+        found: Pairs of a parameter and its tensor.
+        norm_type: See :func:`total_norm`.
+        stages: The pipeline, where the parameters are one rank's part: the norm is that of the whole model.
+    """
+    if stages is None:
+        return total_norm((tensor for _, tensor in found), norm_type)
+    pairs, once = list(found), stages.counted_elsewhere | stages.alike
+    counted = [tensor for parameter, tensor in pairs if parameter not in once]
+    return total_norm(counted, norm_type, stages, [tensor for parameter, tensor in pairs if parameter in stages.alike])
+
+
 def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """Return the sum of |x|^p (the maximum for the infinity norm) for each layout and device."""
     by_layout: dict[tuple[Layout, torch.device], list[torch.Tensor]] = defaultdict(list)
@@ -227,15 +244,9 @@ def clip_grad_norm_(
     if not max_norm > 0:
         raise ValueError(f"max_norm is the largest gradient norm allowed. Expected a number above 0. Got {max_norm!r}.")
     found = _with_gradients(parameters)
-    gradients = counted = [gradient for _, gradient in found]
-    alike: list[torch.Tensor] = []
-    if stages is not None:
-        once = stages.counted_elsewhere | stages.alike
-        counted = [gradient for parameter, gradient in found if parameter not in once]
-        alike = [gradient for parameter, gradient in found if parameter in stages.alike]
-    norm = total_norm(counted, norm_type, stages, alike)
+    norm = total_norm_of(found, norm_type, stages)
     if max_norm < float("inf"):
-        local = [local_shard(each) if isinstance(each, DTensor) else each for each in gradients]
+        local = [local_shard(each) if isinstance(each, DTensor) else each for _, each in found]
         # Rows of a sparse gradient may occur several times: scaling each of them scales their sum.
         divide_([each._values() if each.is_sparse else each for each in local], clip_divisor(norm, max_norm))
     return norm

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from meshwright.errors import ConfigError
 from meshwright.optim.dtensors import local_tensor, wrapped_like
-from meshwright.optim.guarded_step import AVERAGE, GuardedOptimizer, call_around, inner_optimizer
+from meshwright.optim.guarded_step import AVERAGE, GuardedOptimizer, call_around, inner_optimizer, is_outer
 from meshwright.optim.mixed_precision import MASTER, round_stochastically_, shard_generator
 
 
@@ -114,9 +114,9 @@ class EmaPolicy:
     """Type of the average; fp32 means fp64 beside fp64 weights. bf16 is rounded stochastically (Gupta et al. 2015), as
     updates would vanish in rounding to nearest. Complex weights have an average of their own type."""
 
-    def weight_of_old(self, num_updates: int) -> float:
-        """Return the share of the old average in the update that follows ``num_updates`` others."""
-        decay = self.decay**self.every
+    def weight_of_old(self, num_updates: int, num_steps: int) -> float:
+        """Return the share of the old average in the update behind ``num_updates`` others and ``num_steps`` steps."""
+        decay = self.decay**num_steps
         return min(decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else decay
 
     def type_of(self, weights: torch.dtype) -> torch.dtype:
@@ -130,12 +130,17 @@ class EmaPolicy:
 class WeightAverage:
     """Moving average of weights (Polyak & Juditsky 1992; Tarvainen 2017): average ← d average + (1 - d) weights.
 
+    Replicas that synchronise every few steps have one set of weights only where they do: there the average follows the
+    global weights, so that it is the same in every replica and needs no communication. An update n steps after the one
+    before uses ``decay ** n``.
+
     It averages the tensors that the optimizer updates, parameters or their fp32 copies, shard by shard and on their own
     devices: on the host under ``offload``. It does not communicate. The first update takes the weights as they are.
 
     Args:
         optimizer: The optimizer with its guards. From now on the average counts its steps, and
             :func:`~meshwright.optim.guarded_step.average_of` finds the average through it.
+        of_replicas: Whether the optimizer is, or will be, the inner one of an outer optimizer, which then counts.
         policy: Decay, frequency and precision.
         model: The model whose gathered weights are freed when the average is swapped in or out; None where nothing is
             gathered.
@@ -144,9 +149,12 @@ class WeightAverage:
         ConfigError: When the policy's numbers cannot be used.
     """
 
-    def __init__(self, optimizer: Optimizer, policy: EmaPolicy, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, policy: EmaPolicy, model: nn.Module | None = None, *, of_replicas: bool = False
+    ) -> None:
         _check(policy)
         self.policy, self._model = policy, model
+        optimizer = optimizer.inner if is_outer(optimizer) else optimizer  # type: ignore[attr-defined]
         self._weights = InnerWeights(optimizer)
         self._of: dict[torch.Tensor, torch.Tensor] = {p: self._like(p) for p in self._weights.parameters}
         self._known = {id(parameter) for parameter in self._of}
@@ -154,10 +162,12 @@ class WeightAverage:
         """Steps of the optimizer, without skipped ones."""
         self.num_updates = 0
         """Updates of the average."""
+        self.num_steps_since = 0
+        """Steps since the last update."""
         setattr(inner_optimizer(optimizer), AVERAGE, self)
         # Inside the guards, where a skipped step does not come.
         stepped = optimizer.inner if isinstance(optimizer, GuardedOptimizer) else optimizer
-        call_around(stepped, before=[self._take_in], after=[self.count_step])
+        call_around(stepped, before=[self._take_in], after=[] if of_replicas else [self.count_step])
 
     @property
     def of(self) -> Mapping[torch.Tensor, torch.Tensor]:
@@ -179,10 +189,15 @@ class WeightAverage:
         local = self._weights.read(parameter)
         return wrapped_like(parameter, torch.zeros_like(local, dtype=self.policy.type_of(local.dtype)))
 
-    def count_step(self) -> None:
-        """Count a step that has been taken, and update the average where that is due."""
+    def count_step(self, *, is_synchronised: bool = True) -> None:
+        """Count a step that has been taken, and update the average where that is due.
+
+        Args:
+            is_synchronised: Whether all replicas hold the same weights behind it.
+        """
         self.num_steps += 1
-        if self.num_steps % self.policy.every == 0:
+        self.num_steps_since += 1
+        if self.num_steps_since >= self.policy.every and is_synchronised:
             self.update()
 
     @torch.no_grad()
@@ -195,11 +210,12 @@ class WeightAverage:
         for parameters in groups.values():
             self._update(parameters)
         self.num_updates += 1
+        self.num_steps_since = 0
 
     def _update(self, parameters: list[torch.Tensor]) -> None:
         averages = [local_tensor(self._of[parameter]) for parameter in parameters]
         weights = [self._weights.read(parameter) for parameter in parameters]
-        share = self.policy.weight_of_old(self.num_updates - 1)
+        share = self.policy.weight_of_old(self.num_updates - 1, self.num_steps_since or self.policy.every)
         if self.num_updates == 0:
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(weight)
@@ -245,7 +261,7 @@ class WeightAverage:
 
     def restart(self) -> None:
         """Restart from the weights at the next update; call it after loading weights by hand."""
-        self.num_steps = self.num_updates = 0
+        self.num_steps = self.num_updates = self.num_steps_since = 0
 
 
 def _check(policy: EmaPolicy) -> None:

@@ -34,7 +34,7 @@ from meshwright.methods import (
     replacement_of,
     resolve,
 )
-from meshwright.methods.base import half_dtype
+from meshwright.methods.base import half_dtype, parts_between_layers
 from meshwright.methods.planner_hooks import ComputeDtypes
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
@@ -206,13 +206,18 @@ class Workload:
         # Trace what a rank computes and saves. It depends on the strategy only through these conditions.
         conditions = self._conditions(resolved, micro_batches, pipeline)
         traced = self._tracer.of(conditions)
-        step = self._traced_step(resolved, micro_batches, traced)
+        local = -(-self.batch_size // _replicas(resolved)) if self.batch_size else conditions.samples * micro_batches
+        step = self._traced_step(resolved, micro_batches, traced).replace(
+            activations=_with_inputs(traced.activations, resolved, micro_batches, conditions.samples, local),
+            smaller=self._smaller(resolved, micro_batches, conditions, local),
+        )
         # Describe parameters and states for each rank of a pipeline; they share the trace.
         decided = Decision() if pipeline is None else self._decide_cut(pipeline, step, resolved, conditions)
         cut, described = decided.cut, self._described(conditions, decided.cut)
         step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
         in_half = conditions.param_dtype is not None
-        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, in_half=in_half)
+        parts = _token_parts(resolved)
+        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, parts, in_half=in_half)
         # The methods' twins do the rest, once their configs leave nothing open.
         has_budget = any(method.has_memory_budget for method in in_phase_order(resolved.strategy))
         fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)
@@ -251,6 +256,19 @@ class Workload:
         in_parts = any(getattr(each, "splits_backward", False) for each in resolved.strategy.methods)
         return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, in_parts, _widens(resolved))
 
+    def _smaller(
+        self, resolved: Resolved, micro_batches: int, conditions: Conditions, local: int
+    ) -> Activations | None:
+        """Trace a micro-batch of one sample less, if all but the first have so many; None if several are as large.
+
+        What the first holds most of, others hold beside the gradients that it leaves.
+        """
+        if conditions.samples < 2 or micro_batches == 1 or local != (conditions.samples - 1) * micro_batches + 1:
+            return None
+        samples = conditions.samples - 1
+        traced = self._tracer.of(replace(conditions, samples=samples))
+        return _with_inputs(traced.activations, resolved, micro_batches, samples, local)
+
     def _traced_step(self, resolved: Resolved, micro_batches: int, traced: Traced) -> Step:
         on_cpu = self.device.type == "cpu"
         return Step(
@@ -260,7 +278,6 @@ class Workload:
             num_micro_batches=micro_batches,
             on_cpu=on_cpu,
             on_one_host=on_cpu and (self.one_host if self.cluster is None else self.cluster.is_one_node),
-            activations=_with_inputs(traced.activations, resolved, micro_batches),
             flops=traced.flops,
             fp8_flops=traced.fp8_flops,
             boundaries=traced.boundaries,
@@ -347,12 +364,22 @@ def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
     return max(taken_bytes(peak.reserved_bytes, known.cluster.device) for peak in known.peaks)
 
 
-def _with_inputs(traced: Activations | None, resolved: Resolved, micro_batches: int) -> Activations | None:
-    """Return the activations of one micro-batch beside the inputs of a step's; a pipeline prepares all of them."""
+def _with_inputs(
+    traced: Activations | None, resolved: Resolved, micro_batches: int, samples: int, local: int
+) -> Activations | None:
+    """Return the activations of a micro-batch beside the inputs of a step's; a pipeline prepares all of them.
+
+    Args:
+        traced: Activations of a micro-batch.
+        resolved: The strategy.
+        micro_batches: Micro-batches of a step.
+        samples: Samples of this micro-batch.
+        local: Samples of a step on one rank.
+    """
     if traced is None:
         return None
     copies = micro_batches if dict(resolved.axes).get("pipeline", 1) > 1 else 1
-    return traced.given(traced.inputs._replace(views=micro_batches, copies=copies))
+    return traced.given(traced.inputs._replace(samples=samples, step_samples=local, copies=copies))
 
 
 def _compute_dtypes(resolved: Resolved) -> ComputeDtypes:
@@ -364,6 +391,13 @@ def _widens(resolved: Resolved) -> bool:
     """Return whether bf16 products may be computed in fp32, which divided layers do not support."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
     return not divided and any(method.widens(resolved.strategy) for method in in_phase_order(resolved.strategy))
+
+
+def _token_parts(resolved: Resolved) -> int:
+    """Return the number of ranks that divide the tokens of a sample between blocks."""
+    sizes = dict(resolved.axes)
+    within = parts_between_layers(resolved.strategy, lambda axis: sizes.get(axis, 1))
+    return within * sizes.get("sequence", 1) * sizes.get("context", 1)
 
 
 def _replicas(resolved: Resolved) -> int:

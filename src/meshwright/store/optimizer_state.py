@@ -280,7 +280,7 @@ def _has_form(value: Any, stored: TensorRecord, dtype: torch.dtype) -> TypeGuard
 
 # --- The moving average of the weights: ``average.NAME`` beside ``model.NAME``, for any layout
 
-_COUNTS = ("num_steps", "num_updates")
+_COUNTS = ("num_steps", "num_updates", "num_steps_since")
 
 
 def average_tensors(average: WeightAverage | None, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -312,7 +312,10 @@ class AveragePlan:
         if self.counts is None:
             self.average.restart()
             return
-        self.average.num_steps, self.average.num_updates = (int(self.counts[name]) for name in _COUNTS)
+        average, counts = self.average, self.counts
+        average.num_steps, average.num_updates = int(counts["num_steps"]), int(counts["num_updates"])
+        # Older checkpoints are not of replicas, whose updates may come at any step.
+        average.num_steps_since = int(counts.get("num_steps_since", average.num_steps % average.policy.every))
 
 
 def plan_average(average: WeightAverage | None, weights: Mapping[str, torch.Tensor], record: Record) -> AveragePlan:

@@ -52,6 +52,7 @@ from meshwright.store.optimizer_state import (
     capture_optimizer,
     plan_average,
     plan_optimizer,
+    united_optimizer,
     updatable,
 )
 from meshwright.store.scheduler_file import restore_scheduler
@@ -361,18 +362,27 @@ def _outer_tensors(
 def completed(record: Record, parts: ReplicaParts) -> Record:
     """Add the replicas of all ranks to a record; collective."""
     every: list[ReplicaParts] = [each for _, each in gather_distinct(parts, repr(parts))]
-    replicas: dict[int, ReplicaRecord] = {}
+    replicas: dict[int, list[ReplicaRecord]] = {}
     tensors: dict[str, TensorRecord] = {}
     outer = every[0].outer
     for part in every:
         tensors |= part.shared
-        known = replicas.setdefault(part.replica, part.own)
-        known.tensors.update(part.own.tensors)
+        replicas.setdefault(part.replica, []).append(part.own)
         outer.optimizer.tensor_keys.update(part.outer.optimizer.tensor_keys)
         outer.optimizer.values.update(part.outer.optimizer.values)
         _merge_groups(outer.optimizer, part.outer.optimizer)
-    outer.replicas.extend(replicas[number] for number in sorted(replicas))
+    outer.replicas.extend(_joined(replicas[number]) for number in sorted(replicas))
     return dataclasses.replace(record, tensors=tensors, outer=outer)
+
+
+def _joined(ranks: list[ReplicaRecord]) -> ReplicaRecord:
+    """Join what the ranks of one replica hold, each of them a part."""
+    if len(ranks) == 1:
+        return ranks[0]
+    tensors = {name: tensor for rank in ranks for name, tensor in rank.tensors.items()}
+    return dataclasses.replace(
+        ranks[0], tensors=tensors, optimizer=united_optimizer([rank.optimizer for rank in ranks])
+    )
 
 
 def _merge_groups(into: OptimizerRecord, other: OptimizerRecord) -> None:

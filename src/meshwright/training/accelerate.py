@@ -28,7 +28,7 @@ from meshwright.errors import DataError, LaunchError, ModelError, join_names
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.birth import Birth, birth_of
 from meshwright.methods.job import KnownParameters, guards_are_on
-from meshwright.nn import check_initialized, check_model, check_no_renorm, is_on_meta
+from meshwright.nn import check_initialized, check_model, check_no_renorm, is_on_meta, without_caches
 from meshwright.nn.initial_values import record, remembered
 from meshwright.optim import ShardedOptimizer, Stages, clip_gradients
 from meshwright.optim.guarded_step import follow_loads, inner_optimizer
@@ -435,6 +435,8 @@ def _apply(
     # Every method checks the job before the first one changes it.
     check_strategy(job)
     _CHANGED.add(request.model)
+    if without_caches(request.model):
+        job.notices.append("config.use_cache was set to False: training fills key-value caches and never reads them")
     apply_strategy(job)
     return job, dataloader
 

@@ -20,6 +20,7 @@ from meshwright.cost import Activations, BackwardAt, Block, Buffer, Parameter, S
 from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
+from meshwright.methods.comm import averages_of
 from meshwright.methods.gradient_averaging import GradientAverager
 from meshwright.methods.pipeline.chain import PipelineRank
 from meshwright.methods.pipeline.outer_parameters import Dataflow
@@ -188,7 +189,13 @@ def _averager(job: Job) -> GradientAverager | None:
     if job.shard_axis is not None or job.mesh_axes.num_averaged == 1 or not trains:
         return None
     group = job.mesh_axes.flat_mesh("context", "sequence", "data").get_group()
-    return GradientAverager(job.model, group, allow_unused=job.find_unused_parameters, in_backward=False)
+    return GradientAverager(
+        job.model,
+        group,
+        allow_unused=job.find_unused_parameters,
+        in_backward=False,
+        compressed=averages_of(job, group),
+    )
 
 
 # --- The method

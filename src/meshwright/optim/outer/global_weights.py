@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import balanced_owners
 from meshwright.errors import ConfigError
-from meshwright.optim.dtensors import local_tensor, multiply_, step_by_layouts, total_norm, wrapped_like
+from meshwright.optim.dtensors import Stages, local_tensor, multiply_, step_by_layouts, total_norm_of, wrapped_like
 from meshwright.optim.outer.replica_averaging import AllReduce, Flight, QuantisedMean
 from meshwright.optim.outer.replica_group import Bucket, Message, Replicas, wide_type
 from meshwright.optim.outer.sync_policy import OuterPolicy
@@ -27,12 +27,18 @@ class GlobalCopy:
         replicas: The replicas to synchronise with.
         make_outer: Builds the outer optimizer over the global weights.
         policy: Details of the synchronisation.
+        stages: The pipeline, where the parameters are one rank's part.
     """
 
     def __init__(
-        self, weights: InnerWeights, replicas: Replicas, make_outer: OuterFactory, policy: OuterPolicy
+        self,
+        weights: InnerWeights,
+        replicas: Replicas,
+        make_outer: OuterFactory,
+        policy: OuterPolicy,
+        stages: Stages | None = None,
     ) -> None:
-        self._weights, self._replicas, self._policy = weights, replicas, policy
+        self._weights, self._replicas, self._policy, self._stages = weights, replicas, policy, stages
         self.of: dict[torch.Tensor, nn.Parameter] = {p: self._copy(p) for p in self.owned(weights.parameters)}
         """The global weights that this rank stores, by parameter."""
         self.outer = _built(make_outer, list(self.of.values()))
@@ -93,21 +99,26 @@ class GlobalCopy:
         return count
 
     def _step(self, pseudo_gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        copies = [self.of[parameter] for parameter in pseudo_gradients]
-        for copy, mean in zip(copies, pseudo_gradients.values(), strict=True):
-            copy.grad = wrapped_like(copy, mean.to(local_tensor(copy).device))
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter, mean in pseudo_gradients.items():
+            copy = self.of[parameter]
+            copy.grad = gradients[parameter] = wrapped_like(copy, mean.to(local_tensor(copy).device))
         if self._policy.clip_pseudo_grad is not None:
-            self._clip([copy.grad for copy in copies if copy.grad is not None], self._policy.clip_pseudo_grad)
+            self._clip(gradients, self._policy.clip_pseudo_grad)
         self.outer.step()
-        for copy in copies:
-            copy.grad = None
+        for parameter in gradients:
+            self.of[parameter].grad = None
 
-    def _clip(self, gradients: list[torch.Tensor], max_norm: float) -> None:
+    def _clip(self, gradients: dict[torch.Tensor, torch.Tensor], max_norm: float) -> None:
         factor = torch.clamp(max_norm / (self._norm(gradients) + 1e-6), max=1.0)
-        multiply_([local_tensor(gradient) for gradient in gradients], factor)
+        multiply_([local_tensor(gradient) for gradient in gradients.values()], factor)
 
-    def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        return total_norm(gradients)
+    def _norm(self, gradients: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.norm(gradients)
+
+    def norm(self, found: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the norm of tensors laid out like parameters, by these; of all stages of a pipeline."""
+        return total_norm_of(found.items(), stages=self._stages)
 
     def values(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's parts of the global weights, equal in every replica."""
@@ -142,12 +153,17 @@ class SplitCopy(GlobalCopy):
     """
 
     def __init__(
-        self, weights: InnerWeights, replicas: Replicas, make_outer: OuterFactory, policy: OuterPolicy
+        self,
+        weights: InnerWeights,
+        replicas: Replicas,
+        make_outer: OuterFactory,
+        policy: OuterPolicy,
+        stages: Stages | None = None,
     ) -> None:
         # By the sizes of whole tensors: the ranks of a replica must agree on a tensor that they share.
         owners = balanced_owners([parameter.numel() for parameter in weights.parameters], replicas.size)
         self._owner = dict(zip(weights.parameters, owners, strict=True))
-        super().__init__(weights, replicas, make_outer, policy)
+        super().__init__(weights, replicas, make_outer, policy, stages)
 
     def owned(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters that this rank owns."""
@@ -179,7 +195,7 @@ class SplitCopy(GlobalCopy):
             owned[parameter] = begun - mean
         super()._step(owned)
 
-    def _norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+    def _norm(self, gradients: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         square = super()._norm(gradients).square().to(self._replicas.device)
         work = self._replicas.all_reduce(square)
         if work is not None:

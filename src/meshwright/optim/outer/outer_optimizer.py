@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, join_names
 from meshwright.optim.full_state_dict import load_laid_out
-from meshwright.optim.guarded_step import GuardedOptimizer, ReplicatedOptimizer
+from meshwright.optim.guarded_step import GuardedOptimizer, ReplicatedOptimizer, average_of
 from meshwright.optim.outer.global_weights import OuterFactory
 from meshwright.optim.outer.replica_group import Replicas
 from meshwright.optim.outer.sync_policy import OuterPolicy
@@ -170,6 +170,13 @@ class OuterOptimizer(ReplicatedOptimizer):
 
     def count_step(self) -> None:
         """Count a step that was taken, or skipped by a guard outside, and synchronise if that is due."""
+        self._count_step()
+        average = average_of(self)
+        if average is not None:
+            alone = self.replicas.size == 1 and self.policy.skip_when_alone
+            average.count_step(is_synchronised=alone or self.synchronizer.replicas_are_equal)
+
+    def _count_step(self) -> None:
         shared = self.synchronizer
         shared.start()
         shared.awaits_weights = False

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.optim.dtensors import local_tensor, total_norm, wrapped_like
+from meshwright.optim.dtensors import Stages, local_tensor, wrapped_like
 from meshwright.optim.full_state_dict import gathered, laid_out_like
 from meshwright.optim.guarded_step import GuardedOptimizer
 from meshwright.optim.mixed_precision import LossScaler
@@ -61,6 +61,8 @@ class Synchronizer:
         """Statistics of this replica's pseudo-gradient norms, for every fragment."""
         self.awaits_weights = False
         """Whether global weights were loaded and the model's may follow, which then begin no new block."""
+        self.stages: Stages | None = None
+        """The pipeline that these parameters are one rank's part of; norms are of the whole model."""
         self._copy: GlobalCopy | None = None  # made by ``start``
         self._is_superseded = False  # the global copy, by weights that were loaded into the model
         self._fragments: list[list[torch.Tensor]] = []
@@ -92,7 +94,7 @@ class Synchronizer:
         if not from_checkpoint:
             self._make_equal()
         kind = SplitCopy if self.policy.split else GlobalCopy
-        self._copy = kind(self.weights, self.replicas, self._make_outer, self.policy)
+        self._copy = kind(self.weights, self.replicas, self._make_outer, self.policy, self.stages)
         self.weights.note_frozen(parameters)
         every = divided(parameters, self.policy.fragments, self._given_fragments)
         self._fragments = [self._copy.ordered(fragment) for fragment in every]
@@ -194,7 +196,7 @@ class Synchronizer:
         self.weights.note_frozen(parameters)
         message = self.copy.message(parameters)
         self.copy.write(parameters, message)
-        norm = total_norm([wrapped_like(p, view) for p, view in zip(parameters, message.views, strict=True)])
+        norm = self.copy.norm({p: wrapped_like(p, view) for p, view in zip(parameters, message.views, strict=True)})
         takes_part = self._agreed_inside(self.watches[fragment].passes(float(norm)))
         flight = self.copy.send(parameters, message, takes_part=takes_part)
         self._flights[fragment] = (flight, takes_part)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import Instant, Transient, outermost_instants
+from meshwright.cost.activations import PRODUCTS
 from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results, kept_now, operator_name
 from meshwright.nn import is_compiled, outside_compiled
 from meshwright.planner.trace.aten_kernels import FakeDispatchMode, tensors_in
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """A storage that operators have returned, and that can be kept instead of running them again."""
+    """A storage that operators or blocks have returned; that of an operator can be kept instead of running it again."""
 
     num_bytes: int
     calls: list[Call] = field(default_factory=list)
     places: set[int] = field(default_factory=set)
+    returned_by: set[int] = field(default_factory=set)  # the blocks that did, by their places
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Call:
     flops: int
     place: int
     num_needed: int = 0  # modules of ``stack``, from the outermost, that save something after it
+    turns: tuple[int, ...] = ()  # of a product: the parity of its turn in each module of ``stack``
 
 
 @dataclass
@@ -180,6 +183,7 @@ class _Recorder:
         self._counter = counter
         self._index = {block: number for number, block in enumerate(blocks)}
         self._stack = self.saved.running
+        self._products: list[int] = []  # that have run in each of these modules
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves."""
@@ -202,6 +206,7 @@ class _Recorder:
         """Note that a module begins to run."""
         saved = self.saved
         self._stack.append(module)
+        self._products.append(0)
         if saved.complete:
             return
         saved.place = self._index.get(module, saved.place)
@@ -219,11 +224,22 @@ class _Recorder:
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(storage_of(tensor)[0])
 
-    def leave(self, module: nn.Module, *_: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that a module has run."""
         self._stack.pop()
+        self._products.pop()
         if not self.saved.complete:
+            if self._counter is not None and module in self._index:
+                self._note_returned(output, self._index[module])
             self.saved.place += self._index.get(module) == len(self._index) - 1  # behind the last one
+
+    def _note_returned(self, output: Any, place: int) -> None:
+        for tensor in tensors_in(output):
+            key, size = storage_of(tensor)
+            made = self.saved.results.setdefault(key, Result(size))
+            made.places.add(place)
+            made.returned_by.add(place)
+            self.saved.met.append(_reference(tensor))
 
     def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, whose result a recomputed module may keep."""
@@ -239,8 +255,12 @@ class _Recorder:
             return operator(*args, **kwargs)
         position, before = len(saved.log), counter.total
         result = operator(*args, **kwargs)
-        flops = counter.total - before
-        call = Call(operator_name(operator), tuple(self._stack), position, flops, saved.place)
+        flops, name = counter.total - before, operator_name(operator)
+        turns: tuple[int, ...] = ()
+        if name in PRODUCTS:
+            turns = tuple(count % 2 for count in self._products)
+            self._products = [count + 1 for count in self._products]
+        call = Call(name, tuple(self._stack), position, flops, saved.place, turns=turns)
         if flops:
             saved.work.append(call)
         if can_keep(operator, args, kwargs):
@@ -422,12 +442,15 @@ class LiveBytes:
             if key not in saved.sizes and key not in self._live:
                 saved.add(key, made.num_bytes, self.moments[made.operator].place, made.reference)
 
-    def transients(self, saved: SavedTensors, let_go: Sequence[tuple[int, int]]) -> tuple[Transient, ...]:
+    def transients(
+        self, saved: SavedTensors, let_go: Sequence[tuple[int, int]], left_last: int
+    ) -> tuple[Transient, ...]:
         """Return the temporary tensors of every place; none if backward has not run.
 
         Args:
             saved: Record of the same pass.
             let_go: See :meth:`~meshwright.planner.trace.op_recording.BlockEnds.let_go`.
+            left_last: See the attribute there.
         """
         if not any(moment.during == "backward" for moment in self.moments):
             return ()
@@ -440,12 +463,16 @@ class LiveBytes:
         reentrant: defaultdict[int, set[Instant]] = defaultdict(set)
         reentrant_cut: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
-        forward: set[Instant] = set()
+        forward: defaultdict[int, set[Instant]] = defaultdict(set)
         every = zip(self.moments, weights, complete, late, let_go, strict=True)
-        for (place, during, whole, behind), coming, done, from_others, (results, gradients) in every:
+        for number, ((place, during, whole, behind), coming, done, from_others, (results, gradients)) in enumerate(
+            every
+        ):
             held = whole - from_others
             if during == "forward" and place == last:
-                forward.add(Instant(held - coming - first(place) - sum(returned.values()), coming, done))
+                # What hooks behind the last block make is made while its weights are there.
+                at = last - 1 if number < left_last else last
+                forward[at].add(Instant(held - coming - first(at) - sum(returned.values()), coming, done))
             elif during == "backward" or place == last:
                 own = held - coming - first(place) - sum(left.values())
                 others = sum(size for later, size in remains.items() if later > place)
@@ -464,7 +491,7 @@ class LiveBytes:
                 place,
                 outermost_instants(found[place]),
                 totals[place],
-                outermost_instants(forward) if place == last else (),
+                outermost_instants(forward[place]),
                 returned.get(place, 0),
                 left.get(place, 0),
                 remains.get(place, 0),
@@ -539,60 +566,3 @@ class LiveBytes:
                 by_place[own] += size
             done.append(by_place[place])
         return list(itertools.accumulate(steps[:-1])), done
-
-
-# --- The tensors that a piece of code holds for a moment, such as an optimizer's update.
-
-
-class Form(NamedTuple):
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of its elements."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-class PassingTensors(TorchDispatchMode):
-    """Follow the tensors that operators make, and the most of them that live at once.
-
-    Args:
-        before: Tensors that are there already; where one of them is freed, what takes its place is not counted.
-    """
-
-    def __init__(self, before: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.most: tuple[Form, ...] = ()
-        self.operators = 0
-        """Number of operators that are kernels on a device: neither views nor of scalars alone, such as step counts."""
-        self._live: dict[int, tuple[StorageWeakRef, Form, bool]] = {}  # by storage; True: made since
-        for tensor in before:
-            self._add(tensor, made=False)
-        self._let_go: Counter[Form] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {storage_of(tensor)[0] for tensor in tensors_in((args, kwargs))}
-        self.operators += not func.is_view and any(tensor.dim() for tensor in tensors_in((args, kwargs, result)))
-        self._forget()
-        for tensor in tensors_in(result):
-            key = storage_of(tensor)[0]
-            if key not in self._live and key not in given:
-                self._add(tensor, made=True)
-        held = Counter(form for _, form, made in self._live.values() if made) - self._let_go
-        if sum(form.num_bytes for form in held.elements()) > sum(form.num_bytes for form in self.most):
-            self.most = tuple(held.elements())
-        return result
-
-    def _add(self, tensor: torch.Tensor, *, made: bool) -> None:
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._live[storage_of(tensor)[0]] = reference, Form(tuple(tensor.shape), tensor.dtype), made
-
-    def _forget(self) -> None:
-        for key, (reference, form, made) in list(self._live.items()):
-            if reference.expired():
-                del self._live[key]
-                self._let_go.update(() if made else (form,))

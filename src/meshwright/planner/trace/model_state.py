@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from meshwright.cost import Block, Buffer, Parameter, StateTensor, Updating
@@ -25,9 +26,10 @@ from meshwright.nn import class_name, class_names, find_blocks
 from meshwright.optim import average_of, guard_of, local_tensor
 from meshwright.optim.guarded_step import is_outer
 from meshwright.optim.mixed_precision import MASTER
-from meshwright.planner.trace.aten_kernels import device_here
-from meshwright.planner.trace.live_tensors import PassingTensors
+from meshwright.planner.trace.aten_kernels import device_here, tensors_in
+from meshwright.planner.trace.live_tensors import storage_of
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 from meshwright.runtime.torch_internals.optim import FOREACH_DEVICES
 
 if TYPE_CHECKING:
@@ -497,3 +499,60 @@ def _outer_bytes(optimizer: Optimizer | None) -> int:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(local.numel() * local.element_size() for local in map(local_tensor, tensors))
+
+
+# --- The tensors that a piece of code holds for a moment, such as an optimizer's update.
+
+
+class Form(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of its elements."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class PassingTensors(TorchDispatchMode):
+    """Follow the tensors that operators make, and the most of them that live at once.
+
+    Args:
+        before: Tensors that are there already; where one of them is freed, what takes its place is not counted.
+    """
+
+    def __init__(self, before: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.most: tuple[Form, ...] = ()
+        self.operators = 0
+        """Number of operators that are kernels on a device: neither views nor of scalars alone, such as step counts."""
+        self._live: dict[int, tuple[StorageWeakRef, Form, bool]] = {}  # by storage; True: made since
+        for tensor in before:
+            self._add(tensor, made=False)
+        self._let_go: Counter[Form] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage_of(tensor)[0] for tensor in tensors_in((args, kwargs))}
+        self.operators += not func.is_view and any(tensor.dim() for tensor in tensors_in((args, kwargs, result)))
+        self._forget()
+        for tensor in tensors_in(result):
+            key = storage_of(tensor)[0]
+            if key not in self._live and key not in given:
+                self._add(tensor, made=True)
+        held = Counter(form for _, form, made in self._live.values() if made) - self._let_go
+        if sum(form.num_bytes for form in held.elements()) > sum(form.num_bytes for form in self.most):
+            self.most = tuple(held.elements())
+        return result
+
+    def _add(self, tensor: torch.Tensor, *, made: bool) -> None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._live[storage_of(tensor)[0]] = reference, Form(tuple(tensor.shape), tensor.dtype), made
+
+    def _forget(self) -> None:
+        for key, (reference, form, made) in list(self._live.items()):
+            if reference.expired():
+                del self._live[key]
+                self._let_go.update(() if made else (form,))

@@ -242,17 +242,23 @@ class BlockEnds:
     def __init__(self, blocks: Sequence[nn.Module], held: LiveBytes) -> None:
         self._places, self._held = {block: place for place, block in enumerate(blocks)}, held
         self._ends: list[_End] = []
+        self.left_last = 0
+        """The next operator when the last block has run, with all hooks that the axes of a strategy put behind it."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the forward pass inside the block, and its backward afterwards."""
         # Before hooks that change the result, such as gathers of tokens: recomputation does not run them.
         hooks = [block.register_forward_hook(self._watch, prepend=True) for block in self._places]
+        hooks += [block.register_forward_hook(self._leave) for block in list(self._places)[-1:]]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.left_last = self._held.num_operators
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):
@@ -422,7 +428,9 @@ def model_ops(model: nn.Module, ops: Ops) -> ModelOps:
 
 # --- Saved tensors and work as plain data.
 
-_Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[OperatorResult, ...], tuple[int, ...], int, str]
+_Key = tuple[
+    tuple[Running, ...], tuple[int, ...], tuple[OperatorResult, ...], tuple[int, ...], int, str, tuple[int, ...]
+]
 """What equal saved tensors share."""
 
 
@@ -472,31 +480,39 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
             tuple(sorted(places[storage])),
             min(saved.places.get(storage) or places[storage]),
             saved.given.get(storage),
+            tuple(sorted(saved.results[storage].returned_by)) if storage in saved.results else (),
         )
-        how = tensor.given or ""
-        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from, how)
+        how, ends = tensor.given or "", tensor.returned_by
+        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from, how, ends)
         more = found[key].num_bytes if key in found else 0
         found[key] = dataclasses.replace(tensor, num_bytes=size + more)
     return tuple(found[key] for key in sorted(found))  # two runs that save the same are equal
 
 
 def _result(call: Call, numbers: dict[nn.Module, int]) -> OperatorResult:
-    return OperatorResult(call.operator, _running(call.stack, numbers), _num_needed(call, numbers))
+    return OperatorResult(
+        call.operator, _running(call.stack, numbers), _num_needed(call, numbers), _turns(call, numbers)
+    )
 
 
 def _work(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[Work, ...]:
-    found: dict[tuple[str, Running, int, int], int] = {}
+    found: dict[tuple[str, Running, int, int, tuple[int, ...]], int] = {}
     for each in saved.work:
-        key = each.operator, _running(each.stack, numbers), _num_needed(each, numbers), each.place
+        turns = _turns(each, numbers)
+        key = each.operator, _running(each.stack, numbers), _num_needed(each, numbers), each.place, turns
         found[key] = found.get(key, 0) + each.flops
     return tuple(
-        Work(operator, running, needed, flops, place)
-        for (operator, running, needed, place), flops in sorted(found.items())
+        Work(operator, running, needed, flops, place, turns)
+        for (operator, running, needed, place, turns), flops in sorted(found.items())
     )
 
 
 def _num_needed(call: Call, numbers: dict[nn.Module, int]) -> int:
     return len(_running(call.stack[: call.num_needed], numbers))
+
+
+def _turns(call: Call, numbers: dict[nn.Module, int]) -> tuple[int, ...]:
+    return tuple(turn for module, turn in zip(call.stack, call.turns, strict=False) if module in numbers)
 
 
 def _running(stack: Iterable[nn.Module], numbers: dict[nn.Module, int]) -> Running:

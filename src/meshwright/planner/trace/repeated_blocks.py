@@ -217,7 +217,7 @@ class _Continued:
             run_at={module: self._at(found) for module, found in saved.run_at.items()},
             inputs={m: {} if m in self._number else dict(taken) for m, taken in saved.inputs.items()},
             results={
-                storage: dataclasses.replace(made, places=self._at(made.places))
+                storage: dataclasses.replace(made, places=self._at(made.places), returned_by=self._at(made.returned_by))
                 for storage, made in saved.results.items()
             },
             work=self._work(saved),
@@ -296,7 +296,12 @@ class _Continued:
         if old in self._old.results:
             made = self._old.results[old]
             calls = [self._later(call, shift) for call in made.calls]
-            self.saved.results[key] = dataclasses.replace(made, calls=calls, places=self._at(made.places, shift))
+            self.saved.results[key] = dataclasses.replace(
+                made,
+                calls=calls,
+                places=self._at(made.places, shift),
+                returned_by=self._at(made.returned_by, shift),
+            )
         for module in takers:
             size = self._old.inputs[module][old]
             self._taken(module, shift)[key] = size
