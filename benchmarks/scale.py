@@ -9,7 +9,7 @@ figures at 1,024 and 16,384 ranks; those are extrapolated, and marked. ``--prete
 of 16,384 through torch's fake process group. Linux only.
 
     python benchmarks/scale.py [--ranks 2 4 8 …] [--starts-only] [--pretended 16384] [--json FILE] [--plot FILE.svg]
-    python benchmarks/scale.py --launch 2 64      seconds from torchrun to the first step, beside FSDP2 by hand
+    python benchmarks/scale_launch.py             seconds from torchrun to the first step, beside FSDP2 by hand
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import multiprocessing
 import os
 import pickle
 import socket
-import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +36,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from scale_fit import draw, fitted, table
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import meshwright as mw
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
@@ -340,88 +337,23 @@ def pretended(num_ranks: int) -> list[dict[str, Any]]:
     return found
 
 
-# --- From torchrun to the first step, beside FSDP2 by hand
-
-
-def raw_steps(ids: torch.Tensor) -> None:
-    """Take two steps of FSDP2 by hand."""
-    model = build()
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        loss_of(ids, model(ids)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def first_step(system: str) -> None:
-    """Start as one rank under torchrun, and take a step; rank 0 prints the time of day at its end."""
-    torch.set_num_threads(1)
-    ids = torch.zeros(1, WIDTH, dtype=torch.long)
-    if system == "raw":
-        dist.init_process_group("gloo")
-        raw_steps(ids)
-    else:
-        mw.init_distributed(backend="gloo")
-        job = mw.accelerate(
-            build(), torch.optim.AdamW, None, loss_of, strategy=["fsdp"], optim_args={"lr": 1e-3}, sample_batch=ids
-        )
-        for _ in range(2):
-            job.step(ids)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print(f"FIRST STEP {time.time()}", flush=True)
-    dist.destroy_process_group() if system == "raw" else mw.shutdown_distributed()
-
-
-def launched(num_ranks: int, turns: int) -> dict[str, float]:
-    """Return median seconds from torchrun until two steps are done, of both systems in turns."""
-    taken: dict[str, list[float]] = {"raw": [], "ours": []}
-    for _ in range(turns):
-        for system, seconds in taken.items():
-            options = [f"--nproc-per-node={num_ranks}", __file__, "--first-step", system]
-            begun_s = time.time()
-            done = subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone", *options],
-                capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            lines = [line for line in done.stdout.splitlines() if line.startswith("FIRST STEP")]
-            if not lines:
-                raise SystemExit(f"{system} on {num_ranks} ranks failed:\n{done.stderr[-3000:]}")
-            seconds.append(float(lines[0].split()[2]) - begun_s)
-    return {system: statistics.median(seconds) for system, seconds in taken.items()}
-
-
 def main() -> int:
     """Measure what is asked for, and print, write and draw it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8, 16])
     parser.add_argument("--starts-only", action="store_true", help="start, take a step, and no more")
     parser.add_argument("--pretended", type=int, help="start one process as a rank of so many, too")
-    parser.add_argument("--launch", type=int, nargs="+", metavar="RANKS", help="compare starts under torchrun instead")
-    parser.add_argument("--turns", type=int, default=3, help="starts of each system with --launch (default 3)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw them into this SVG file")
-    parser.add_argument("--first-step", choices=("raw", "ours"), help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.first_step is not None:
-        first_step(given.first_step)
-        return 0
     figures: dict[str, Any] = {"torch": torch.__version__}
-    if given.launch:
-        figures["launch"] = {ranks: launched(ranks, given.turns) for ranks in given.launch}
-        for ranks, seconds in figures["launch"].items():
-            print(f"{ranks} ranks: raw {seconds['raw']:.1f} s, ours {seconds['ours']:.1f} s")
-    else:
-        if given.ranks:
-            figures |= measured_and_fitted(given.ranks, starts_only=given.starts_only)
-            print(table(figures["measured"], figures["fits"]))
-            if given.plot is not None and not given.starts_only:
-                draw(figures["measured"], figures["fits"], given.plot)
-        if given.pretended:
-            figures["pretended"] = pretended(given.pretended)
+    if given.ranks:
+        figures |= measured_and_fitted(given.ranks, starts_only=given.starts_only)
+        print(table(figures["measured"], figures["fits"]))
+        if given.plot is not None and not given.starts_only:
+            draw(figures["measured"], figures["fits"], given.plot)
+    if given.pretended:
+        figures["pretended"] = pretended(given.pretended)
     if given.json is not None:
         given.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0

@@ -186,14 +186,18 @@ def pairs_on(strategy, steps, by_hand=False, sample=True, **keys):
 
 
 class Echo(nn.Module):
-    """A block that uses its weights twice, the second time on what came of the first, and may not use ``start``."""
+    """A block that uses its weights twice, the second time on what came of the first, and may not use ``start``.
+
+    Autograd returns one gradient for ``one`` and ``other``, and an expanded one for ``shift``.
+    """
 
     def __init__(self, width, uses_start):
         super().__init__()
         self.inner, self.uses_start = nn.Linear(width, width), uses_start
+        self.one, self.other, self.shift = (nn.Parameter(torch.randn(width) / 4) for _ in range(3))
 
     def forward(self, x, start):
-        again = self.inner(torch.tanh(self.inner(x)))
+        again = self.inner(torch.tanh(self.inner(x))) + (self.one + self.other) + self.shift.sum()
         return x + again + (start if self.uses_start else 0), start
 
 

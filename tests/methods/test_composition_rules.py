@@ -10,7 +10,6 @@ EAGER = {"backend": "eager"}
 IGNORED = {"atorch_ignored_cls": "LayerNorm"}
 GATHERED = ("fp8", {"emulate": True, "recipe": "tensorwise", "all_gather": True})
 ZBV = ("pipeline_parallel", {"schedule": "zbv"})
-SEQUENCE = ("tensor_parallel", {"sequence": True})
 REENTRANT = ("checkpoint", {"no_reentrant": False})
 WHOLE = ("compile", {**EAGER, "whole": True})
 FUSED = ("module_replace", {"loss": True})
@@ -29,9 +28,6 @@ UNDER_KEYS = [
     ["pipeline_parallel", ("zero1", IGNORED)],
     ["pipeline_parallel", ("zero2", IGNORED)],
     ["pipeline_parallel", ("fsdp", {"wrap_trainable_outmost": True})],
-    [SEQUENCE, "pipeline_parallel"],
-    [SEQUENCE, "sequence_parallel"],
-    [SEQUENCE, "context_parallel"],
     [WHOLE, "pipeline_parallel"],
     [("compile", EAGER), ("pipeline_parallel", {"schedule": "dualpipev"})],
     [("compile", EAGER), REENTRANT],

@@ -10,7 +10,7 @@ from tests import tiny
 from tests.methods import pipeline_runs, split_runs
 from tests.methods.test_pipeline_parallel import check_predictions
 from tests.methods.test_pipeline_parity import run as check_pipeline, scheduled
-from tests.methods.test_sequence_parallel import Block, Net, check_parity, net, reference
+from tests.methods.test_sequence_parallel import TOKENS, Block, Net, check_parity, net, reference
 
 UNBALANCED = ("context_parallel", {"balance": False})
 CASES = {
@@ -30,6 +30,14 @@ CASES = {
         8, "plain", {"sequence": 2, "context": 2, "data": 2}, ["sequence_parallel", "context_parallel", "fsdp"], 1,
     ),
     "tensor": (4, "gpt2", {"tensor": 2, "context": 2}, ["tensor_parallel", "context_parallel", "checkpoint"], 1),
+    "tokens cut twice": (4, "llama", {"tensor": 2, "context": 2}, [TOKENS, UNBALANCED, "checkpoint"], 1),
+    "tokens cut twice, gpt2": (4, "gpt2", {"tensor": 2, "context": 2}, [TOKENS, UNBALANCED], 2),
+    "tokens cut twice, padded": (4, "plain", {"tensor": 2, "context": 2}, [TOKENS, "context_parallel"], 1),
+    "tokens cut twice, bert": (4, "bert", {"tensor": 2, "context": 2}, [TOKENS, "context_parallel"], 1),
+    "tokens cut three times, padded": (
+        8, "llama", {"tensor": 2, "sequence": 2, "context": 2}, [TOKENS, "sequence_parallel", UNBALANCED], 1,
+    ),
+    "tokens cut twice, fsdp": (8, "llama", {"tensor": 2, "context": 2, "zero": 2}, [TOKENS, UNBALANCED, "fsdp"], 1),
 }  # fmt: skip
 SHORT = ("plain", "grouped")
 
@@ -176,7 +184,5 @@ def test_which_axis_shards_and_what_does_not_go_together():
     assert resolved({"sequence": 2, "context": 2}, *both).shard_axis == "sequence"
     assert resolved({"context": 4}, "context_parallel", "fsdp").shard_axis == "context"
     assert resolved({"context": 2, "data": 2}, "context_parallel", "fsdp").shard_axis == "data"
-    with pytest.raises(mw.StrategyError, match="both cut the tokens"):
-        resolved({"context": 2, "tensor": 2}, "context_parallel", ("tensor_parallel", {"sequence": True}))
     with pytest.raises(mw.StrategyError, match="no method works on it"):
         resolved({"context": 4})

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import meshwright as mw
+from tests import tiny
 from tests.methods import pipeline_runs as runs
+from tests.methods.test_parity import BATCH
 
 
 def test_loops_shapes_and_what_is_unknown(ranks):
@@ -80,6 +82,25 @@ def test_what_is_sent_beside_other_axes_is_predicted(ranks):
     cases = [
         ("llama", [*each, "pipeline_parallel", ("parallel_mode", {"pipeline": 2, axis: 2})]) for each, axis in axes
     ]
+    check_predictions(ranks(4).run(runs.sent_and_kept, cases))
+
+
+TOKENS = [("parallel_mode", {"tensor": 2, "pipeline": 2}), ("tensor_parallel", {"sequence": True})]
+
+
+def test_stages_hand_on_the_tokens_of_a_tensor_rank(ranks):
+    strategy = [*TOKENS, ("pipeline_parallel", {"schedule": "zbv"}), "checkpoint"]
+    results = ranks(4).run(runs.sent_and_kept, [("llama", strategy)])
+    check_predictions(results)
+    handed_on = BATCH * tiny.SEQ_LEN // 2 * 24 * 4  # by a stage in a step, in fp32, and as much by a gradient
+    assert all(sent["send"] == 2 * handed_on for ((sent, *_),) in results)
+
+
+@pytest.mark.long
+def test_code_before_the_blocks_sends_in_every_stage(ranks):
+    """An embedding that is split by words sums its rows wherever it runs."""
+    strategy = [*TOKENS, ("pipeline_parallel", {"schedule": "interleaved"}), "checkpoint"]
+    cases = [("tied", strategy), ("gpt2", [*TOKENS, ("pipeline_parallel", {"schedule": "1f1b"})])]
     check_predictions(ranks(4).run(runs.sent_and_kept, cases))
 
 

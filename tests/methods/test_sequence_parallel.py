@@ -14,6 +14,7 @@ from tests.methods import split_runs
 from tests.methods.test_parity import check_weights
 
 reference = functools.cache(split_runs.reference)
+TOKENS = ("tensor_parallel", {"sequence": True})
 CASES = {
     "plain": (2, "plain", {"sequence": 2}, [], 1),
     "grouped": (2, "llama", {"sequence": 2}, ["checkpoint"], 2),
@@ -23,6 +24,8 @@ CASES = {
     "qwen2": (2, "qwen2", {"sequence": 2}, [], 1),
     "uneven": (2, "vit", {"sequence": 2}, ["checkpoint"], 2),
     "tensor": (4, "llama", {"tensor": 2, "sequence": 2}, ["tensor_parallel"], 1),
+    "tensor, tokens cut twice": (4, "llama", {"tensor": 2, "sequence": 2}, [TOKENS, "checkpoint"], 1),
+    "tokens cut twice, fsdp": (8, "qwen3", {"tensor": 2, "sequence": 2, "zero": 2}, [TOKENS, "fsdp"], 2),
     "data": (4, "plain", {"sequence": 2, "data": 2}, [], 2),
     "shards over data": (4, "plain", {"data": 2, "sequence": 2}, ["zero2"], 1),
     "three axes": (8, "plain", {"zero": 2, "sequence": 2, "data": 2}, ["fsdp"], 1),

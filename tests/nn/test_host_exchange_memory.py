@@ -26,7 +26,7 @@ def written_and_read():
 
 def files():
     found = [name for name in os.listdir("/dev/shm") if name.startswith("meshwright-")]
-    return [name for name in found if not name.startswith("meshwright-watch-")]  # of runs that were killed, for a day
+    return [name for name in found if not name.startswith("meshwright-watch-")]  # these stay of runs that were killed
 
 
 def test_what_one_writes_all_read(ranks):

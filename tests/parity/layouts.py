@@ -45,6 +45,18 @@ LAYOUTS: dict[str, Layout] = {
     "tensor 2 x pipeline 2": Layout(
         4, [mesh(tensor=2, pipeline=2), "tensor_parallel", scheduled("interleaved")], 4, 4
     ),
+    **{
+        f"tensor 2, sequence x pipeline 2, {each}": Layout(
+            4, [mesh(tensor=2, pipeline=2), SEQUENCE, scheduled(each)], 4, 4
+        )
+        for each in SCHEDULES
+    },
+    **{
+        f"tensor 2, sequence x pipeline 2, {each} x zero 2": Layout(
+            8, [mesh(tensor=2, pipeline=2, zero=2), SEQUENCE, "fsdp", scheduled(each)], 4, 4
+        )
+        for each in SCHEDULES
+    },
     "tensor 2 x pipeline 2 x data 2": Layout(
         8, [mesh(tensor=2, pipeline=2, data=2), "tensor_parallel", scheduled("1f1b")], 4, 4
     ),

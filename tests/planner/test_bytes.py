@@ -83,7 +83,7 @@ def gpt():
 MODELS = {
     "gpt": gpt, "gpt2": hf_gpt2, "llama": llama, "lora": lora, "bert": bert, "mixtral": mixtral, "vit": vit,
     "resnet": resnet, "listed": functools.partial(expert_runs.Net, "listed"),
-    "stacked": functools.partial(expert_runs.Net, "stacked"),
+    "stacked": functools.partial(expert_runs.Net, "stacked"), "packed": llama,
 }  # fmt: skip
 PLAIN, IMAGES = ("gpt", "listed", "stacked"), ("vit", "resnet")
 
@@ -91,6 +91,8 @@ PLAIN, IMAGES = ("gpt", "listed", "stacked"), ("vit", "resnet")
 def prepare(name, data, device):
     if name in PLAIN:
         return data
+    if name == "packed":  # two documents in each sample
+        return {"input_ids": data, "position_ids": (torch.arange(SEQ) % 29).expand(len(data), -1)}
     return {"pixel_values" if name in IMAGES else "input_ids": data}
 
 
@@ -179,6 +181,14 @@ def test_the_loss_of_half_runs_in_fp32_and_views_keep_the_batch(ranks):
         "half of views": ("vit", [HALF], 2),
     }
     check(ranks(2).run(compared, cases)[0])
+
+
+@pytest.mark.long
+def test_the_mask_between_documents_counts(ranks):
+    token_axes = {
+        axis: ("packed", [("parallel_mode", {axis: 2}), f"{axis}_parallel"]) for axis in ("sequence", "context")
+    }
+    check(ranks(2).run(compared, {"data": ("packed", []), "fsdp": ("packed", ["fsdp"]), **token_axes})[0])
 
 
 def test_pipelines(ranks):

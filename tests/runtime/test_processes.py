@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import runtime
 from meshwright.errors import DataError, LaunchError
+from meshwright.runtime import processes
 from tests.pool import free_port, leave_world
 
 
@@ -195,3 +197,74 @@ def _outlive_the_group():
 
 def test_a_thread_that_outlives_its_group_does_not_go_on_alone(ranks):
     assert ranks(2).run(_outlive_the_group) == [([0, 1], (0, 2)), ([0, 1], (1, 2))]
+
+
+# --- [Note: groups by split], with stand-ins for NCCL.
+
+CUDA = torch.device("cuda", 3)
+JOINED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+def _begun(monkeypatch, backend, device, **environment):
+    """The device that a rank binds, of two worlds that it begins one after the other."""
+    bound = []
+    for name, value in {**JOINED, **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "_has_begun", False)
+    monkeypatch.setattr(processes, "launchers_store", lambda *_: None)
+    monkeypatch.setattr(processes, "meet", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **options: bound.append(options["device_id"]))
+    for _ in range(2):
+        processes._join_world(backend, device, 10.0)
+    return bound
+
+
+def test_the_device_is_bound_where_nccl_can_split(monkeypatch):
+    assert _begun(monkeypatch, None, CUDA) == [CUDA, None]  # pytorch#192109: only the first
+    assert _begun(monkeypatch, "nccl", CUDA) == [CUDA, None]
+    assert _begun(monkeypatch, "gloo", torch.device("cpu")) == [None, None]
+    assert _begun(monkeypatch, None, CUDA, WORLD_SIZE="1", RANK="0") == [None, None]
+    assert _begun(monkeypatch, None, CUDA, MESHWRIGHT_BIND_DEVICE="0") == [None, None]
+
+
+def _split_groups():
+    """Groups of a bound world: all in one split, or by their members alone without one."""
+    split, made, world = [], [], torch.distributed.group.WORLD
+    make = torch.distributed.new_group
+
+    def splitting(split_ranks):
+        split.append(split_ranks)
+        return "own"
+
+    def making(ranks, **options):
+        made.append((list(ranks), world.bound_device_id))
+        return make(ranks, **options)
+
+    world.bound_device_id = CUDA
+    with mock.patch.object(torch.distributed, "split_group", splitting):
+        own = runtime.make_groups([(0, 2), (1, 3)])
+    with mock.patch.object(torch.distributed, "new_group", making):
+        alone = runtime.make_group([runtime.rank()], use_local_synchronization=True)
+    found = own, split, made, alone.size(), world.bound_device_id
+    world.bound_device_id = None
+    return found
+
+
+def test_one_split_makes_all_groups_of_a_bound_world(ranks):
+    for rank, found in enumerate(ranks(4).run(_split_groups)):
+        assert found == ("own", [[[0, 2], [1, 3]]], [([rank], None)], 1, CUDA)
+
+
+def _parts_of_the_world():
+    group = runtime.make_groups([(0, 3), (1, 2)])
+    total = torch.tensor([10 ** runtime.rank()])
+    torch.distributed.all_reduce(total, group=group)
+    mesh = runtime.build_mesh([("zero", 2), ("data", 2)], None, "cpu")
+    along = {axes: runtime.groups_along(mesh, axes) for axes in (("zero",), ("data",), ("data", "zero"))}
+    return total.item(), along, runtime.mesh_of_parts(mesh, "zero", 1).mesh.tolist()
+
+
+def test_parts_of_the_world(ranks):
+    along = {("zero",): [(0, 1), (2, 3)], ("data",): [(0, 2), (1, 3)], ("data", "zero"): [(0, 1, 2, 3)]}
+    for rank, found in enumerate(ranks(4).run(_parts_of_the_world)):
+        assert found == (1001 if rank in (0, 3) else 110, along, [[0], [1], [2], [3]])

@@ -46,6 +46,38 @@ def test_no_attempt_reads_what_another_has_written():
             meet(store, rank, 3, timedelta(seconds=0.1))
 
 
+def sizes_come(store, sizes, limit):
+    """What each rank is told whose WORLD_SIZE is the one at its place; None if it has met the others."""
+    told = {}
+
+    def come(rank):
+        try:
+            meet(store, rank, sizes[rank], limit)
+            told[rank] = None
+        except LaunchError as error:
+            told[rank] = str(error)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(len(sizes)))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    return [told[rank] for rank in range(len(sizes))]
+
+
+def test_every_rank_is_told_of_another_world_size():
+    store, _ = loopback_store()
+    began_s = time.monotonic()
+    for sizes in ([3, 3, 4], [3, 2, 3], [2, 3, 3]):
+        for text in sizes_come(store, sizes, LIMIT):
+            assert f"WORLD_SIZE differs between ranks. Expected {sizes[0]}, as on rank 0. Got " in text
+    assert time.monotonic() - began_s < LIMIT.total_seconds() / 2
+    assert sizes_come(store, [2, 2], LIMIT) == [None, None]  # an attempt with fewer ranks, after those
+    *_, late = sizes_come(store, [2, 2, 3], timedelta(seconds=1))
+    assert "WORLD_SIZE is 3 here" in late or "differs" in late  # if it comes too late for rank 0 to wait for it
+
+
 def test_without_a_launcher_rank_0_serves_the_store_and_another_run_stays_out():
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     stores = {}

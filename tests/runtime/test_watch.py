@@ -1,6 +1,5 @@
 """A rank that hangs, and one that is slow, get a name from the others."""
 
-import os
 import threading
 import time
 
@@ -327,11 +326,11 @@ def test_the_files_of_a_host_go_with_its_ranks(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
     killed = tmp_path / "meshwright-watch-killed"
     killed.mkdir()
-    watch.HostReports("y", 0)
-    assert killed.exists()
-    os.utime(killed, (1e9, 1e9))
-    watch.HostReports("z", 0)
+    living = watch.HostReports("y", 0)
     assert not killed.exists()
+    watch.HostReports("z", 0).leave()
+    assert [each.name for each in tmp_path.iterdir()] == ["meshwright-watch-y"]
+    living.leave()
 
 
 def test_without_room_for_files_a_rank_is_a_host_of_its_own(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import meshwright as mw
+from meshwright.errors import CheckpointError
+from meshwright.runtime import rank
 from meshwright.store import save, stored_tensors
-from meshwright.store.pretrained import StoredWeights
+from meshwright.store.pretrained import StoredWeights, find_together
 from tests.store import runs
+from tests.store.counting import counting
 
 SIZES = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 4}
 EXPERTS = {"num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14}
@@ -516,3 +520,55 @@ def test_metadata_runs_no_code(ranks, tmp_path):
     (tmp_path / "plain" / ".metadata").write_bytes(stream.getvalue())
     refused(tmp_path / "plain", runs.Net(), f"it names {os.system.__module__}.system")
     assert re.match(r"posix|nt", os.system.__module__)
+
+
+def two_layers():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def in_two_files(folder):
+    """A folder of transformers' form with one file for each layer."""
+    state = two_layers().state_dict()
+    weight_map = {name: f"model-{name[0]}.safetensors" for name in state}
+    for file in set(weight_map.values()):
+        save_file({name: value for name, value in state.items() if weight_map[name] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return state
+
+
+def found_by_ranks(folder):
+    """The files that this rank opens to find weights and to read one, and what it reads."""
+    with counting(folder) as finding:
+        weights = StoredWeights.open(folder, two_layers(), found=find_together(folder))
+    with counting(folder) as reading:
+        value = weights.read("1.weight", (slice(0, 2), slice(1, 3)), torch.float32)
+    weights.close()
+    if rank() == 1:
+        (Path(folder) / "model-0.safetensors").write_bytes(b"another file")
+        with pytest.raises(CheckpointError, match="another file here"):
+            weights.read("0.bias", (slice(0, 4),), torch.float32)
+    return sorted(finding.opened), reading.opened, value
+
+
+def test_one_rank_reads_the_headers(ranks, tmp_path):
+    expected = in_two_files(tmp_path)["1.weight"][:, 1:3]
+    (first, *_), (finding, reading, value) = ranks(2).run(found_by_ranks, str(tmp_path))
+    assert {"model-0.safetensors", "model-1.safetensors"} < set(first)
+    assert (finding, reading) == ([], ["model-1.safetensors"])
+    assert torch.equal(value, expected)
+
+
+def found_nowhere(folder):
+    with pytest.raises(CheckpointError, match="no weights"):
+        find_together(folder)
+    assert find_together(None) is None
+    return find_together(f"{folder}/{rank()}") is None
+
+
+def test_weights_that_rank_0_does_not_find(ranks, tmp_path):
+    for number in range(2):
+        (tmp_path / f"{number}").mkdir()
+        in_two_files(tmp_path / f"{number}")
+    found = ranks(2).run(found_nowhere, str(tmp_path))
+    assert found == [False, True]  # the ranks have named different folders, and look for themselves

@@ -37,14 +37,12 @@ from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, Str
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.nn.initial_values import Recording, remember
 from meshwright.runtime import (
-    all_equal,
     any_rank,
     broadcast_object,
     check_equal,
     code_versions,
     first_text,
     gather_numbers,
-    gather_objects,
     init_distributed,
     measured_flops_per_s,
     print_rank,
@@ -54,6 +52,7 @@ from meshwright.runtime import (
     synchronize,
     world_size,
 )
+from meshwright.runtime.agreement import gather_distinct
 from meshwright.runtime.device import GeneratorState
 from meshwright.runtime.launch import launch_id
 from meshwright.store import CheckpointStore, TrainingState
@@ -356,7 +355,7 @@ def adapters_of(model: nn.Module) -> str | None:
     if not is_adapted:
         return None
     names: dict[str, str] = {}
-    for part in [own] if all_equal(repr(sorted(own.items())).encode()) else gather_objects(own):
+    for _, part in gather_distinct(own, repr(sorted(own.items()))):
         names |= part
     adapted: Any = entries.module
     config = adapted.peft_config[_ADAPTER].to_dict()

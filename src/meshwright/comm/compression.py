@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.transport import all_gather_flat, groups_of_ranks
+from meshwright.comm.transport import all_gather_flat, group_of_partition
 from meshwright.cost import Encoding
 
 _LEVELS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -202,21 +202,22 @@ class Route:
         return self.group.size()
 
 
-def route(group: dist.ProcessGroup, per_node: int | None) -> Route:
+def route(group: dist.ProcessGroup, per_node: int | None, alike: Sequence[tuple[int, ...]] = ()) -> Route:
     """Build the route of a group's messages; collective over the world, in which all groups are cut alike.
 
     Args:
         group: Its ranks lie node by node.
         per_node: Number of consecutive ranks on one node; None sends over all of them at once.
+        alike: Ranks of this group and of all others along its axes, as :func:`meshwright.runtime.groups_along` returns
+            them; needed for nodes. None means that the group is the world.
     """
     if per_node is None:
         return Route(group, None)
-    ranks, own = dist.get_process_group_ranks(group), group.rank()
-    node = own // per_node
-    within = tuple(ranks[node * per_node : (node + 1) * per_node])
-    between = tuple(ranks[own % per_node :: per_node])
-    inner, outer = groups_of_ranks([within, between])
-    return Route(group, Nodes(inner, outer, len(between), per_node))
+    lines = alike or [tuple(dist.get_process_group_ranks(group))]
+    size = len(lines[0])
+    inner = group_of_partition([ranks[at : at + per_node] for ranks in lines for at in range(0, size, per_node)])
+    outer = group_of_partition([ranks[at::per_node] for ranks in lines for at in range(per_node)])
+    return Route(group, Nodes(inner, outer, size // per_node, per_node))
 
 
 def gathered_messages(message: torch.Tensor, way: Route) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import ConfigError, LaunchError
-from meshwright.runtime import gather_objects, make_group
+from meshwright.runtime import make_groups
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """A process group, a DeviceMesh of one axis, or None for the world."""
@@ -100,25 +100,21 @@ def _only_axis(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 # --- Process groups that all ranks make together.
 
-_MADE: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""Groups by their ranks, each with the world in which it was made."""
+_MADE: dict[tuple[tuple[int, ...], ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""This rank's groups by the partition that they are part of, each with the world in which it was made."""
 
 
-def groups_of_ranks(wanted: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup]:
-    """Return the groups of the given ranks, made once per world; collective over the world.
-
-    All ranks make all groups, in one order. torch names a group that its members make alone by their ranks; made a
-    second time, it would find the leftovers of the first in the store, and wait forever.
+def group_of_partition(partition: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+    """Return this rank's group of a partition of the world, made once per world; collective over the world.
 
     Args:
-        wanted: Ascending ranks of every group that this rank belongs to and needs; others may need other groups.
+        partition: Ascending ranks of each group; disjoint, together all ranks, and the same on every rank.
     """
-    world = dist.group.WORLD
+    world, key = dist.group.WORLD, tuple(sorted(partition))
     assert world is not None
-    for ranks in sorted({ranks for each in gather_objects(list(wanted)) for ranks in each}):
-        if ranks not in _MADE or _MADE[ranks][0] is not world:
-            _MADE[ranks] = (world, make_group(ranks))
-    return [_MADE[ranks][1] for ranks in wanted]
+    if key not in _MADE or _MADE[key][0] is not world:
+        _MADE[key] = (world, make_groups(key))
+    return _MADE[key][1]
 
 
 # --- Collectives without gradients: what gloo and NCCL each need to give the same answer.

@@ -19,6 +19,7 @@ from meshwright.cost import Device, Step
 from meshwright.methods.job import Job as Job  # methods import it from here, too
 from meshwright.methods.planner_hooks import PlannerHooks
 from meshwright.nn import class_name
+from meshwright.strategy import Strategy
 
 SHARDING = ("zero1", "zero2", "fsdp")
 """The methods that shard parameters."""
@@ -201,3 +202,17 @@ def half_dtype(device: torch.device) -> str:
 def itemsize(name: str) -> int:
     """Return the bytes per element of a precision."""
     return _TORCH[name].itemsize
+
+
+def parts_between_layers(strategy: Strategy, size_of: Callable[[str], int]) -> int:
+    """Return the number of parts into which split layers divide the tokens between them.
+
+    Args:
+        strategy: Any strategy.
+        size_of: Returns the size of an axis, 1 if the mesh has none.
+    """
+    parts = 1
+    for method in strategy.methods:
+        if isinstance(method, Method) and method.axis is not None and method.divides_between_layers:
+            parts *= size_of(method.axis)
+    return parts

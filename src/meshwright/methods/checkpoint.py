@@ -37,7 +37,6 @@ from meshwright.nn import (
     modules_of,
     outermost,
     require_blocks,
-    without_caches,
 )
 from meshwright.strategy import Bytes
 
@@ -193,8 +192,6 @@ class Checkpoint(Method):
                 alike.setdefault(kept, []).append(module)
         for operators, modules in alike.items():
             recompute(modules, operators, no_reentrant=self.no_reentrant)
-        if without_caches(job.model):  # the recomputation would fill them a second time
-            job.notices.append("checkpoint: config.use_cache was set to False; a cache cannot be recomputed")
 
     def cost(self, step: Step) -> Step:
         """Free what the chosen modules save, and add what one of them needs while it recomputes."""

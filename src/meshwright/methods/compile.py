@@ -37,11 +37,6 @@ class Compile(Method):
     )
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
-            other="sequence_parallel",
-            reason="it exchanges tokens for heads inside attention, in calls that it intercepts as they run",
-            fix="leave compile out",
-        ),
-        Conflict(
             other="pipeline_parallel",
             reason="it runs the blocks of the model in an order of its own",
             fix="leave whole out: blocks are compiled then",

@@ -33,9 +33,8 @@ from meshwright.optim import (
     step_on_local_tensors,
 )
 from meshwright.optim.guarded_step import call_around, parameters_in
-from meshwright.runtime import world_size
+from meshwright.runtime import flat_mesh, world_size
 from meshwright.runtime.torch_internals.ddp import reset_reducer
-from meshwright.runtime.torch_internals.dtensor import flattened
 from meshwright.store.entries import stored_name, unwrapped
 
 if TYPE_CHECKING:
@@ -93,8 +92,7 @@ class MeshAxes:
     def flat_mesh(self, *names: str) -> DeviceMesh:
         """Return the named axes as a mesh of one dim; collective. At least one of them has several ranks."""
         axes = tuple(axis for axis in names if self.size(axis) > 1)
-        mesh = self.require_mesh()
-        return flattened(mesh[axes]) if len(axes) > 1 else mesh[axes]
+        return flat_mesh(self.require_mesh(), axes)
 
     @property
     def num_replicas(self) -> int:

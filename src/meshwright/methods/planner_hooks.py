@@ -118,7 +118,7 @@ class PlannerHooks(MethodConfig):
 
     @property
     def divides_between_layers(self) -> bool:
-        """Return whether the method divides the tensors between split layers, too."""
+        """Return whether the method divides the tokens between split layers over its axis."""
         return False
 
     @property
@@ -151,8 +151,13 @@ class PlannerHooks(MethodConfig):
         """
         return None
 
-    def traced_tokens(self, sizes: Mapping[str, int]) -> Any:
-        """Return a function that makes the first of the ranks that divide a sample's tokens; None if none do."""
+    def traced_tokens(self, sizes: Mapping[str, int], within: int) -> Any:
+        """Return a function that makes the first of the ranks that divide a sample's tokens; None if none do.
+
+        Args:
+            sizes: Number of ranks along every axis.
+            within: See :func:`~meshwright.methods.base.parts_between_layers`.
+        """
         return None
 
     def traced_narrow(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Any:

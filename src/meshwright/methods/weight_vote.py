@@ -33,13 +33,13 @@ from meshwright.runtime import (
     Difference,
     agreed,
     bit_sums,
-    gather_objects,
     largest,
     outvoted,
     print_rank,
     rank,
     world_size,
 )
+from meshwright.runtime.agreement import gather_distinct
 from meshwright.store.entries import stored_name, unwrapped
 from meshwright.store.optimizer_state import masters_by_name
 
@@ -133,8 +133,9 @@ def names_of(outcomes: Iterable[Outcome], names: Mapping[int, str]) -> dict[int,
         names: Names of this rank's weights, by key.
     """
     found: dict[int, str] = {}
-    for own in gather_objects({each.key: names[each.key] for each in outcomes if each.key in names}):
-        found |= own
+    own = {each.key: names[each.key] for each in outcomes if each.key in names}
+    for _, theirs in gather_distinct(own, repr(own)):
+        found |= theirs
     return found
 
 

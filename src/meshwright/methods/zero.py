@@ -44,9 +44,9 @@ from meshwright.nn import (
     reshard_units,
     wrap_method,
 )
-from meshwright.runtime import HostCopy
+from meshwright.runtime import HostCopy, groups_along, mesh_of_parts
 from meshwright.runtime.torch_internals.autograd import BACKWARD_HOOKS, backward_hooks_of
-from meshwright.runtime.torch_internals.fsdp import MANAGED, set_async_unshard, unsharded_of
+from meshwright.runtime.torch_internals.fsdp import MANAGED, keep_nearby, set_async_unshard, unsharded_of
 
 # --- The methods: ZeRO stages 1, 2 and 3 (Rajbhandari et al. 2020)
 
@@ -122,6 +122,13 @@ class Fsdp(ZeroMethod):
                 got=repr(group),
                 fix="use True, or the number of ranks within a node",
             )
+        if self._gathers(ranks) == "nearby" and job.size("tensor") > 1:
+            raise StrategyError(
+                "fsdp: FSDP2 cannot keep weights on fewer ranks after forward that tensor_parallel has split",
+                expected="reshard_after_forward True or False beside tensor_parallel",
+                got=repr(group),
+                fix="use True, or leave tensor_parallel out",
+            )
 
     def apply(self, job: Job) -> None:
         """Shard with FSDP2."""
@@ -161,8 +168,12 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # transposed weights, and convolutions in channels_last: FSDP2 refuses them
             parameter.data = parameter.data.contiguous()
+    is_nearby = not isinstance(reshard_after_forward, bool) and 1 < reshard_after_forward < job.size(job.shard_axis)
+    num_nearby, reshard_after_forward = int(reshard_after_forward), is_nearby or reshard_after_forward
     ignored = units.ignored | _shard_experts(config, job, reshard_after_forward)
     _shard_units(config, job, units, ignored, blocks, reshard_after_forward)
+    if is_nearby:
+        _keep_nearby(job, num_nearby)
     if job.birth is not None:
         offloaded = job.sharding.offloaded_units
         new_of = give_parameters(model, job.birth, job.device, lambda name: unit_of(name, blocks) in offloaded)
@@ -235,6 +246,19 @@ def _shard_units(
     shard_unit([job.model], None)
 
 
+def _keep_nearby(job: Job, number: int) -> None:
+    """Let all units keep their weights on so many neighbouring ranks after forward; collective over the world.
+
+    Given the number, FSDP2 makes a mesh of its own for every unit, with its communicators (pytorch#178749), and where
+    it shards over a part of the world, others' ranks do not take part in that.
+    """
+    assert job.shard_axis is not None
+    mesh = mesh_of_parts(job.require_mesh(), job.shard_axis, number)
+    for unit in job.model.modules():
+        for group in parameter_groups(unit) if isinstance(unit, FSDPModule) else ():
+            keep_nearby(group, mesh)
+
+
 def _mesh(job: Job) -> DeviceMesh:
     """Return the mesh of one dim (FSDP) or two (HSDP: replicated over the first, sharded over the second)."""
     mesh = job.require_mesh()
@@ -290,8 +314,10 @@ def _choose_collectives(job: Job) -> None:
         exchange_on_host(job.model)
     compression = job.sharding.compression
     if compression is not None and job.shard_axis is not None and job.size(job.shard_axis) > 1:
-        group = job.require_mesh()[job.shard_axis].get_group()
-        quantise_units(job.model, compression, route(group, compression.neighbours(job.axes, job.shard_axis)))
+        mesh = job.require_mesh()
+        group, alike = mesh[job.shard_axis].get_group(), groups_along(mesh, [job.shard_axis])
+        way = route(group, compression.neighbours(job.axes, job.shard_axis), alike)
+        quantise_units(job.model, compression, way)
     elif job.device.type == "cpu":
         # There is no stream for gathers that start ahead: they run in gloo's threads, or are waited for at once.
         set_async_unshard(job.model)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from meshwright.nn.module_structure import (
         Part as Part,
+        caches_off as caches_off,
         check_forward as check_forward,
         check_initialized as check_initialized,
         check_model as check_model,

@@ -310,19 +310,35 @@ def outside_compiled(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if id(module) not in inside)
 
 
-# --- Key-value caches: training fills them and never reads them.
+# --- Key-value caches: training fills them and never reads them; and where there is one, transformers does not look for
+# the documents in a packed sample.
 
 
 def without_caches(model: nn.Module) -> bool:
-    """Set ``config.use_cache`` of a transformers model to False; return whether it was set.
-
-    Parts of a model (T5's decoder, the language model of LLaVA) have configurations of their own.
-    """
-    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    """Set ``config.use_cache`` of a transformers model to False, as its Trainer does; return whether it was set."""
+    caching = _caching_configs(model)
     for config in caching:
         config.use_cache = False
     return bool(caching)
+
+
+@contextlib.contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """Run a transformers model without key-value caches inside the context."""
+    caching = _caching_configs(model)
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def _caching_configs(model: nn.Module) -> list[Any]:
+    # Parts of a model (T5's decoder, the language model of LLaVA) have configurations of their own.
+    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    return [config for config in configs.values() if getattr(config, "use_cache", False)]
 
 
 def is_cache(value: Any) -> bool:

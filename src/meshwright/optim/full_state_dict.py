@@ -249,3 +249,7 @@ class Description:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def __repr__(self) -> str:
+        """Return a text that is equal for equal descriptions."""
+        return f"{tuple(self.shape)} {self.dtype}"

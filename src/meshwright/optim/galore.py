@@ -33,6 +33,7 @@ _DEFAULTS = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std", "svd": "
 class ProjectedGroups(ShardedOptimizer):
     """Base class of optimizers that project the gradients of groups with a ``rank``."""
 
+    takes_whole_tensors = True  # decompositions
     states_can_be_averaged = False  # every replica projects by its own gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -75,6 +75,7 @@ class Muon(ShardedOptimizer):
         ModelError: For parameters that are not fp32, fp16 or bf16, or neither matrices nor stacks of them.
     """
 
+    takes_whole_tensors = True
     takes_half_gradients = True
 
     def __init__(

@@ -19,7 +19,8 @@ from meshwright.errors import CheckpointError
 from meshwright.optim import full_state_dict as full
 from meshwright.optim.dtensors import ParameterPlacement, is_in_parts, placement_of
 from meshwright.optim.full_state_dict import parameters_by_key
-from meshwright.runtime import agreed, any_rank, first_text, gather_objects, rank, same_on_every_rank, settings
+from meshwright.runtime import agreed, any_rank, first_text, largest, rank, same_on_every_rank, settings
+from meshwright.runtime.agreement import gather_distinct
 
 
 def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
@@ -38,16 +39,15 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     See :func:`meshwright.optim.full_state_dict.laid_out_like`; here the optimizer may have a part of a model.
     """
     lacking = full.ABSENT in state_dict
-    every = gather_objects((is_in_parts(optimizer), lacking, _has_shards(state_dict)))
-    if not any(in_parts for in_parts, _, _ in every):
+    in_parts, is_sent, has_shards = largest([int(is_in_parts(optimizer)), int(lacking), int(_has_shards(state_dict))])
+    if not in_parts:
         return full.laid_out_like(optimizer, state_dict)
     whole = WholeGroups.of(optimizer)
-    is_sent = any(lacks for _, lacks, _ in every)
-    is_whole = not any(shards for _, _, shards in every) and _sizes(state_dict) == [len(g) for g in whole.groups]
+    is_whole = not has_shards and _sizes(state_dict) == [len(g) for g in whole.groups]
     # Otherwise it is every rank's own state dict, of this very layout.
-    if not any_rank(is_sent or is_whole):
+    if not any_rank(is_sent > 0 or is_whole):
         return full.laid_out_like(optimizer, state_dict)
-    return _laid_out(optimizer, whole, state_dict, is_sent)
+    return _laid_out(optimizer, whole, state_dict, is_sent > 0)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class WholeGroups:
         """
         groups = [[(p, placement_of(p)) for p in group["params"]] for group in optimizer.param_groups]
         own = [[None if placement is None else placement.position for _, placement in group] for group in groups]
-        every = gather_objects(own)
+        every = [each for _, each in gather_distinct(own, repr(own))]
         strange = any(position is None for ranks_groups in every for group in ranks_groups for position in group)
         if strange or len({len(ranks_groups) for ranks_groups in every}) != 1:
             raise agreed(
@@ -111,11 +111,12 @@ def _gathered(optimizer: Optimizer, whole: WholeGroups) -> dict[str, Any]:
         for position, state in mine.items():
             for name, value in state.items():
                 _fused_dim(name, value, *whole.parameters[position])
-    outlines = gather_objects({position: _outline(state) for position, state in mine.items()})
+    outline = {position: _outline(state) for position, state in mine.items()}
+    # Pipeline ranks of one stage have the same, and the first of them sends it.
+    outlines = [(ranks[0], its) for ranks, its in gather_distinct(outline, repr(sorted(outline.items())))]
     states: dict[int, dict[str, Any]] = {}
     for position, key in whole.keys.items():
-        owner = next(index for index, known in enumerate(outlines) if position in known)
-        described = outlines[owner][position]
+        owner, described = next((first, known[position]) for first, known in outlines if position in known)
         found = {name: _collected(whole, mine, position, name, each, owner) for name, each in described.items()}
         if found:
             states[key] = found

@@ -310,25 +310,38 @@ def _sizes(bounds: tuple[int, ...]) -> str:
     return ", ".join(str(end - first) for first, end in itertools.pairwise(bounds))
 
 
-def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool) -> list[Step]:
+def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, parts: int, *, in_half: bool) -> list[Step]:
     """Return the step of every rank of the pipeline axis before any method.
 
     Args:
         step: Step of the whole model.
         cut: Where the model is cut; None: nowhere, and there is one step.
         samples: Samples of a micro-batch.
+        parts: Number of parts of the tokens, of which a rank's blocks hand on one.
         in_half: Whether the model computes with parameters in half precision, and so are its hidden states.
     """
     if cut is None:
         return [step]
-    placed = [dataclasses.replace(each, on_ranks=_ranks_sending(each, cut)) for each in step.boundaries]
-    step = step.replace(boundaries=tuple(placed))
+    step = step.replace(boundaries=tuple(_with_senders(each, cut) for each in step.boundaries))
     hidden = None
     if cut.boundary_bytes is not None:
-        parts = step.size("sequence") * step.size("context")  # of the tokens, of which a rank's blocks hand on one
         hidden = cut.boundary_bytes * samples // ((2 if in_half else 1) * parts)
     ranges, count = tuple(itertools.pairwise(cut.bounds)), cut.bounds[-1]
     return [step.replace(stages=Stages(cut.ranks, ranges, count, rank, hidden)) for rank in range(cut.num_ranks)]
+
+
+def _with_senders(boundary: Boundary, cut: Cut) -> Boundary:
+    """Return a collective with the ranks that send it, as often as they do: code before the blocks runs in each stage.
+
+    The gradients of these runs go nowhere, except in the stages that depend on that code.
+    """
+    again = cut.stages_per_rank if boundary.moment == "forward" and cut.runs_in_each_stage(boundary.path) else 1
+    return dataclasses.replace(
+        boundary,
+        on_ranks=_ranks_sending(boundary, cut),
+        num_bytes=again * boundary.num_bytes,
+        count=again * boundary.count,
+    )
 
 
 def _ranks_sending(boundary: Boundary, cut: Cut) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from meshwright.cost import (
 from meshwright.cost.rank_memory import DRAWN_PER_S
 from meshwright.errors import readable_bytes
 from meshwright.methods import besides_mesh, with_micro_batches
-from meshwright.runtime import COMMUNICATOR_BYTES
+from meshwright.runtime import COMMUNICATOR_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -243,8 +243,11 @@ class PlannedModel(Protocol):
 
 # --- How much memory there is, and how much of it a step needs.
 
-CONTEXT_BYTES = round(1.5 * 2**30)
-"""What no tensor of a job can use: the driver's context, collectives' buffers, kernels' workspaces."""
+UNUSABLE_BYTES = CONTEXT_BYTES + WORKSPACE_BYTES + COMMUNICATOR_BYTES
+"""What no tensor can use of a device that nothing else runs on: 1.37 GiB, and :func:`communicator_bytes` beside it.
+
+``accelerate`` counts alike, but for the driver, which says what is free.
+"""
 
 FRAGMENTED, FRAGMENTED_BY_LAYERS = 0.05, 0.12
 """What an allocator that cannot join its segments leaves unused between tensors of mixed sizes, as a share of them.
@@ -258,7 +261,7 @@ _HOST_USABLE = 0.9  # of host memory: the rest is for the system, the processes 
 
 def usable_bytes(device: Device) -> int:
     """Return the bytes that a caching allocator can take of a device, or all memory of a host."""
-    return device.memory_bytes - (0 if device.is_host else CONTEXT_BYTES)
+    return device.memory_bytes - (0 if device.is_host else UNUSABLE_BYTES)
 
 
 def usable_host_bytes(cluster: Cluster) -> int | None:

@@ -34,7 +34,7 @@ from meshwright.methods import (
     replacement_of,
     resolve,
 )
-from meshwright.methods.base import half_dtype
+from meshwright.methods.base import half_dtype, parts_between_layers
 from meshwright.methods.planner_hooks import ComputeDtypes
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
@@ -171,10 +171,20 @@ class Workload:
         """Return the workload with another number of samples per step."""
         return self.elsewhere(self.cluster, samples, self.limit_bytes)
 
-    def elsewhere(self, cluster: Cluster | None, batch_size: int | None, limit_bytes: int | None) -> Workload:
+    def elsewhere(
+        self,
+        cluster: Cluster | None,
+        batch_size: int | None,
+        limit_bytes: int | None,
+        *,
+        limit_is_free: bool | None = None,
+    ) -> Workload:
         """Return the workload on another cluster of the same kind of device; it shares all traces of the model."""
         world = self.world if cluster is None else cluster.num_devices
-        other = replace(self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes)
+        is_free = self.limit_is_free if limit_is_free is None else limit_is_free
+        other = replace(
+            self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes, limit_is_free=is_free
+        )
         own = {field.name for field in fields(self)} | {"_replaced"}
         vars(other).update({name: value for name, value in vars(self).items() if name not in own})
         return other
@@ -206,7 +216,8 @@ class Workload:
         cut, described = decided.cut, self._described(conditions, decided.cut)
         step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
         in_half = conditions.param_dtype is not None
-        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, in_half=in_half)
+        parts = _token_parts(resolved)
+        ranks = [step] if cut is None else by_pipeline_rank(step, cut, conditions.samples, parts, in_half=in_half)
         # The methods' twins do the rest, once their configs leave nothing open.
         has_budget = any(method.has_memory_budget for method in in_phase_order(resolved.strategy))
         fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)
@@ -382,6 +393,13 @@ def _widens(resolved: Resolved) -> bool:
     return not divided and any(method.widens(resolved.strategy) for method in in_phase_order(resolved.strategy))
 
 
+def _token_parts(resolved: Resolved) -> int:
+    """Return the number of ranks that divide the tokens of a sample between blocks."""
+    sizes = dict(resolved.axes)
+    within = parts_between_layers(resolved.strategy, lambda axis: sizes.get(axis, 1))
+    return within * sizes.get("sequence", 1) * sizes.get("context", 1)
+
+
 def _replicas(resolved: Resolved) -> int:
     sizes = dict(resolved.axes)
     return math.prod(sizes.get(axis, 1) for axis in SAMPLED)
@@ -439,10 +457,12 @@ class ModuleModel:
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
         """See :class:`~meshwright.planner.plans.PlannedModel`. The module is traced once for CPUs and once for GPUs."""
+        is_given = limit_bytes is not None
         limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
         if cluster.device.is_host not in self._traced:
             self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
-        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes)
+        workload = self._traced[cluster.device.is_host]
+        return workload.elsewhere(cluster, samples, limit_bytes, limit_is_free=not is_given)
 
     @functools.cached_property
     def _traced(self) -> dict[bool, Workload]:

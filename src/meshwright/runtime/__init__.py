@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     )
     from meshwright.runtime.device import (
         COMMUNICATOR_BYTES as COMMUNICATOR_BYTES,
+        CONTEXT_BYTES as CONTEXT_BYTES,
+        WORKSPACE_BYTES as WORKSPACE_BYTES,
         GeneratorState as GeneratorState,
         HostCopy as HostCopy,
         host_share_bytes as host_share_bytes,
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
         check_axes as check_axes,
         coordinate_of as coordinate_of,
         fit_axes as fit_axes,
+        flat_mesh as flat_mesh,
+        groups_along as groups_along,
+        mesh_of_parts as mesh_of_parts,
         rank_grid as rank_grid,
         world_mesh as world_mesh,
     )
@@ -64,6 +69,7 @@ if TYPE_CHECKING:
         init_distributed as init_distributed,
         is_pretended as is_pretended,
         make_group as make_group,
+        make_groups as make_groups,
         print_rank as print_rank,
         rank as rank,
         require_distributed as require_distributed,

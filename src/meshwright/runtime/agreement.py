@@ -110,7 +110,7 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     if world_size() == 1:
         return value
     sent = [value]
-    dist.broadcast_object_list(sent, src=source, group=_living_group())
+    dist.broadcast_object_list(sent, group_src=source, group=_living_group())
     return sent[0]
 
 

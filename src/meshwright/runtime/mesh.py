@@ -177,12 +177,75 @@ def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None
     ranks = torch.from_numpy(np.ascontiguousarray(grid.transpose(outermost_first)))
     with connecting_on_use(max(ranks.shape)) as on_use:
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names[dim] for dim in outermost_first))
-    for dim in range(mesh.ndim if on_use else 0):
+    if on_use:
+        _connect_axes(mesh)
+    return mesh
+
+
+def flat_mesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    """Return some axes of a mesh over the world as a mesh of one dim; collective over the world.
+
+    The same axes are made once, by DeviceMesh.
+
+    Args:
+        mesh: A mesh from :func:`build_mesh`.
+        axes: One or more of its axes, in the order of the mesh.
+    """
+    from meshwright.runtime.torch_internals.dtensor import flattened  # slow to import
+
+    names = tuple(axes)
+    if len(names) == 1:
+        return mesh[names[0]]
+    with connecting_on_use(math.prod(mesh.size(_dim(mesh, name)) for name in names)) as on_use:
+        flat = flattened(mesh[names])
+    if on_use:
+        _connect_axes(flat)
+    return flat
+
+
+def groups_along(mesh: DeviceMesh, axes: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the ranks of all groups along some axes of a mesh over the world, this rank's and the others'.
+
+    Args:
+        mesh: A mesh from :func:`build_mesh`.
+        axes: One or more of its axes, in the order of the mesh.
+    """
+    dims = [_dim(mesh, name) for name in axes]
+    others = [dim for dim in range(mesh.ndim) if dim not in dims]
+    lines = mesh.mesh.permute(*others, *dims).flatten(len(others))
+    return [tuple(ranks) for ranks in lines.view(-1, lines.shape[-1]).tolist()]
+
+
+def mesh_of_parts(mesh: DeviceMesh, axis: str, size: int) -> DeviceMesh:
+    """Cut an axis of a mesh over the world into parts of neighbouring ranks; collective over the world.
+
+    Args:
+        mesh: A mesh from :func:`build_mesh`.
+        axis: One of its axes.
+        size: Ranks of a part; it divides the axis.
+
+    Returns:
+        A mesh of two dims: ranks at the same place of all parts, and the ranks of a part.
+    """
+    parts = torch.tensor(groups_along(mesh, [axis]), dtype=torch.int).view(-1, size)
+    with connecting_on_use(max(parts.shape)) as on_use:
+        cut = DeviceMesh(mesh.device_type, parts, mesh_dim_names=(f"{axis}_apart", f"{axis}_nearby"))
+    if on_use:
+        _connect_axes(cut)
+    return cut
+
+
+def _dim(mesh: DeviceMesh, name: str) -> int:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names.index(name)
+
+
+def _connect_axes(mesh: DeviceMesh) -> None:
+    for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         # On GPUs the parts on gloo are made, too, and hardly used.
         if group is not torch.distributed.group.WORLD and torch.distributed.get_backend(group) == "gloo":
             connect(group)
-    return mesh
 
 
 _world_mesh: tuple[object, DeviceMesh] | None = None  # the process group it was made for, and the mesh

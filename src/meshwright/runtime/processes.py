@@ -111,18 +111,72 @@ def _leave_failed() -> None:
         os._exit(1)
 
 
+# --- [Note: groups by split]
+#
+# On GPUs the device is bound to the process group of the world. NCCL then connects all ranks once, at the start, and
+# makes every further group by splitting that communicator: one call for all the disjoint groups along a mesh axis,
+# where thousands would each exchange an id over the store. A split is collective over all ranks, members or not, so
+# all ranks must make all groups in one order: one that stays away leaves the others waiting (pytorch#145376). torch
+# names the new groups by how many a rank has, so that all ranks must have equally many. Hence groups are made in whole
+# partitions of the world: along the axes of a mesh, or by :func:`make_groups`. A group that its members make alone is
+# not split, but connects by itself. Only the first world of a process is bound: in later ones torch's split reads
+# what it has left empty (pytorch#192109, in torch up to 2.13).
+
+_BIND = "MESHWRIGHT_BIND_DEVICE"
+_has_begun = False  # whether this process has begun a world
+
+
+def _bound_device(device: torch.device, backend: str, size: int) -> torch.device | None:
+    """Return the device to bind to the process group; None leaves communicators to the first collective of each."""
+    wanted = os.environ.get(_BIND, "1") != "0"
+    return device if wanted and "nccl" in backend and size > 1 and not _has_begun else None
+
+
 def make_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
     """Make a process group as ``torch.distributed.new_group`` does, whose gloo part connects on use.
 
     Args:
-        ranks: Its ranks; None means all of them.
+        ranks: Its ranks; None means all of them. Other ranks call it, too, unless ``use_local_synchronization``.
         options: Further arguments of ``new_group``.
     """
-    with connecting_on_use(dist.get_world_size() if ranks is None else len(ranks)) as on_use:
+    alone = options.get("use_local_synchronization", False)
+    size = dist.get_world_size() if ranks is None else len(ranks)
+    with connecting_on_use(size) as on_use, _without_split() if alone else contextlib.nullcontext():
         group = dist.new_group(ranks if ranks is None else list(ranks), **options)
     if on_use and isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo" and group.size() > 1:
         connect(group)
     return group
+
+
+def make_groups(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make disjoint groups that together are the world, and return this rank's; collective over the world.
+
+    See [Note: groups by split].
+
+    Args:
+        partition: Ranks of each group; the same on every rank.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    own = next(number for number, ranks in enumerate(partition) if dist.get_rank() in ranks)
+    if world.bound_device_id is None:
+        return [make_group(ranks) for ranks in partition][own]
+    with connecting_on_use(max(map(len, partition))):
+        group = dist.split_group(split_ranks=[list(ranks) for ranks in partition])
+    assert group is not None
+    return group
+
+
+@contextlib.contextmanager
+def _without_split() -> Iterator[None]:
+    """Let the members of a group make it without the other ranks, which a split would wait for."""
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def background_group() -> dist.ProcessGroup | None:
@@ -312,6 +366,7 @@ def _check_groups(name: str, what: str, size: int) -> None:
 def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> None:
     # Both kinds of tensor can be reduced on a CUDA machine: losses and error reports live on the host.
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    global _has_begun
     options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=timeout_s)}
     present = [name for name in _ENVIRONMENT if name in os.environ]
     # MASTER_ADDR and MASTER_PORT alone are often left exported in a shell: they do not make a world.
@@ -319,6 +374,7 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
         if warning := separate_tasks_warning(os.environ):
             print(f"meshwright: {warning}", file=sys.stderr, flush=True)
         dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
+        _has_begun = True
         return
     missing = [name for name in _ENVIRONMENT if name not in present]
     if missing:
@@ -333,8 +389,10 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
     store = launchers_store(os.environ, options["timeout"])
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     own = meet(store, number, size, options["timeout"])
+    bound = _bound_device(device, backend, size)
     with connecting_on_use(size) as on_use:
-        dist.init_process_group(store=own, rank=number, world_size=size, **options)
+        dist.init_process_group(store=own, rank=number, world_size=size, device_id=bound, **options)
+    _has_begun = True
     if on_use and size > 1 and "gloo" in backend and dist.group.WORLD is not None:
         connect(dist.group.WORLD)
 

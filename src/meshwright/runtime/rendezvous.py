@@ -52,6 +52,7 @@ def separate_tasks_warning(environment: Mapping[str, str]) -> str | None:
 # Ranks of two runs that share an address keep apart for the same reason.
 
 _ROOM, _ATTEMPT, _CAME, _HERE, _ANSWER = "meshwright/meeting", "attempt", "came", "here", "answer"
+_ODD, _REFUSED = "odd", "refused"  # a number of ranks that differs from rank 0's, and rank 0's word that it does
 _FAN_OUT = 16  # ranks below each in the tree: four levels for 16,384
 _ANSWER_WAIT = timedelta(seconds=30)
 _STORE_WAIT = timedelta(seconds=60)  # the launcher makes its store before any rank starts
@@ -158,19 +159,24 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
         timeout: Time in which the others must come.
 
     Raises:
-        LaunchError: When they do not.
+        LaunchError: When they do not, or count differently many.
     """
-    room, me = PrefixStore(_ROOM, store), f"{os.getpid()}-{uuid.uuid4().hex}"
+    room, me = PrefixStore(_ROOM, store), f"{os.getpid()}-{uuid.uuid4().hex}-{world_size}"
     below = range(rank * _FAN_OUT + 1, min(rank * _FAN_OUT + _FAN_OUT, world_size - 1) + 1)
     if rank == 0:
         room.set(_ATTEMPT, me)
-    attempt, has_joined = "", False
+    attempt, has_joined, is_old = "", False, False
     for _ in _tries(time.monotonic() + timeout.total_seconds()):
         named = room.get(_ATTEMPT).decode() if room.check([_ATTEMPT]) else ""
         if named != attempt:
             attempt, has_joined = named, False
+            is_old = bool(_value(room, f"{attempt}/{_REFUSED}"))  # an attempt that had failed before this rank came
             room.add(f"{attempt}/{_CAME}/{rank}", 1)
         if not attempt:
+            continue
+        if not is_old:
+            _check_sizes(room, attempt, rank, world_size)
+        if _size_of(attempt) != world_size:  # of this attempt, or of one before it that had other ranks
             continue
         here = [f"{attempt}/{_HERE}/{each}" for each in below]
         if not has_joined and (not here or room.check(here)):
@@ -181,8 +187,39 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
                 room.set(f"{attempt}/{_ANSWER}/{each}", room.get(key).decode())
             return PrefixStore(f"meshwright/attempt-{attempt}", store)
     if rank > 0:
-        raise _too_late("no answer of rank 0")
+        raise _too_late("no answer of rank 0" + _other_count(attempt, world_size))
     raise _too_late(f"no word of {named_ranks(absent_ranks(room, f'{me}/{_CAME}', 1, world_size))}")
+
+
+def _check_sizes(room: Store, attempt: str, rank: int, world_size: int) -> None:
+    """Raise on every rank that waits, when one of them counts other ranks than rank 0; rank 0 decides.
+
+    Another rank cannot know whether what it reads was left by an attempt before.
+    """
+    if _size_of(attempt) != world_size:
+        room.set(f"{attempt}/{_ODD}", f"{world_size} on rank {rank}")
+    odd = _value(room, f"{attempt}/{_ODD}") if rank == 0 else _value(room, f"{attempt}/{_REFUSED}")
+    if not odd:
+        return
+    if rank == 0:
+        time.sleep(2 * _LONGEST_PAUSE_S)  # for those that have not seen this attempt yet
+        room.set(f"{attempt}/{_REFUSED}", odd)
+    raise LaunchError(
+        "WORLD_SIZE differs between ranks",
+        expected=f"{_size_of(attempt)}, as on rank 0",
+        got=odd,
+        fix="start torchrun with the same --nnodes and --nproc-per-node on every machine",
+    )
+
+
+def _size_of(attempt: str) -> int:
+    return int(attempt.rpartition("-")[2])
+
+
+def _other_count(attempt: str, world_size: int) -> str:
+    if not attempt or _size_of(attempt) == world_size:
+        return ""
+    return f", which has counted {_size_of(attempt)} ranks: WORLD_SIZE is {world_size} here"
 
 
 def _value(store: Store, key: str) -> str:

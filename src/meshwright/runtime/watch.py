@@ -48,7 +48,6 @@ _LOOKS_PER_LIMIT = 10
 _SILENT_LOOKS = 4  # so many pauses without a report are silence: a report passes through two threads that pause
 _TURN_LOOKS = _SILENT_LOOKS + 2  # pauses in which whoever has the turn must have published a verdict
 _SLOW_LOOKS = 5  # pauses between two searches for slow ranks
-_ABANDONED_S = 24 * 3600.0
 _SAMPLE_S = 0.02
 _SAMPLES = 100  # fewer say nothing of a share
 _entered = itertools.count()  # watches of this process; all ranks enter theirs in the same order
@@ -71,8 +70,9 @@ class HostReports:
         memory = Path("/dev/shm")
         folder = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
         self._folder: Path | None = folder / f"meshwright-watch-{name}"
+        self._lock = -1
         with self._alone_after_errors():
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._lock = _entered_folder(self._folder)
             _remove_abandoned(folder)
             if self._folder.stat().st_uid != os.getuid():
                 raise PermissionError(f"{self._folder} belongs to somebody else")
@@ -152,18 +152,46 @@ class HostReports:
         folder, self._folder = self._folder, None
         if folder is not None:
             with contextlib.suppress(OSError):
-                (folder / str(self._own)).unlink()
+                (folder / str(self._own)).unlink(missing_ok=True)
                 if os.listdir(folder) in ([], ["host"]):
                     (folder / "host").unlink(missing_ok=True)
                     folder.rmdir()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _entered_folder(folder: Path) -> int:
+    """Make a folder, and share its lock with others inside; return the descriptor that holds it until it is closed."""
+    import fcntl
+
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass  # removed as abandoned, between its making and its lock
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the reports of jobs that were killed: in those of living ones a file is replaced every few seconds."""
+    """Remove the reports of jobs that were killed, whose locks the kernel has dropped."""
+    import fcntl
+
     for each in folder.glob("meshwright-watch-*"):
         with contextlib.suppress(OSError):
-            if each.stat().st_mtime < time.time() - _ABANDONED_S:
+            descriptor = os.open(each, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(each)
+            finally:
+                os.close(descriptor)
 
 
 def read_hosts(store: Store, keys: str) -> dict[int, Report]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import nn
 
 from meshwright.errors import CheckpointError, join_names, readable_bytes
 from meshwright.nn.fp8 import is_scaling_state
-from meshwright.runtime import rank, world_size
+from meshwright.runtime import broadcast_object, rank, same_on_every_rank, world_size
 from meshwright.runtime.torch_internals import checkpoint as keys
 from meshwright.store.conversions import Plan, plan_for
 from meshwright.store.dcp_folder import METADATA, open_dcp
@@ -88,7 +90,14 @@ class StoredWeights:
         return f"{self._path} ({files}{readable_bytes(self.num_bytes)})"
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], model: nn.Module, *, allow_missing: bool = False) -> StoredWeights:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        allow_missing: bool = False,
+        found: FoundWeights | None = None,
+    ) -> StoredWeights:
         """Find the weights and match them with a model; only headers and indexes are read.
 
         Where a file holds both names of tensors that the model ties, each rank compares its share of their rows.
@@ -100,13 +109,14 @@ class StoredWeights:
             model: The whole plain model; its tensors may be on ``meta``. The names of a transformers model are
                 converted as ``from_pretrained`` does.
             allow_missing: Accept weights that lack some of the model's. :attr:`missing` names them.
+            found: What :func:`find_together` has found there; None looks itself.
 
         Raises:
             CheckpointError: Naming everything that is missing, too much or misshapen, or the file that cannot be read.
                 The model is as it was.
         """
         wait_for_saves()
-        found = _find(Path(path))
+        found = _find(Path(path)) if found is None else found
         entries = {name: each for name, each in model.state_dict(keep_vars=True).items() if torch.is_tensor(each)}
         groups: dict[int, list[str]] = {}
         for name, tensor in entries.items():
@@ -250,8 +260,39 @@ def check_weights(path: str | os.PathLike[str]) -> None:
         file.close()
 
 
+def find_together(path: str | os.PathLike[str] | None) -> FoundWeights | None:
+    """Let rank 0 read the headers of safetensors files for all ranks; collective.
+
+    The others then open the files alone that they read from. Checkpoints and torch's distributed checkpoints have
+    indexes, which each rank reads.
+
+    Args:
+        path: As for :meth:`StoredWeights.open`; None where there are no weights.
+
+    Returns:
+        What was found; None where this rank has to look itself.
+
+    Raises:
+        CheckpointError: On every rank, when rank 0 cannot read the weights.
+    """
+    if world_size() == 1:
+        return None
+    with same_on_every_rank():
+        sent = b""
+        if rank() == 0 and path is not None:
+            wait_for_saves()
+            mine = _find(Path(path))
+            if mine.files and all(isinstance(file, SafetensorsFile) for file in mine.files):
+                sent = zlib.compress(pickle.dumps(mine), 1)  # names are much alike
+    asked, sent = broadcast_object((str(path), sent))
+    if not sent or asked != str(path):
+        return None
+    found: FoundWeights = mine if rank() == 0 else pickle.loads(zlib.decompress(sent))
+    return found
+
+
 @dataclass
-class _Found:
+class FoundWeights:
     """Tensors on disk, by their names there."""
 
     path: Path
@@ -262,8 +303,18 @@ class _Found:
     in_state: bool = False
     """Whether they may be a part of a larger state, under a prefix."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the headers of the files, of which the tensors are made again."""
+        joined = join_files([file for file in self.files if isinstance(file, SafetensorsFile)])
+        return {**self.__dict__, "tensors": None if joined.keys() == self.tensors.keys() else list(self.tensors)}
 
-def _find(path: Path) -> _Found:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        joined = join_files([file for file in self.files if isinstance(file, SafetensorsFile)])
+        self.tensors = {name: joined[name] for name in state["tensors"] or joined}
+
+
+def _find(path: Path) -> FoundWeights:
     if path.is_file():
         return _in_index(path) if path.name.endswith(INDEX) else _in_file(path)
     if not path.is_dir():
@@ -279,7 +330,7 @@ def _find(path: Path) -> _Found:
     if complete := complete_checkpoints(path) or complete_checkpoints(path / "checkpoints"):
         return _in_checkpoint(complete[-1][1])
     if (path / METADATA).is_file():
-        return _Found(path, open_dcp(path), in_state=True)
+        return FoundWeights(path, open_dcp(path), in_state=True)
     # The order of from_pretrained.
     for name in ("model.safetensors", f"model.safetensors{INDEX}"):
         if (path / name).is_file():
@@ -287,7 +338,7 @@ def _find(path: Path) -> _Found:
     return _in_folder(path)
 
 
-def _in_folder(path: Path) -> _Found:
+def _in_folder(path: Path) -> FoundWeights:
     """Look for weights under other names than transformers'."""
     indices = sorted(path.glob(f"*{_SUFFIX}{INDEX}"))
     singles = [file for file in sorted(path.glob(f"*{_SUFFIX}")) if "optimizer" not in file.name]
@@ -297,7 +348,7 @@ def _in_folder(path: Path) -> _Found:
         return _in_file(singles[0])
     files = [] if indices else [SafetensorsFile(file) for file in singles]
     if files and all(keys.CUSTOM_METADATA_KEY in file.metadata for file in files):
-        return _Found(path, join_files(files), files, _config(path), in_state=True)
+        return FoundWeights(path, join_files(files), files, _config(path), in_state=True)
     pickles = [file for file in sorted(path.iterdir()) if file.suffix in _PICKLES and file.name != "training_args.bin"]
     if pickles and not singles:
         raise _pickle(pickles[0])
@@ -309,7 +360,7 @@ def _in_folder(path: Path) -> _Found:
     )
 
 
-def _in_file(path: Path) -> _Found:
+def _in_file(path: Path) -> FoundWeights:
     if path.suffix in _PICKLES:
         raise _pickle(path)
     if path.suffix != _SUFFIX:
@@ -318,7 +369,7 @@ def _in_file(path: Path) -> _Found:
             got=path.suffix or "no suffix", fix="convert it to safetensors",
         )  # fmt: skip
     file = SafetensorsFile(path)
-    return _Found(path, join_files([file]), [file], _config(path.parent))
+    return FoundWeights(path, join_files([file]), [file], _config(path.parent))
 
 
 def _pickle(path: Path) -> CheckpointError:
@@ -331,7 +382,7 @@ def _pickle(path: Path) -> CheckpointError:
     )
 
 
-def _in_index(path: Path) -> _Found:
+def _in_index(path: Path) -> FoundWeights:
     weight_map, _ = read_index(path)
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (path.parent / name).is_file()]
@@ -350,7 +401,7 @@ def _in_index(path: Path) -> _Found:
             f"{path} does not fit its files", expected="files with all tensors that it names",
             got=f"none of the name {join_names(lacking)}", fix=_COPY_AGAIN,
         )  # fmt: skip
-    return _Found(path.parent, {name: tensors[name] for name in weight_map}, files, _config(path.parent))
+    return FoundWeights(path.parent, {name: tensors[name] for name in weight_map}, files, _config(path.parent))
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -361,9 +412,9 @@ def _config(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _in_checkpoint(path: Path) -> _Found:
+def _in_checkpoint(path: Path) -> FoundWeights:
     tensors, files = checkpoint_tensors(path)
-    return _Found(path, tensors, [files])
+    return FoundWeights(path, tensors, [files])
 
 
 def checkpoint_tensors(path: Path) -> tuple[dict[str, StoredTensor], OpenFiles]:
@@ -396,7 +447,7 @@ def checkpoint_tensors(path: Path) -> tuple[dict[str, StoredTensor], OpenFiles]:
 # --- Which of them fill the model
 
 
-def _planned(found: _Found, model: nn.Module, entries: Mapping[str, torch.Tensor]) -> Plan:
+def _planned(found: FoundWeights, model: nn.Module, entries: Mapping[str, torch.Tensor]) -> Plan:
     tensors = _of_the_model(found.tensors, entries) if found.in_state else found.tensors
     return plan_for(model, tensors, entries)
 
@@ -412,7 +463,7 @@ def _of_the_model(stored: Mapping[str, StoredTensor], entries: Iterable[str]) ->
     return {name: each for name, each in inside.items() if prefix or name.partition(".")[0] in tops}
 
 
-def _refuse_quantized(found: _Found, entries: Mapping[str, torch.Tensor]) -> None:
+def _refuse_quantized(found: FoundWeights, entries: Mapping[str, torch.Tensor]) -> None:
     """Refuse weights that are not the model's values but codes for them."""
     config = found.config.get("quantization_config") or {}
     names = [name for name in found.tensors if _QUANTIZED.search(name) and name not in entries]

@@ -132,6 +132,8 @@ class SafetensorsFile:
     The file is not mapped as a whole: mapped pages count as memory of the process, beside the tensor that they are
     copied into. Bytes are read into place, or a window of the file is mapped for as long as it is copied from. The
     system's page cache keeps them, so that each comes from the disk once, however many ranks of a host ask for it.
+
+    Another rank that it is sent to does not parse the header again, and opens the file when it reads from it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -139,6 +141,7 @@ class SafetensorsFile:
         self.tensors: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         """By name: offset in the file, dtype and shape."""
         self.metadata: dict[str, str] = {}
+        self._sizes: tuple[int, int] | None = None  # of the file and its header, where another rank has read that
         self._file: int | None = None
         self._lock = threading.Lock()
         try:
@@ -164,6 +167,16 @@ class SafetensorsFile:
             begin = 8 + length + entry["data_offsets"][0]
             self.tensors[name] = (begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what the header says, for another rank."""
+        with self.path.open("rb") as stream:
+            sizes = os.fstat(stream.fileno()).st_size, int.from_bytes(stream.read(8), "little")
+        return {"path": self.path, "tensors": self.tensors, "metadata": self.metadata, "_sizes": sizes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._file, self._lock = None, threading.Lock()
+
     def read_bytes(self, at: int, out: torch.Tensor) -> None:
         """Fill a contiguous host tensor with the bytes from position ``at`` on."""
         file = self._open()
@@ -188,6 +201,9 @@ class SafetensorsFile:
         with self._lock:
             if self._file is None:
                 self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                found = os.fstat(self._file).st_size, int.from_bytes(os.pread(self._file, 8, 0), "little")
+                if self._sizes not in (None, found):
+                    raise OSError(f"{self.path} is another file here than where its header was read")
             return self._file
 
     def _cut(self, at: int) -> OSError:

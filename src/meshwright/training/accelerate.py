@@ -28,22 +28,21 @@ from meshwright.errors import DataError, LaunchError, ModelError, join_names
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.birth import Birth, birth_of
 from meshwright.methods.job import KnownParameters, guards_are_on
-from meshwright.nn import check_initialized, check_model, check_no_renorm, is_on_meta
+from meshwright.nn import check_initialized, check_model, check_no_renorm, is_on_meta, without_caches
 from meshwright.nn.initial_values import record, remembered
-from meshwright.optim import Stages, clip_gradients
-from meshwright.optim.guarded_step import follow_loads
+from meshwright.optim import ShardedOptimizer, Stages, clip_gradients
+from meshwright.optim.guarded_step import follow_loads, inner_optimizer
 from meshwright.planner import Plan
 from meshwright.runtime import (
     Difference,
     Settings,
     agreed,
-    all_equal,
+    any_rank,
     broadcast_object,
     check_all_equal,
     check_equal,
     code_versions,
     difference_between_ranks,
-    gather_objects,
     memory_limit_bytes,
     print_rank,
     rank,
@@ -53,6 +52,7 @@ from meshwright.runtime import (
     smallest,
     world_size,
 )
+from meshwright.runtime.agreement import gather_distinct
 from meshwright.runtime.lazy import paused_collection
 
 # Optimizers, DDP and predictions import dynamo in any case. Imported here, it loads with the garbage collector paused.
@@ -152,7 +152,7 @@ def accelerate(
         loss_weight: ``loss_weight(model_input)`` returns the number of items that the loss of a micro-batch is the mean
             over (a number, or a tensor of one), such as its labels that are not -100. ``step`` and ``evaluate`` then
             take the mean over the items of the whole batch; None averages the losses of ranks and micro-batches
-            equally. The host reads it at the start of each step.
+            equally. On a GPU the host reads it when backward has been issued.
         find_unused_parameters: For DDP, if some parameters are not used in every step.
         ddp_options: Further keyword arguments of DistributedDataParallel, for strategies without a sharding method.
         sample_batch: A batch for predictions without a dataset, of any number of samples.
@@ -233,6 +233,11 @@ def _conceive(
     model: nn.Module | Callable[[], nn.Module], weights: str | os.PathLike[str] | None, *, allow_missing: bool
 ) -> tuple[nn.Module, Birth | None]:
     """Return the model, and where its values come from if it lacks them; collective."""
+    found = None
+    if any_rank(weights is not None):
+        from meshwright.store.pretrained import StoredWeights, find_together  # what only stored weights need
+
+        found = find_together(weights)
     with same_on_every_rank():
         values = None
         if not isinstance(model, nn.Module) and callable(model):
@@ -245,9 +250,7 @@ def _conceive(
         check_model(model, settings().device)
         stored = None
         if weights is not None:
-            from meshwright.store.pretrained import StoredWeights  # what only a start from stored weights needs
-
-            stored = StoredWeights.open(weights, model, allow_missing=allow_missing)
+            stored = StoredWeights.open(weights, model, allow_missing=allow_missing, found=found)
         is_built = values is None and stored is None and not is_on_meta(model)
         return model, None if is_built else birth_of(model, values, stored)
 
@@ -329,13 +332,12 @@ def check_alike(
         ("The switch of cross-rank guards", f"{guards_are_on()}", "set MESHWRIGHT_GUARDS alike on every rank"),
         *further,
     )
-    if all_equal(model.encode()):
+    (_, (first_model, first_lines)), *others = gather_distinct((model, list(parameters)), model)
+    if not others:
         return
-    models = gather_objects(model)
-    other = next(rank for rank, each in enumerate(models) if each != models[0])
-    lines = gather_objects(list(parameters))
-    pairs = itertools.zip_longest(lines[0], lines[other], fillvalue="no further parameter")
-    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (models[0], models[other]))
+    (other, *_), (other_model, other_lines) = others[0]
+    pairs = itertools.zip_longest(first_lines, other_lines, fillvalue="no further parameter")
+    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (first_model, other_model))
     raise agreed(
         LaunchError(
             "The model differs between ranks",
@@ -433,6 +435,8 @@ def _apply(
     # Every method checks the job before the first one changes it.
     check_strategy(job)
     _CHANGED.add(request.model)
+    if without_caches(request.model):
+        job.notices.append("config.use_cache was set to False: training fills key-value caches and never reads them")
     apply_strategy(job)
     return job, dataloader
 
@@ -468,6 +472,9 @@ def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRSc
     check_equal("The optimizer", text, "build it with equal arguments on every rank")
     if optim is not None:
         known.follow(optim)
+        inner = inner_optimizer(optim)
+        if isinstance(inner, ShardedOptimizer) and job.mesh_axes.mesh is not None:
+            inner.make_groups(job.mesh_axes.mesh)
         optim = job.optimizer.finish(optim)
     with same_on_every_rank():
         if request.lr_scheduler_cls is None:

@@ -178,9 +178,11 @@ class Accelerated:
     def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
         """Run all micro-batches; return this rank's part of the mean loss over ranks."""
         with abandoned_if_it_fails(self._job, self.optim):
-            inputs_and_divisors = self._prepare(parts)
+            inputs_and_divisors, check = self._prepare(parts)
             if self._job.pipeline is not None:
-                return self._run_pipeline(self._job.pipeline, list(inputs_and_divisors))
+                loss = self._run_pipeline(self._job.pipeline, list(inputs_and_divisors))
+                check()
+                return loss
             total: torch.Tensor | None = None
             for index, (inputs, divisor) in enumerate(inputs_and_divisors):
                 with self._job.micro_batch(index == len(parts) - 1):
@@ -188,21 +190,24 @@ class Accelerated:
                     loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
             assert total is not None
+            check()
             return total
 
     def _parts(self, batch: Any) -> list[Any]:
         # Stages of a pipeline exchange tensors of one shape.
         return micro_batches(batch, self.num_micro_batches, equal=self._job.pipeline is not None)
 
-    def _prepare(self, parts: list[Any]) -> Iterable[tuple[Any, float]]:
-        """Return each micro-batch's model input, and the divisor of its loss."""
+    def _prepare(self, parts: list[Any]) -> tuple[Iterable[tuple[Any, Divisor]], Callable[[], None]]:
+        """Return each micro-batch's model input and the divisor of its loss; and a check for the end of backward."""
         inputs = (self.prepare_input(part, self.device) for part in parts)
         if self._loss_weight is None:
-            return zip(inputs, shares_of(parts), strict=True)  # lazily: one input at a time is on the device
+            # Lazily: one input at a time is on the device.
+            return zip(inputs, shares_of(parts), strict=True), lambda: None
         every = list(inputs)
-        return zip(every, loss_divisors(self._job, self._loss_weight, every, STEP_AXES), strict=True)
+        divisors, check = loss_divisors(self._job, self._loss_weight, every, STEP_AXES)
+        return zip(every, divisors, strict=True), check
 
-    def _run_pipeline(self, pipeline: PipelineEngine, inputs: list[tuple[Any, float]]) -> torch.Tensor:
+    def _run_pipeline(self, pipeline: PipelineEngine, inputs: list[tuple[Any, Divisor]]) -> torch.Tensor:
         if self._guard is not None:
             self._guard.expect_scaled()
         measure = functools.partial(record_saved, self.model) if self._measures_next else None
@@ -293,7 +298,10 @@ class Accelerated:
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Return the mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
         inputs, weigh = self.prepare_input(batch, self.device), self._loss_weight
-        (divisor,) = loss_divisors(self._job, weigh, [inputs], SAMPLED) if weigh is not None else [1.0]
+        divisor: Divisor = 1.0
+        if weigh is not None:
+            (divisor,), check = loss_divisors(self._job, weigh, [inputs], SAMPLED)
+            check()
         output = call_model(self.model, inputs, self._model_input_format)
         loss = mean_over(
             self._job.mesh_axes, divided(first_loss(self._job.loss_func(inputs, output)), divisor), SAMPLED
@@ -429,11 +437,18 @@ def _epoch_numbers(epoch: int, num_ranks: int) -> list[int]:
     return [epoch % limit, epoch * epoch % limit]
 
 
+Divisor = float | torch.Tensor
+"""What a micro-batch's loss is divided by: a number, or a 0-dim tensor on its device."""
+
+
 @torch.no_grad()
-def loss_divisors(job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: tuple[str, ...]) -> list[float]:
+def loss_divisors(
+    job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: tuple[str, ...]
+) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """Return divisors of the micro-batches' losses: their sum, averaged over ranks, is then the mean over all items.
 
-    Equal weights give the number of micro-batches. Collective; the host reads the result once.
+    Equal weights give the number of micro-batches. Collective. The host does not wait for the numbers of a GPU: they
+    are divided there, and checked when backward has been issued, before anything is updated.
 
     Args:
         job: Gives the ranks.
@@ -442,24 +457,33 @@ def loss_divisors(job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: 
         axes: Mesh axes along which ranks have different samples of the batch.
 
     Returns:
-        One number per micro-batch; infinite for one without items.
+        One fp64 number per micro-batch, infinite for one without items; and a function to call before the update.
 
     Raises:
-        ConfigError: On every rank along ``axes``, when a weight is no number of at least 0 on any of them.
+        ConfigError: On every rank along ``axes``, when a weight is no number of at least 0 on any of them: on a GPU by
+            the function.
     """
     given = [weight_of(each) for each in inputs]
     weights = torch.stack([_as_number(each, job.device) for each in given])
     wrong = ~(weights.isfinite() & (weights >= 0))
     means = mean_over(job.mesh_axes, torch.stack([weights.sum(), wrong.sum()]), axes)
-    *own, total, any_wrong = torch.cat([weights, means]).tolist()
-    if any_wrong:
-        raise _weight_error([value for value, is_wrong in zip(given, wrong.tolist(), strict=True) if is_wrong])
-    return [total / weight if weight else math.inf for weight in own]
+    found = HostCopy(torch.cat([means[1:], wrong.to(means.dtype)]))
+
+    def check() -> None:
+        any_wrong, *own = found.tolist()
+        if any_wrong:
+            raise _weight_error([value for value, is_wrong in zip(given, own, strict=True) if is_wrong])
+
+    if job.device.type == "cpu":
+        check()
+    return list((means[0].double() / weights.double()).where(weights > 0, math.inf)), check
 
 
-def divided(loss: torch.Tensor, divisor: float) -> torch.Tensor:
+def divided(loss: torch.Tensor, divisor: Divisor) -> torch.Tensor:
     """Divide a micro-batch's loss; one without items, whose mean is nan, gives 0 without gradients."""
-    return (loss.nan_to_num() if math.isinf(divisor) else loss) / divisor
+    if isinstance(divisor, torch.Tensor):
+        return (loss.nan_to_num().where(divisor.isinf(), loss) / divisor).to(loss.dtype)
+    return loss / divisor
 
 
 def _as_number(value: Any, device: torch.device) -> torch.Tensor:

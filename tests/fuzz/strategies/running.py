@@ -141,7 +141,8 @@ def findings(case: Case, ranks: list[Trained]) -> list[str]:
     if case.optimizer == "sgd":
         found += _weights(ranks, expected)
     # A plan counts gradients of what nothing uses, and says so.
-    unsaid = ("activations", "gradients", "optimizer") if case.model == "odd" else ("activations",)
+    idle = ("gradients", "optimizer", "host_gradients", "host_optimizer") if case.model == "odd" else ()
+    unsaid = ("activations", *idle)
     for rank, each in enumerate(ranks):
         found += [
             f"{kind} on rank {rank}: {told:,} bytes predicted, {held:,} measured"

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from meshwright.data import global_batch_loader
 from meshwright.errors import ConfigError, MeshwrightError, did_you_mean, join_names
 from meshwright.methods import SAMPLED, resolve
-from meshwright.runtime import coordinate_of, rank, world_size
+from meshwright.runtime import coordinate_of, make_group, rank, world_size
 from meshwright.strategy import Strategy
 
 
@@ -41,6 +41,16 @@ def only(default: Any, what: str, fix: str) -> Any:
 
 
 _MESHES: weakref.WeakKeyDictionary[Plugin, DeviceMesh] = weakref.WeakKeyDictionary()  # plugins are frozen
+_ALONE: list[dist.ProcessGroup] = []  # the world, and the group of this rank alone that was made in it
+
+
+def _alone() -> dist.ProcessGroup:
+    """Return the group of this rank alone."""
+    world = dist.group.WORLD
+    if not _ALONE or _ALONE[0] is not world:
+        assert world is not None
+        _ALONE[:] = world, make_group([rank()], use_local_synchronization=True)
+    return _ALONE[1]
 
 
 @dataclass(frozen=True)
@@ -188,12 +198,13 @@ class Plugin(ABC):
             )
         if names:
             return mesh.get_group(names[0])
-        return dist.new_group([rank()], use_local_synchronization=True)
+        return _alone()
 
     def note_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Remember the mesh of a boosted model."""
+        """Remember the mesh of a boosted model; collective."""
         if mesh is not None:
             _MESHES[self] = mesh
+            _alone()  # on every rank, so that all of them have made equally many groups
 
     @property
     def stage_manager(self) -> StageManager | None:

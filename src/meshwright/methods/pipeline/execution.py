@@ -24,7 +24,6 @@ from meshwright.methods.pipeline.chain import (
     Boundary,
     PipelineRank,
     StageOutput,
-    flag_device,
     run_chain,
     shared_loss,
     shared_output,
@@ -41,7 +40,7 @@ from meshwright.methods.pipeline.splice import (
 from meshwright.nn import abandon_units, reshard
 from meshwright.nn.batches import leaves_of, tensors_of
 from meshwright.optim import local_tensor
-from meshwright.runtime import preserved_rng, same_on_every_rank
+from meshwright.runtime import any_rank, preserved_rng, same_on_every_rank
 from meshwright.runtime.torch_internals.autograd import queue_callback
 from meshwright.runtime.torch_internals.tensors import storage_identity
 
@@ -397,9 +396,10 @@ class PipelineEngine:
 
     def _raise_together(self, modules: list[StageModule]) -> None:
         errors = [module.error for module in modules if module.error is not None]
-        failed = torch.tensor(float(bool(errors)), device=flag_device(self.rank))
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
-        if failed.item():
+        # The flag cannot ride on an exchange that the step has anyway: those are on the device, which the host would
+        # have to wait for, and what is read a step later comes after the update. Hosts agree in log n messages, while
+        # the devices work on what the schedule has issued.
+        if any_rank(bool(errors)):
             self.abandon()
             with same_on_every_rank():
                 for error in errors:

@@ -89,6 +89,11 @@ class Cut:
         own = next((item for item in self.outside if item.name.rpartition(".")[0] == path), None)
         return tuple(range(self.num_ranks)) if own is None else own.trained_on + own.buffer_on
 
+    def runs_in_each_stage(self, path: str) -> bool:
+        """Return whether a module runs before the blocks, as it then does in every stage of a rank."""
+        is_late = any(name.rpartition(".")[0] == path for name in self.late)
+        return bool(path) and self.stage_of(path) is None and not is_late
+
     def rank_of_block(self, index: int) -> int:
         """Return the pipeline rank that holds a block."""
         return self.ranks[self.stage_of_block(index)]

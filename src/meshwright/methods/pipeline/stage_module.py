@@ -20,6 +20,7 @@ from meshwright.methods.pipeline.chain import Boundary, PipelineRank
 from meshwright.methods.pipeline.splice import HiddenState, Splice
 from meshwright.methods.recompute import recomputes
 from meshwright.nn.batches import tensors_of
+from meshwright.optim.dtensors import local_tensor
 from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.pipelining import AnyStage
 
@@ -161,8 +162,34 @@ class _Alias(Function):
         return gradient
 
 
+def _own_memory(parameters: list[nn.Parameter], taken: set[int]) -> None:
+    """Copy new gradients whose memory is not theirs alone, so that those of the next micro-batch can be added in place.
+
+    A backward pass of weights alone puts gradients in place as autograd returns them: expanded (of a sum), one tensor
+    for two parameters (of ``a + b``), or the gradient of an input (of ``x + a`` with one sample).
+
+    Args:
+        parameters: Parameters that had no gradient before.
+        taken: Addresses of gradients that are on their way to other stages. Grows.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_tensor(parameter.grad)
+            address = _address(local)
+            is_expanded = any(stride == 0 < size - 1 for size, stride in zip(local.shape, local.stride(), strict=True))
+            if is_expanded or address in taken:
+                parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+            taken.add(address)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class Stage(AnyStage):  # type: ignore[misc,valid-type]
     """torch's stage, which leaves gradients to the engine and does not leave its peers waiting when it fails."""
+
+    _returned: set[int]  # addresses of gradients of inputs in this step: they may still be on their way
 
     @classmethod
     def build(
@@ -187,7 +214,13 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
             dw_builder=dw_builder,
         )
         stage.stage_index_to_group_rank = dict(enumerate(rank.stage_ranks))
+        stage._returned = set()
         return stage
+
+    def clear_runtime_states(self) -> None:
+        """Forget the last step."""
+        super().clear_runtime_states()
+        self._returned.clear()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -197,8 +230,15 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
         assert isinstance(module, StageModule)
         values = bwd_kwargs.get("input_values", ())
         inputs = [t if isinstance(t, torch.Tensor) and t.requires_grad else None for t in values]
+        bare = [parameter for parameter in module.parameters() if parameter.grad is None]
         try:
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            if backward_type == "weight":
+                _own_memory(bare, {*self._returned})
+                return result
+            gradients = tuple(each.contiguous() if each is not None else None for each in result[0])  # to be sent
+            self._returned.update(_address(each) for each in gradients if each is not None)
+            return gradients, result[1]
         except Exception as error:
             module.error = module.error or error
             zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)  # ready to be sent

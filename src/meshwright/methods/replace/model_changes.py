@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from unittest import mock
@@ -156,22 +156,35 @@ class Replacement:
 
 
 @contextlib.contextmanager
-def one_sequence_per_sample() -> Iterator[None]:
-    """Tell transformers that samples are not packed, which it cannot read from position ids without values.
+def packed_as(inputs: Any) -> Iterator[None]:
+    """Tell transformers whether samples are packed documents, which it cannot read from fake position ids.
 
-    It would build a mask over all pairs of tokens, which it does not in training, and the prediction would include it.
+    It would always build a mask over all pairs of tokens, which it does in training for packed samples only, and the
+    prediction would include it.
+
+    Args:
+        inputs: The model input, with values; its ``position_ids`` start again where a document does.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(masks, "find_packed_sequence_indices", None)
     if original is None:
         yield
         return
+    packed = _is_packed(inputs, original)
 
     def find(position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return None if isinstance(position_ids, FakeTensor) else original(position_ids, *args, **kwargs)
+        hides = isinstance(position_ids, FakeTensor) and not packed
+        return None if hides else original(position_ids, *args, **kwargs)
 
     with mock.patch.object(masks, "find_packed_sequence_indices", find):
         yield
+
+
+def _is_packed(inputs: Any, find: Callable[..., Any]) -> bool:
+    ids = inputs.get("position_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_meta or isinstance(ids, FakeTensor):
+        return False
+    return find(ids) is not None
 
 
 @contextlib.contextmanager

@@ -3,10 +3,13 @@
 :func:`split_of` is the entry. Layers come from a plan (``split_plan.py``) or are found in the data flow
 (``split_search.py``). With ``sequence=True`` (Korthikanti et al. 2022) tokens are cut before the first block, gathered
 where a module needs all of them, and gathered again behind the last block; where that is, is proved on single blocks.
+
+Stages of a pipeline hand on parts. Where sequence and context axes cut tokens too, they cut before, and gather behind.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import re
@@ -19,6 +22,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
+from meshwright.methods.pipeline.splice import Elsewhere
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import (
     Adjustment,
@@ -41,6 +45,7 @@ from meshwright.methods.tensor.split_plan import (
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, BlockProof, SequenceTrial, first_hidden, with_argument
 from meshwright.methods.tensor.split_search import FoundPlan, find_plan
+from meshwright.nn import find_blocks
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -57,6 +62,15 @@ class SequenceLayout:
     def covers(self, path: str) -> bool:
         """Return whether a layer lies in a block that works on parts of the tokens."""
         return any(path.startswith(block + ".") for block in self.blocks)
+
+    def of_part(self, model: nn.Module) -> SequenceLayout:
+        """Return the layout of one pipeline rank's part of the model: other ranks cut and gather what they have."""
+        here = {path for path, module in model.named_modules() if not isinstance(module, Elsewhere)}
+        kept = {
+            field.name: tuple(path for path in getattr(self, field.name) if path in here)
+            for field in dataclasses.fields(self)
+        }
+        return SequenceLayout(**kept)
 
     def gathers_above(self, path: str) -> bool:
         """Return whether a module around a layer gathers all tokens for it."""
@@ -104,6 +118,47 @@ def sequence_layout(
         summed=tuple(summed),
         blocks=tuple(block.path for block in blocks),
     )
+
+
+# A proof takes several times the memory of a block in fp32: of 405B parameters in 126 blocks that is 40 GB.
+_LARGE = 2**28
+_SMALL_HEAD, _SMALL_WIDTH = 8, 16
+
+
+def _provable(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> tuple[nn.Module, list[PlannedLayer]]:
+    """Return what is proved: the model, or in place of large blocks a copy with the same code and narrow layers."""
+    if max((sum(p.numel() for p in block.parameters()) for _, block in find_blocks(model)), default=0) < _LARGE:
+        return model, layers
+    small = None if any(layer.parts or layer.place for layer in layers) else _narrow_copy(model, ranks)
+    if small is None:
+        return model, layers
+    return small, [planned(small, layer.path, layer.style.name) for layer in layers]
+
+
+def _narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
+    """Build a transformers model with as many heads and blocks, and fewer features, on meta; None if that fails."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or not all(hasattr(config, name) for name in ("hidden_size", "intermediate_size")):
+        return None
+    widths = {"hidden_size": heads * _SMALL_HEAD, "intermediate_size": ranks * _SMALL_WIDTH, "head_dim": _SMALL_HEAD}
+    for name, width in widths.items():
+        if name != "head_dim" or getattr(config, name, None) is not None:
+            setattr(config, name, width)
+    try:
+        with torch.device("meta"):
+            small: nn.Module = type(model)(config)  # type: ignore[arg-type]
+    except Exception:  # a model's code may ask anything of its config
+        return None
+    return small if _outline(small) == _outline(model) else None
+
+
+def _outline(model: nn.Module) -> list[tuple[str, type[nn.Module], tuple[tuple[str, int], ...]]]:
+    """Return the modules of a model with the names and dims of their parameters."""
+    return [
+        (path, type(module), tuple((name, p.dim()) for name, p in module.named_parameters(recurse=False)))
+        for path, module in model.named_modules()
+    ]
 
 
 def _with_parts(block: RecordedBlock, dims: list[tuple[int | None, ...]], ranks: int) -> RecordedBlock:
@@ -189,7 +244,7 @@ def check_tokens(hidden: torch.Tensor, ranks: int) -> None:
     if hidden.shape[TOKENS_DIM] % ranks:
         raise ModelError(
             "tensor_parallel: the tensor axis does not divide the tokens, which sequence=True cuts",
-            expected=f"a multiple of {ranks} tokens",
+            expected=f"a multiple of {ranks} tokens, on each rank of the sequence and context axes",
             got=str(hidden.shape[TOKENS_DIM]),
             fix="pad the sequences, or leave sequence=True out",
         )
@@ -267,7 +322,8 @@ class Split:
             if id(layer.module) in paths and next(layer.module.parameters(recurse=False), None) is not None
         )
         adjusted = (each for each in self.adjustments if each.path in paths.values())
-        return replace(self, layers=tuple(present), adjustments=tuple(adjusted))
+        sequence = self.sequence.of_part(model) if self.sequence is not None else None
+        return replace(self, layers=tuple(present), adjustments=tuple(adjusted), sequence=sequence)
 
     def adjust(self, model: nn.Module) -> None:
         """Set the attributes that count heads or features to a rank's share."""
@@ -362,7 +418,8 @@ def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun
     known = _LAYOUTS.setdefault(model, {})
     key = ranks, tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
     if key not in known:
-        known[key] = sequence_layout(model, list(split.layers), split.adjustments, ranks, sample)
+        proved, layers = _provable(model, list(split.layers), ranks)
+        known[key] = sequence_layout(proved, layers, split.adjustments, ranks, sample)
     layout = known[key]
     present = {layer.path for layer in split.layers}
     summed = [planned(model, p, "replicated_with_grad_allreduce") for p in layout.summed if p not in present]

@@ -20,7 +20,7 @@ from torch import nn
 
 from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, Step, send_boundaries
 from meshwright.loss import Vocabulary, VocabularyShards
-from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
 from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.block_trials import SampleRun, adjusted
@@ -114,34 +114,40 @@ class SplitTrace:
             return []
         hooks = []
         for path in self._sequence.first:
-            module, above = self._model.get_submodule(path), path.rpartition(".")[0]
-            hooks.append(change_hidden_input(module, functools.partial(self._cut, above)))
+            hooks.append(change_hidden_input(self._model.get_submodule(path), functools.partial(self._cut, path)))
         for path in self._sequence.last:
-            module, above = self._model.get_submodule(path), path.rpartition(".")[0]
-            hooks.append(change_hidden_output(module, functools.partial(self._gathered, above, summed=False)))
+            gathered = functools.partial(self._gathered, path, summed=False)
+            hooks.append(change_hidden_output(self._model.get_submodule(path), gathered))
         for path in self._sequence.scopes:
-            module, above = self._model.get_submodule(path), path.rpartition(".")[0]
+            module = self._model.get_submodule(path)
             if not is_linear(module):
-                hooks.append(change_hidden_input(module, functools.partial(self._gathered, above)))
+                hooks.append(change_hidden_input(module, functools.partial(self._gathered, path)))
         return hooks
 
     def _note(self, kind: CollectiveKind, moment: Moment, tensor: torch.Tensor, path: str) -> None:
-        parts = path.split(".")
-        around = [self._model.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
-        self._traffic.note(kind, moment, tensor_bytes(tensor), path, around)
+        self._note_within(kind, moment, tensor, path, path)
+
+    def _note_beside(self, kind: CollectiveKind, moment: Moment, tensor: torch.Tensor, path: str) -> None:
+        """Note a collective before or behind the module at ``path``, which does not repeat it when it runs again."""
+        self._note_within(kind, moment, tensor, path, path.rpartition(".")[0])
+
+    def _note_within(self, kind: CollectiveKind, moment: Moment, tensor: torch.Tensor, path: str, around: str) -> None:
+        parts = around.split(".")
+        modules = [self._model.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
+        self._traffic.note(kind, moment, tensor_bytes(tensor), path, modules)
 
     def _cut(self, path: str, hidden: torch.Tensor) -> torch.Tensor:
         check_tokens(hidden, self._ranks)
         if hidden.requires_grad:
-            self._note("all_gather", "backward", hidden, path)
+            self._note_beside("all_gather", "backward", hidden, path)
         return self._axis.cut(hidden, TOKENS_DIM)
 
     def _gathered(self, path: str, hidden: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
         gather = self._axis.gather_tokens if summed else self._axis.gather
         whole = gather(hidden, TOKENS_DIM)
-        self._note("all_gather", "forward", whole, path)
+        self._note_beside("all_gather", "forward", whole, path)
         if summed and hidden.requires_grad:
-            self._note("reduce_scatter", "backward", whole, path)
+            self._note_beside("reduce_scatter", "backward", whole, path)
         return whole
 
     def _scattered(self, layer: PlannedLayer, output: torch.Tensor) -> torch.Tensor:
@@ -193,7 +199,7 @@ class SplitTrace:
         for before, whole in itertools.pairwise(known):
             if before is tensor:
                 return whole
-        whole = self._gathered(layer.parent_path, tensor)
+        whole = self._gathered(layer.path, tensor)
         self._inputs[layer.group] = [tensor, whole]
         return whole
 
@@ -293,25 +299,6 @@ class TensorParallel(Method):
     seed_name: ClassVar[str | None] = "ATorch: tensor_parallel"
     axis: ClassVar[str | None] = AXIS
     foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
-    conflicts: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            other="pipeline_parallel",
-            reason="stages hand all tokens on",
-            fix="leave sequence out, or use the axes tensor, data and zero",
-            when=lambda own, other: own.sequence,
-            own_keys="sequence=True",
-        ),
-        *(
-            Conflict(
-                other=name,
-                reason="both cut the tokens",
-                fix="leave sequence=True out: between the layers a rank has a part of the tokens without it",
-                when=lambda own, other: own.sequence,
-                own_keys="sequence=True",
-            )
-            for name in ("sequence_parallel", "context_parallel")
-        ),
-    )
 
     sequence: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()

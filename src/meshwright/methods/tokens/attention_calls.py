@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,9 @@ class TokenOrder:
     balanced: bool = False
     """Zig-zag: of 2 n chunks, rank r has r and 2 n - 1 - r, which see equally many earlier tokens on every rank."""
     within: int = 1
-    """Size of another axis that divides this rank's tokens once more."""
+    """Number of parts into which other axes divide this rank's tokens once more."""
+    multiple: int = 1
+    """Each rank has a multiple of so many tokens, padding included."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -42,7 +45,13 @@ class TokenOrder:
 
     def chunk_size(self, tokens: int) -> int:
         """Return the size of a chunk of a sequence; the last chunks are filled up with padding."""
-        return -(-tokens // self.num_chunks)
+        least, step = -(-tokens // self.num_chunks), self._step
+        return -(-least // step) * step
+
+    @property
+    def _step(self) -> int:
+        """Return the number of tokens of which every chunk has a multiple."""
+        return self.multiple // math.gcd(self.multiple, len(self.chunks))
 
     def padded(self, tokens: int) -> int:
         """Return the number of tokens of all ranks together, padding included."""
@@ -88,7 +97,7 @@ class TokenOrder:
         Raises:
             ModelError: On every rank of the axis.
         """
-        chunks = self.num_chunks
+        chunks = self.num_chunks * self._step
         # A single query looks like generation, which has no causal mask.
         if tokens < 2 * self.size or (equally and tokens % chunks):
             raise ModelError(

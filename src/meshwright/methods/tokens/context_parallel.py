@@ -5,6 +5,7 @@ The attention itself is in ``ring_attention.py``; how blocks get a part of the t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from meshwright.cost import Step, send_boundaries
 from meshwright.errors import ModelError
-from meshwright.methods.base import Job, Method, Phase
+from meshwright.methods.base import Job, Method, Phase, parts_between_layers
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.traffic_log import tensor_bytes
 from meshwright.methods.tokens.attention_calls import TokenOrder, TokenRanks, check_among_parts, check_mask
@@ -29,7 +30,7 @@ from meshwright.methods.tokens.ring_attention import (
 )
 from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, traced_gather
 from meshwright.methods.tokens.token_proof import check_parts
-from meshwright.methods.tokens.token_split import whole_input_gradients, without_cache, work_on_parts
+from meshwright.methods.tokens.token_split import whole_input_gradients, work_on_parts
 
 METHOD = "context_parallel"
 
@@ -40,14 +41,15 @@ class ContextRanks(TokenRanks):
     Args:
         axis: The mesh axis.
         balance: See :class:`TokenOrder`.
-        within: Size of the sequence axis; its ranks divide this rank's tokens, and in attention its heads.
+        heads: Size of the sequence axis; its ranks divide this rank's tokens, and in attention its heads.
+        within: Number of parts into which layers that are split divide the tokens of these between them.
     """
 
     axis: ClassVar[str] = "context"
 
-    def __init__(self, axis: TensorAxis, *, balance: bool, within: int = 1) -> None:
+    def __init__(self, axis: TensorAxis, *, balance: bool, heads: int = 1, within: int = 1) -> None:
         self._axis = axis
-        self.order = TokenOrder(METHOD, axis.size, axis.index, balance, within)
+        self.order = _nested(TokenOrder(METHOD, axis.size, axis.index, balance), heads, within)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gather all tokens, in order; reduce-scatter their gradients in backward."""
@@ -99,6 +101,11 @@ class ContextRanks(TokenRanks):
         query, key, value = _as_autocast(query, key, value)
         out: torch.Tensor = RingAttention.apply(query, key, value, attn_mask, self, table, is_causal, scale, tokens)
         return out
+
+
+def _nested(order: TokenOrder, heads: int, within: int) -> TokenOrder:
+    """Return the order of ranks whose tokens others divide; ranks of the sequence axis add padding themselves."""
+    return dataclasses.replace(order, within=heads * within, multiple=within if heads == 1 else 1)
 
 
 def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -154,14 +161,15 @@ class TracedContext(ContextRanks):
     Args:
         size: Size of the axis.
         balance: See :class:`TokenOrder`.
+        heads: See :class:`ContextRanks`.
         within: See :class:`ContextRanks`.
         note: Notes what would be sent.
     """
 
-    def __init__(self, size: int, balance: bool, within: int, note: Ledger) -> None:
+    def __init__(self, size: int, balance: bool, heads: int, within: int, note: Ledger) -> None:
         self._note = note
         self._travelling: list[torch.Tensor] = []  # keys and values of the attention that runs now
-        self.order = TokenOrder(METHOD, size, 0, balance, within)
+        self.order = _nested(TokenOrder(METHOD, size, 0, balance), heads, within)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """Note the gather of tokens; see :func:`traced_gather`."""
@@ -224,10 +232,10 @@ class ContextParallel(Method):
         """See :attr:`balance`."""
         return 2 if self.balance else 1
 
-    def traced_tokens(self, sizes: Mapping[str, int]) -> Ranks | None:
+    def traced_tokens(self, sizes: Mapping[str, int], within: int) -> Ranks | None:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
-        ranks, within = sizes.get(AXIS, 1), sizes.get("sequence", 1)
-        return functools.partial(TracedContext, ranks, self.balance, within) if ranks > 1 else None
+        ranks, heads = sizes.get(AXIS, 1), sizes.get("sequence", 1)
+        return functools.partial(TracedContext, ranks, self.balance, heads, within) if ranks > 1 else None
 
     def _order(self, size: int) -> TokenOrder:
         return TokenOrder(self.method_name, size, 0, self.balance)
@@ -241,9 +249,10 @@ class ContextParallel(Method):
         """Cut and gather tokens in hooks around the blocks, and replace attention inside them."""
         if job.size(AXIS) > 1:
             axis = TensorAxis(job.require_mesh()[AXIS])
-            work_on_parts(job.model, ContextRanks(axis, balance=self.balance, within=job.size("sequence")))
+            within = parts_between_layers(job.strategy, job.size)
+            ranks = ContextRanks(axis, balance=self.balance, heads=job.size("sequence"), within=within)
+            work_on_parts(job.model, ranks)
             whole_input_gradients(job.model, axis)
-            without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:
         """Add what travels in every micro-batch; the trace has seen a part of the tokens already."""

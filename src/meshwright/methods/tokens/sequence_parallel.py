@@ -19,9 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment, Step, send_boundaries
 from meshwright.errors import ModelError
-from meshwright.methods.base import Job, Method, Phase
+from meshwright.methods.base import Job, Method, Phase, parts_between_layers
 from meshwright.methods.planner_hooks import within_node
-from meshwright.methods.replace.model_changes import one_sequence_per_sample
 from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, tensor_bytes
@@ -39,7 +38,6 @@ from meshwright.methods.tokens.token_split import (
     block_lists,
     cut_tokens,
     whole_input_gradients,
-    without_cache,
     work_on_parts,
 )
 from meshwright.runtime.torch_internals.autograd import Function
@@ -53,13 +51,14 @@ class SequenceRanks(TokenRanks):
     Args:
         axis: The mesh axis.
         ring: Size of the context axis; its ranks and these together have all tokens.
+        within: Number of parts into which layers that are split divide this rank's tokens between them.
     """
 
     axis: ClassVar[str] = "sequence"
 
-    def __init__(self, axis: TensorAxis, ring: int = 1) -> None:
+    def __init__(self, axis: TensorAxis, ring: int = 1, within: int = 1) -> None:
         self._axis, self._ring = axis, ring
-        self.order = TokenOrder(METHOD, axis.size, axis.index)
+        self.order = TokenOrder(METHOD, axis.size, axis.index, within=within, multiple=within)
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """Send row r of ``parts`` (n, elements) to rank r; row r of the result comes from rank r."""
@@ -192,12 +191,13 @@ class TracedSequence(SequenceRanks):
     Args:
         size: Size of the axis.
         ring: See :class:`SequenceRanks`.
+        within: See :class:`SequenceRanks`.
         note: Notes what would be sent.
     """
 
-    def __init__(self, size: int, ring: int, note: Ledger) -> None:
+    def __init__(self, size: int, ring: int, within: int, note: Ledger) -> None:
         self._ring, self._note = ring, note
-        self.order = TokenOrder("sequence_parallel", size, 0)
+        self.order = TokenOrder(METHOD, size, 0, within=within, multiple=within)
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """Note an exchange and the one of its gradients."""
@@ -269,7 +269,7 @@ class TokensTrace:
             for ranks in self._every:
                 hooks += cut_tokens(self._model, blocks, ranks)
         try:
-            with grouped_keys(), one_sequence_per_sample():
+            with grouped_keys():
                 yield
         finally:
             for hook in hooks:
@@ -330,7 +330,8 @@ class SequenceParallel(Method):
     axis, as over ``data``, gives those of one process, since each collective's backward is its transpose.
 
     Together with ``context_parallel`` the tokens of each context rank are divided once more, and the ring connects
-    ranks with the same heads (Fang and Zhao 2024, USP).
+    ranks with the same heads (Fang and Zhao 2024, USP). ``tensor_parallel`` with ``sequence=True`` divides what is left
+    once more between its layers.
     """
 
     method_name: ClassVar[str] = "sequence_parallel"
@@ -349,10 +350,10 @@ class SequenceParallel(Method):
         """Stay within a node: attention waits for every exchange."""
         return within_node(divisors, node)
 
-    def traced_tokens(self, sizes: Mapping[str, int]) -> Ranks | None:
+    def traced_tokens(self, sizes: Mapping[str, int], within: int) -> Ranks | None:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         ranks = sizes.get(AXIS, 1)
-        return functools.partial(TracedSequence, ranks, sizes.get("context", 1)) if ranks > 1 else None
+        return functools.partial(TracedSequence, ranks, sizes.get("context", 1), within) if ranks > 1 else None
 
     def check(self, job: Job) -> None:
         """Refuse models whose blocks cannot work on a part of the tokens, as tried on a sample if there is one."""
@@ -365,9 +366,9 @@ class SequenceParallel(Method):
         """Cut and gather tokens in hooks around the blocks, and replace attention inside them."""
         if job.size(AXIS) > 1:
             axis = TensorAxis(job.require_mesh()[AXIS])
-            work_on_parts(job.model, SequenceRanks(axis, job.size("context")))
+            within = parts_between_layers(job.strategy, job.size)
+            work_on_parts(job.model, SequenceRanks(axis, job.size("context"), within))
             whole_input_gradients(job.model, axis)
-            without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:
         """Add the exchanges of every micro-batch; the trace has seen a part of the tokens already."""

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.methods.base import Job
 from meshwright.methods.pipeline.splice import Elsewhere
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.model_split import change_hidden_output
@@ -38,7 +37,7 @@ from meshwright.methods.tokens.attention_calls import (
     TokenRanks,
     answering,
 )
-from meshwright.nn import require_blocks, without_caches, wrap_method
+from meshwright.nn import require_blocks, wrap_method
 from meshwright.nn.batches import map_tree
 from meshwright.runtime.torch_internals.autograd import Function, current_graph_task_id
 from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
@@ -410,9 +409,3 @@ def whole_input_gradients(model: nn.Module, axis: TensorAxis) -> None:
         return map_tree(whole, args), map_tree(whole, kwargs)
 
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-
-
-def without_cache(job: Job, method: str) -> None:
-    """Switch off key-value caches, since a rank has only a part of the tokens."""
-    if without_caches(job.model):
-        job.notices.append(f"{method}: config.use_cache was set to False; a rank has a part of the tokens")

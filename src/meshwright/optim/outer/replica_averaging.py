@@ -279,8 +279,8 @@ class InnerState:
     def _common(self, parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[str]]]:
         """Return parameters whose tensor states have the same names and shapes in every replica, with those names."""
         own = [_forms(self._inner.state.get(parameter) or {}) for parameter in parameters]
-        every = self._replicas.gather_objects(own)
-        alike = [all(other[place] == forms for other in every) for place, forms in enumerate(own)]
+        every = self._replicas.gather_distinct(own)
+        alike = [all(other[place] == forms for _, other in every) for place, forms in enumerate(own)]
         return [
             (parameter, [name for name, *_ in forms])
             for parameter, forms, same in zip(parameters, own, alike, strict=True)

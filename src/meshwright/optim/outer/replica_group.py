@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm.transport import all_gather_flat, groups_of_ranks
+from meshwright.comm.transport import all_gather_flat, group_of_partition
 from meshwright.errors import ConfigError, LaunchError, join_names
-from meshwright.runtime import any_rank, bit_sums, first_text, gather_numbers, print_rank, world_size
+from meshwright.runtime import agreeing_over, any_rank, bit_sums, first_text, gather_numbers, print_rank, world_size
+from meshwright.runtime.agreement import gather_distinct
 from meshwright.runtime.torch_internals.c10d import default_store
 
 _PATIENCE_S = 3.0  # to wait for the marks of ranks that are alive but slow
@@ -87,14 +88,12 @@ class Replicas:
         with self.watched():
             return dist.broadcast(tensor, src=self.ranks[replica], group=self.group, async_op=True)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Gather one picklable object per replica, in the order of replicas."""
+    def gather_distinct(self, value: Any) -> list[tuple[list[int], Any]]:
+        """Gather a value of text and numbers from replicas that differ: the replicas of each set, and its value."""
         if self.size == 1:
-            return [value]
-        every: list[Any] = [None] * self.size
-        with self.watched():
-            dist.all_gather_object(every, value, group=self.group)
-        return every
+            return [([0], value)]
+        with self.watched(), agreeing_over(self.group):
+            return gather_distinct(value, repr(value))
 
     def check_alike(self, parameters: Sequence[torch.Tensor]) -> None:
         """Refuse parameters that differ between replicas, or are sharded over them; collective.
@@ -102,8 +101,8 @@ class Replicas:
         Raises:
             ConfigError: On every rank of the world, when there are such.
         """
-        every = self.gather_objects([(tuple(p.shape), str(p.dtype)) for p in parameters])
-        problem = _difference(every) or self._crossing(parameters)
+        sets = self.gather_distinct([(tuple(p.shape), str(p.dtype)) for p in parameters])
+        problem = _difference(sets) or self._crossing(parameters)
         found = first_text(problem)
         if found:
             raise ConfigError(
@@ -177,11 +176,12 @@ class Replicas:
         return f"meshwright/replicas/{'-'.join(map(str, self.ranks[:2]))}/{rank}"
 
 
-def _difference(every: list[Any]) -> str | None:
-    for replica, other in enumerate(every):
-        if len(other) != len(every[0]):
-            return f"{len(every[0])} parameters in replica 0, {len(other)} in replica {replica}"
-        for place, (one, two) in enumerate(zip(every[0], other, strict=True)):
+def _difference(sets: list[tuple[list[int], Any]]) -> str | None:
+    _, ours = sets[0]
+    for (replica, *_), theirs in sets[1:]:
+        if len(theirs) != len(ours):
+            return f"{len(ours)} parameters in replica 0, {len(theirs)} in replica {replica}"
+        for place, (one, two) in enumerate(zip(ours, theirs, strict=True)):
             if one != two:
                 return f"parameter {place}: {one[0]} {one[1]} in replica 0, {two[0]} {two[1]} in replica {replica}"
     return None
@@ -191,10 +191,16 @@ def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
     """Return the group and the number of this replica's ranks: those at the same place in their replica groups."""
     world = dist.group.WORLD
     places = [each for (each,) in gather_numbers([place])]
-    own = tuple(rank for rank, other in enumerate(places) if other == place)
-    if len(own) in (1, len(places)):
-        return (None if len(own) == 1 else world), len(own)
-    return groups_of_ranks([own])[0], len(own)
+    at: dict[int, list[int]] = {}
+    for rank, other in enumerate(places):
+        at.setdefault(other, []).append(rank)
+    # Of one answer on all ranks: they make all groups together.
+    if len(at) == 1:
+        return world, len(places)
+    if len(at) == len(places):
+        return None, 1
+    group = group_of_partition(list(map(tuple, at.values())))
+    return (None if len(at[place]) == 1 else group), len(at[place])
 
 
 def _store() -> Any:
@@ -299,9 +305,7 @@ def make_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes
         replicas: The ranks that hold the same parts.
         bucket_bytes: See Message.
     """
-    every = replicas.gather_objects(bit_sums(tensors).tolist())
-    differ = any(other != every[0] for other in every)
-    if not any_rank(differ):
+    if not any_rank(len(replicas.gather_distinct(bit_sums(tensors).tolist())) > 1):
         return
     take_first(tensors, replicas, bucket_bytes)
     print_rank("meshwright: the replicas began with different weights; all have those of the first now", flush=True)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError
@@ -28,7 +29,7 @@ from meshwright.optim.sharded.chunk import (
     made_chunk,
     made_slot,
 )
-from meshwright.optim.sharded.tensor_layout import Kept, Layout
+from meshwright.optim.sharded.tensor_layout import Kept, Layout, make_groups_of
 from meshwright.optim.sharded.whole_tensors import Presence, Update, WholeAnswers, run_updates
 from meshwright.runtime.torch_internals.dtensor import spec_of
 
@@ -55,6 +56,8 @@ class ShardedOptimizer(ShardedStateDict):
     through its chunk in blocks uses more."""
     states_can_be_averaged: ClassVar[bool] = True
     """Whether states of replicas can be averaged: not if quantised, or each in a basis of its own."""
+    takes_whole_tensors: ClassVar[bool] = False
+    """Whether :meth:`update` asks for work on whole tensors, for which the ranks that share one need a group."""
     takes_half_gradients: ClassVar[bool] = False
     """Whether :meth:`update` gets gradients in the parameters' types, so that no fp32 copies exist while it waits."""
 
@@ -163,6 +166,11 @@ class ShardedOptimizer(ShardedStateDict):
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse states that do not fit the hyperparameters saved with them."""
         check_states(self.param_groups, self.defaults, state_dict, self.kept_states)
+
+    def make_groups(self, mesh: DeviceMesh) -> None:
+        """Make the process groups that steps need beside those of the mesh's axes; collective over the world."""
+        if self.takes_whole_tensors:
+            make_groups_of((parameter for group in self.param_groups for parameter in group["params"]), mesh)
 
     def forget(self) -> None:
         """Release states that are about to be replaced."""

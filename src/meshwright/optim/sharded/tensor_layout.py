@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshwright.errors import ModelError
 from meshwright.optim.dtensors import local_tensor
-from meshwright.runtime import make_group
+from meshwright.runtime import flat_mesh, largest, make_group
 from meshwright.runtime.torch_internals.dtensor import DTensorSpec, StridedShard, TensorMeta
 
 
@@ -296,7 +296,11 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    return _made_group(tuple(sorted(mesh.mesh.flatten().tolist())))
+    return _made_group(_ranks_of(mesh))
+
+
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def _made_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -307,3 +311,27 @@ def _made_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         assert dist.group.WORLD is not None
         _GROUPS[ranks] = (dist.group.WORLD, group)
     return group
+
+
+def make_groups_of(parameters: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Make the groups of parameters that are split over several axes of a mesh; collective over the world.
+
+    A step would make them, too, but on the ranks alone that have such parameters: see [Note: groups by split] in
+    :mod:`meshwright.runtime.processes`.
+
+    Args:
+        parameters: This rank's; those of other ranks may lie on other axes.
+        mesh: The mesh of the world.
+    """
+    assert mesh.mesh_dim_names is not None
+    wide = [name for name in mesh.mesh_dim_names if mesh[name].size() > 1]
+    several = [axes for number in range(2, len(wide)) for axes in itertools.combinations(wide, number)]
+    if not several:
+        return
+    own = {_ranks_of(each) for each in {p.device_mesh for p in parameters if isinstance(p, DTensor)}}
+    ranks = [_ranks_of(mesh[axes]) for axes in several]
+    needed = largest([int(each in own) for each in ranks])
+    for axes, each, is_needed in zip(several, ranks, needed, strict=True):
+        if is_needed:
+            assert dist.group.WORLD is not None
+            _GROUPS[each] = (dist.group.WORLD, flat_mesh(mesh, axes).get_group())

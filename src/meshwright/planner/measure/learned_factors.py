@@ -17,7 +17,7 @@ from meshwright.cost.calibration import LEAST, MOST, MOST_CALL_S
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.planner.measure.dry_runs import Measured
 from meshwright.planner.measure.timing import ranks_per_core, tells_cpu_time, time_of
-from meshwright.runtime import Settings, gather_from, largest, machine_name, rank
+from meshwright.runtime import Settings, broadcast_object, largest, machine_name, rank, same_on_every_rank
 from meshwright.store.tensor_files import write_text
 
 # What is learned has three coordinates: the logarithms of the time ratios of kernels and of collectives' bytes, and
@@ -61,7 +61,9 @@ def note_runs(file: Path, measured: Sequence[Measured], now: Settings) -> str:
         One line that says what rank 0 has saved, or why it has not.
     """
     busy = disturbed(now)
-    return gather_from(lambda: _noted(file, measured, machine_name(now.device), busy) if rank() == 0 else "")[0]
+    with same_on_every_rank():
+        notice = _noted(file, measured, machine_name(now.device), busy) if rank() == 0 else ""
+    return str(broadcast_object(notice))
 
 
 def disturbed(now: Settings) -> float:

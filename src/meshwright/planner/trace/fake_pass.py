@@ -22,10 +22,10 @@ from torch import nn
 
 from meshwright.cost import Inputs
 from meshwright.methods import in_phase_order
-from meshwright.methods.base import INNER_AXES
+from meshwright.methods.base import INNER_AXES, parts_between_layers
 from meshwright.methods.checkpoint import find_parts
-from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
-from meshwright.nn import FakeTensors, find_blocks, run_with
+from meshwright.methods.replace.model_changes import packed_as, without_grouped_kernels
+from meshwright.nn import FakeTensors, caches_off, find_blocks, run_with
 from meshwright.nn.batches import cast_floating, map_tree
 from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, tensors_in
 from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved, storage_of
@@ -114,7 +114,8 @@ def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace |
     """
     sizes, methods = dict(resolved.axes), in_phase_order(resolved.strategy)
     every = [found for each in methods if (found := each.traced_layers(model, sizes, sample)) is not None]
-    ranks = [found for each in methods if (found := each.traced_tokens(sizes)) is not None]
+    within = parts_between_layers(resolved.strategy, lambda axis: sizes.get(axis, 1))
+    ranks = [found for each in methods if (found := each.traced_tokens(sizes, within)) is not None]
     layers = next(iter(every), None)  # experts are divided apart from the layers of a tensor axis
     if not ranks:
         return layers
@@ -278,7 +279,13 @@ class Pass:
                 return boundaries, work.everything(backward), backward.has_run  # type: ignore[arg-type]
 
             # transformers' code takes the branches that it takes with data and that fake tensors can go.
-            with recorder, one_sequence_per_sample(), without_grouped_kernels(), kernels_of_device(self.device, device):
+            with (
+                recorder,
+                caches_off(self.model),
+                packed_as(self.inputs),
+                without_grouped_kernels(),
+                kernels_of_device(self.device, device),
+            ):
                 # The tensors are swapped in backward, too: a model that recomputes by itself runs again.
                 boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs.tree)
             held.add_kept(saved)

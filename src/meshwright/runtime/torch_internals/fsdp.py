@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter, methodcaller
 from typing import Any
 
+import torch
+
 ATTRIBUTES_OF = (
     "torch.distributed.fsdp._fully_shard._fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group",
@@ -109,6 +111,21 @@ def abandon_step(root: Any, groups_of: Callable[[Any], Iterable[Any]]) -> None:
 def _wait_for(root: Any, event: Any) -> None:
     if event is not None:
         _device_handle_of(root).current_stream().wait_event(event)
+
+
+def keep_nearby(group: Any, mesh: Any) -> None:
+    """Let a group that reshards after forward keep its weights sharded over the last dim of a mesh of two until then.
+
+    ``reshard_after_forward=n`` does the same with a mesh of the group's own. Replaced by a mesh as its argument.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    if group.post_forward_mesh_info is None:
+        return
+    group.post_forward_mesh_info = info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for parameter in group.fsdp_params:
+        parameter.post_forward_mesh_info = info
+        parameter._init_sharded_post_forward_param_metadata(torch.empty(whole_size_of(parameter), device="meta"))
 
 
 def undo_fully_shard(unit: Any, groups: Iterable[Any]) -> None:
