@@ -288,6 +288,7 @@ class FamilyWorkload:
         narrow: Fp8 | None = find_method(strategy, lambda each: each.product_dtype == FP8)
         impl = dataclasses.replace(
             self.implementation,
+            keeps_gathered=True,  # as tensor_parallel's layers do
             split_tokens=any(method.divides_between_layers for method in in_phase_order(strategy)),
             compiled=self.implementation.compiled or any(method.fuses_kernels for method in in_phase_order(strategy)),
             fused_loss=self.implementation.fused_loss or self.fused_loss,

@@ -245,7 +245,7 @@ def check_tokens(hidden: torch.Tensor, ranks: int) -> None:
     if hidden.shape[TOKENS_DIM] % ranks:
         raise ModelError(
             "tensor_parallel: the tensor axis does not divide the tokens, which sequence=True cuts",
-            expected=f"a multiple of {ranks} tokens, on each rank of the sequence and context axes",
+            expected=f"a multiple of {ranks} tokens",
             got=str(hidden.shape[TOKENS_DIM]),
             fix="pad the sequences, or leave sequence=True out",
         )
