@@ -21,7 +21,6 @@ from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.expert.dispatch import Call, TracedDispatch, answer_dtype, echo
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
-from meshwright.methods.replace.model_changes import without_grouped_kernels
 from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, stand_in
 from meshwright.nn import move_to
@@ -91,7 +90,6 @@ class ExpertTrace:
                     stack.enter_context(mock.patch.object(layer.block, "forward", self._mean_forward(layer)))
                 if isinstance(layer, StackedExperts):
                     stack.enter_context(self._divided(layer))
-            stack.enter_context(without_grouped_kernels())
             yield
 
     @contextlib.contextmanager

@@ -35,6 +35,7 @@ from meshwright.methods.tensor.block_trials import (
 from meshwright.methods.tensor.split_checks import check_layers, heads_of, stay_whole, vocabulary_embedding
 from meshwright.methods.tensor.split_plan import (
     EXPERTS,
+    LATENT,
     LINEAR,
     PlannedLayer,
     is_linear,
@@ -405,6 +406,14 @@ def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun
             "tensor_parallel: adapters and sequence=True do not go together",
             expected="all tokens on every rank, for the half of an adapter that is not split",
             got="LoRA adapters, and a part of the tokens between the layers that are split",
+            fix="leave sequence=True (split_gather, ring) out",
+        )
+    latent = next((layer.path for layer in split.layers if layer.style.name == LATENT), None)
+    if latent is not None:
+        raise ModelError(
+            "tensor_parallel: latent attention and sequence=True do not go together",
+            expected="all tokens on every rank, for the projections in front of those that are split",
+            got=f"the projection {latent}, and a part of the tokens between the layers that are split",
             fix="leave sequence=True (split_gather, ring) out",
         )
     experts = next((layer.path for layer in split.layers if layer.style.name in EXPERTS), None)
