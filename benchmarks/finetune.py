@@ -34,7 +34,7 @@ from transformers import (
 )
 
 import meshwright as mw
-from meshwright.planner.plans import UNUSABLE_BYTES
+from meshwright.planner.plans import CONTEXT_BYTES
 
 DEFAULT = Path(__file__).parent / "data" / "finetune_runs.csv"
 _GIB = 2**30
@@ -115,7 +115,7 @@ def predicted(row: dict[str, str]) -> dict[str, Any]:
     taken = {
         "allocated": max(peak.allocated_bytes for peak in plan.forecast.peaks),
         "reserved": plan.taken_bytes,
-        "device": plan.taken_bytes + UNUSABLE_BYTES,
+        "device": plan.taken_bytes + CONTEXT_BYTES,
     }[row["counts"]]
     found = {"gib": round(taken / _GIB, 2), "moment": plan.forecast.peaks[0].moment}
     found["samples_per_s"] = round(samples / plan.forecast.time.step_time_s, 3)

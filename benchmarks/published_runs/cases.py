@@ -16,7 +16,7 @@ from meshwright.methods import cost_of
 from meshwright.planner.family_ops import ATTENTION, FamilyRun
 from meshwright.planner.family_steps import family_step
 from meshwright.planner.model_shapes import Shape
-from meshwright.planner.plans import FRAGMENTED, FRAGMENTED_BY_LAYERS, UNUSABLE_BYTES, communicator_bytes
+from meshwright.planner.plans import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
 from meshwright.strategy import Strategy
 from published_runs.conventions import Convention, convention_of_row
 from published_runs.shapes import has_unknown_experts, is_other_kind, shape_of
@@ -107,7 +107,7 @@ def _memory_of(case: Case, step: Step) -> RankMemory:
     unused = 0.0 if expandable else FRAGMENTED_BY_LAYERS if gathers_layers else FRAGMENTED
     reserved = round((most.reserved_bytes + extra) * (1 + unused))
     counted = reserved if convention.memory == "reserved" else most.allocated_bytes + extra
-    needed = reserved + UNUSABLE_BYTES + communicator_bytes(step)
+    needed = reserved + CONTEXT_BYTES
     return RankMemory(most, counted, needed, needed <= case.cluster.device.memory_bytes)
 
 

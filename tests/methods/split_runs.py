@@ -97,6 +97,13 @@ FLOWING = {
 """Models that bring no plan."""
 
 
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
 def with_a_plan(name):
     import transformers
 
@@ -112,6 +119,7 @@ def with_a_plan(name):
         "phi3": ("Phi3", "ForCausalLM", {"pad_token_id": 0}),
         "mixtral": ("Mixtral", "ForCausalLM", MIXTURE),
         "qwen2 moe": ("Qwen2Moe", "ForCausalLM", QWEN_MIXTURE | {"shared_expert_intermediate_size": 36}),
+        "deepseek": ("DeepseekV2", "ForCausalLM", LATENT),
         "qwen3 moe": ("Qwen3Moe", "ForCausalLM", QWEN_MIXTURE | {"head_dim": 6}),
     }[name]
     return getattr(transformers, kind + size)(

@@ -30,7 +30,7 @@ def trained(strategy):
         with Counter() as counter:
             losses.append(result.step(batch).loss.item())
     step = result.plan.steps[result._job.index("pipeline")] if result.plan.steps else result.plan.step
-    assert counter.bytes == {kind: size for kind, size in predicted(step).items() if kind != "send"}, strategy
+    assert counter.bytes == predicted(step), strategy
     return losses[-1], before, full(result.model)
 
 
@@ -65,7 +65,7 @@ PIPELINE = "pipeline_parallel"
 STAGES = [
     ([("parallel_mode", {"pipeline": 2, "data": 2}), PIPELINE], INT8),
     ([("parallel_mode", {"pipeline": 2, "zero": 2}), PIPELINE, "fsdp"], BOTH),
-    ([("parallel_mode", {"pipeline": 2, "zero": 2}), (PIPELINE, {"schedule": "zbv"}), "zero1"], INT8),
+    ([("parallel_mode", {"pipeline": 2, "zero": 2}), (PIPELINE, {"schedule": "gpipe"}), "zero1"], INT8),
 ]
 
 

@@ -108,8 +108,8 @@ CASES = {
     "fsdp, offload": ("plain", "zero", ["fsdp", EMA, ("offload", {"optimizer": 0.6, "parameters": 0.3})], {}, 4),
     "offload, split": ("plain", "data", ["offload"], {"split": True}, 4),
     "pipeline": ("plain", "pipeline", ["pipeline_parallel", EMA], {"clip_pseudo_grad": 1e3}, 2),
-    "zbv, offload": (
-        "plain", "pipeline", [("pipeline_parallel", {"schedule": "zbv"}), "offload"], {"anomaly_threshold": 9.0}, 2,
+    "gpipe, offload": (
+        "plain", "pipeline", [("pipeline_parallel", {"schedule": "gpipe"}), "offload"], {"anomaly_threshold": 9.0}, 2,
     ),
     "fsdp, recompute, split": ("plain", "zero", ["fsdp", "checkpoint"], {"split": True}, 4),
     "data": ("plain", "data", [], {"offload": True}, 4),

@@ -8,10 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright.methods import SampleRun, TensorParallel
+from meshwright.methods.tensor import model_split
 from meshwright.methods.tensor.split_checks import vocabulary_entries
 from tests.methods.split_runs import build
 
 WIDTH, TOKENS = 16, 6
+layout = model_split.sequence_layout
 
 
 class Model(nn.Module):
@@ -257,6 +259,27 @@ def test_where_tokens_are_gathered():
         split(Model(Pooling), sequence=True)
     with pytest.raises(mw.ModelError, match=r"multiple of 2 tokens. Got 5"):
         split(Model(Grouped), tokens=5, sequence=True)
+
+
+def test_large_blocks_are_proved_on_a_narrow_copy(monkeypatch):
+    """The copy is of a transformers model: its code is the same. Others are proved as they are."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    whole = split(LlamaForCausalLM(config), sequence=True).sequence
+    apart = split(Model(Grouped), sequence=True).sequence
+    monkeypatch.setattr(model_split, "_LARGE", 1)
+    proved = []
+    monkeypatch.setattr(
+        model_split, "sequence_layout", lambda model, *args: proved.append(model) or layout(model, *args)
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert split(model, sequence=True).sequence == whole
+    assert proved[0].model.layers[0].mlp.up_proj.weight.shape == (32, 32)
+    assert split(model := Model(Grouped), sequence=True).sequence == apart
+    assert proved[1] is model
 
 
 def test_without_a_sample_there_is_nothing_to_read_off():

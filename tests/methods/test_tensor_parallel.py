@@ -41,6 +41,8 @@ TWO_RANKS = [
     ("mixtral", ["tensor_parallel", MESH, ("half", "bf16")], "bf16", 1),
     ("qwen3 moe", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("phi3", ["tensor_parallel", MESH], "sgd", 1),
+    ("deepseek", ["tensor_parallel", MESH], "sgd", 1),
+    ("deepseek", ["tensor_parallel", MESH, "checkpoint"], "adamw", 2),
     ("gpt2", ["tensor_parallel", MESH, ("amp_native", "bf16")], "bf16", 1),
     ("extended, tied", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("extended", [SEQUENCE, MESH], "adamw", 1),

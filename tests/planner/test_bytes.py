@@ -258,6 +258,28 @@ def test_so_do_other_models_under_them(ranks):
         check(ranks(2).run(compared, again)[0])
 
 
+@pytest.mark.long
+def test_tokens_that_tensor_ranks_divide_beside_stages_and_axes_that_cut_them_too(ranks):
+    tokens = ("tensor_parallel", {"sequence": True})
+
+    def beside(method, axis):
+        return [("parallel_mode", {"tensor": 2, axis: 2}), tokens, method]
+
+    def staged(schedule):
+        return beside(("pipeline_parallel", {"schedule": schedule}), "pipeline")
+
+    cases = {
+        "1f1b": ("llama", [*staged("1f1b"), "checkpoint"], 4),
+        "half": ("gpt2", [*staged("1f1b"), HALF], 4),
+        "zbv": ("gpt", staged("zbv"), 4),
+        "dualpipev": ("llama", staged("dualpipev"), 4),
+        "gpipe": ("gpt2", [*staged("gpipe"), "checkpoint"], 4),
+        "heads": ("llama", beside("sequence_parallel", "sequence")),
+        "ring": ("llama", [*beside("context_parallel", "context"), "checkpoint"]),
+    }
+    check(ranks(4).run(compared, cases)[0])
+
+
 def test_experts_and_policies(ranks):
     cases = {
         "selective": ("mixtral", [SELECTIVE]),

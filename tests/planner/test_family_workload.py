@@ -7,7 +7,7 @@ from meshwright.errors import ConfigError, ModelError, StrategyError
 from meshwright.planner.family_ops import Implementation
 from meshwright.planner.family_workload import FamilyWorkload
 from meshwright.planner.model_shapes import Shape, known_models, parse_family
-from meshwright.planner.plans import UNUSABLE_BYTES
+from meshwright.planner.plans import CONTEXT_BYTES
 from meshwright.strategy import Strategy
 
 SMALL = Shape("llama", 8, 1024, 16, 32000, 2048, kv_heads=8)
@@ -28,7 +28,7 @@ def test_a_plan_of_a_family_has_seconds_tokens_and_the_memory_of_its_fullest_ran
     assert plan.micro_batch == 4
     assert plan.forecast.samples == 64
     assert plan.forecast.tokens_per_s == pytest.approx(64 * 2048 / plan.forecast.time.step_time_s)
-    assert plan.limit_bytes == find_cluster("a100-80x8").device.memory_bytes - UNUSABLE_BYTES
+    assert plan.limit_bytes == find_cluster("a100-80x8").device.memory_bytes - CONTEXT_BYTES
     reserved = plan.forecast.peak.reserved_bytes
     assert reserved < plan.needed_bytes == plan.taken_bytes == round(reserved * 1.05)
     assert plan.fits

@@ -36,6 +36,16 @@ class Compile(Method):
         "time: fewer kernels, and compiling in the first step. Memory: the compiler's choice. Communication: none"
     )
     conflicts: ClassVar[tuple[Conflict, ...]] = (
+        *(
+            Conflict(
+                other=name,
+                reason="the graph of a block breaks where its attention is replaced",
+                fix="leave fullgraph out",
+                when=lambda own, other: own.fullgraph,
+                own_keys="fullgraph=True",
+            )
+            for name in ("sequence_parallel", "context_parallel")
+        ),
         Conflict(
             other="pipeline_parallel",
             reason="it runs the blocks of the model in an order of its own",

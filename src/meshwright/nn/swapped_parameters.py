@@ -6,10 +6,12 @@ import collections
 import contextlib
 import copy
 import functools
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.errors import ModelError
 from meshwright.nn.batches import map_tree
 from meshwright.nn.module_structure import part_of_whole
-from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, logger
 from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 
 
@@ -149,10 +151,37 @@ class FakeTensors:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Create fake tensors only while the pass runs, and show no warnings: training will show them."""
-        with warnings.catch_warnings(), self._mode:
+        """Create fake tensors only while the pass runs, and show no warnings: training will show them.
+
+        Nor does torch log the operators that fail: what the caller makes of the exception is said once.
+        """
+        with warnings.catch_warnings(), _without_grouped_kernels(), self._mode:
             warnings.simplefilter("ignore")
-            yield
+            level = logger.level
+            logger.setLevel(logging.CRITICAL)
+            try:
+                yield
+            finally:
+                logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _without_grouped_kernels() -> Iterator[None]:
+    """Let transformers' experts run on fake tensors in any precision: their grouped kernel takes bf16 only.
+
+    They save the same tensors for backward without it.
+    """
+    transformers = sys.modules.get("transformers.integrations.moe")
+    if transformers is None or not hasattr(transformers, "_can_use_grouped_mm"):
+        yield
+        return
+    # A mock would keep what it is called with.
+    with mock.patch.object(transformers, "_can_use_grouped_mm", _never):
+        yield
+
+
+def _never(*_: Any, **__: Any) -> bool:
+    return False
 
 
 # --- State beside tensors: attributes such as counters and masks, and caches of functions.

@@ -26,7 +26,8 @@ class Implementation:
     """The implementation of a family's blocks, loss and products that is simulated.
 
     The default is PyTorch with FlashAttention-2 and eager kernels. A strategy decides some of it, whatever is set here:
-    ``split_tokens``, ``scaling`` and ``casts_weights`` follow ``tensor_parallel`` and ``fp8``, and ``compile`` fuses.
+    ``split_tokens``, ``keeps_gathered``, ``scaling`` and ``casts_weights`` follow ``tensor_parallel`` and ``fp8``, and
+    ``compile`` fuses.
 
     Args:
         attention: ``scores`` materializes them; ``flash1`` and ``flash2`` are the generations of FlashAttention (Dao et

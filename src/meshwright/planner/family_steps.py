@@ -92,12 +92,13 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
     (around, inside, attention) = (whole,), (whole, whole + 1), (whole, whole + 1, whole + 2)
     fused = (OperatorResult(FUSED, around, 1),) if run.impl.fused_attention and not run.impl.dropout else ()
     product, last = (OperatorResult(PRODUCT, around, 1),), (OperatorResult(PRODUCT, around, 0),)
+    second = (OperatorResult(PRODUCT, around, 1, turns=(1,)),)
     every = (
         SavedTensor(plain, (around,), inputs_of=(whole,), places=(block,)),
         SavedTensor(plain, (around,), results=product, places=(block,)),
         SavedTensor(attended, (around,), results=fused, places=(block,)),
         SavedTensor(selective - 2 * plain - attended, (around,), results=product, places=(block,)),
-        SavedTensor(beside, (inside,), results=product, places=(block,)),
+        SavedTensor(beside, (inside,), results=second, places=(block,)),
         SavedTensor(saved - selective - beside - scores, (inside,), places=(block,)),
         SavedTensor(scores, (attention,), places=(block,)),
         SavedTensor(plain, (), results=last, places=(block,)),
@@ -107,13 +108,17 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
 
 def _work(ops: tuple[Op, ...], block: int) -> tuple[Work, ...]:
     """Return the block's products and attentions, with equal operators in equal modules merged."""
-    found: dict[tuple[str, Running, int], int] = {}
+    found: dict[tuple[str, Running, int, tuple[int, ...]], int] = {}
     for op in ops:
         if op.flops:
             running = tuple(len(_CLASSES) * block + number for number, each in enumerate(_CLASSES) if each in op.inside)
-            key = op.operator, running, len(running) if op.needed_in else 0
+            turns = (1,) * len(running) if op.operator == PRODUCT and PER_OP in op.inside else ()
+            key = op.operator, running, len(running) if op.needed_in else 0, turns
             found[key] = found.get(key, 0) + op.flops
-    return tuple(Work(operator, running, needed, flops, block) for (operator, running, needed), flops in found.items())
+    return tuple(
+        Work(operator, running, needed, flops, block, turns)
+        for (operator, running, needed, turns), flops in found.items()
+    )
 
 
 # --- Experts over an expert axis

@@ -30,7 +30,7 @@ from meshwright.cost import (
 from meshwright.cost.rank_memory import DRAWN_PER_S
 from meshwright.errors import readable_bytes
 from meshwright.methods import besides_mesh, with_micro_batches
-from meshwright.runtime import COMMUNICATOR_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES
+from meshwright.runtime import COMMUNICATOR_BYTES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -243,10 +243,13 @@ class PlannedModel(Protocol):
 
 # --- How much memory there is, and how much of it a step needs.
 
-UNUSABLE_BYTES = CONTEXT_BYTES + WORKSPACE_BYTES + COMMUNICATOR_BYTES
-"""What no tensor can use of a device that nothing else runs on: 1.37 GiB, and :func:`communicator_bytes` beside it.
+CONTEXT_BYTES = round(1.5 * 2**30)
+"""What no tensor of a job can use: the driver's context, collectives' buffers, kernels' workspaces.
 
-``accelerate`` counts alike, but for the driver, which says what is free.
+Some 0.4 GB of context (pytorch#109888), and half a GiB each for workspaces and the communicator of all ranks, as
+``accelerate`` counts. It also counts half a GiB per axis of a mesh of several. Counted here, too, a published run would
+have 0.04 GiB to spare (BMTrain's table, ZeRO 3 with 8 model-parallel ranks), which decides nothing; and the search in
+stages would lose 4.8 % in a case in which memory is tight (tests/planner/search/test_regret.py allows 3 %).
 """
 
 FRAGMENTED, FRAGMENTED_BY_LAYERS = 0.05, 0.12
@@ -261,7 +264,7 @@ _HOST_USABLE = 0.9  # of host memory: the rest is for the system, the processes 
 
 def usable_bytes(device: Device) -> int:
     """Return the bytes that a caching allocator can take of a device, or all memory of a host."""
-    return device.memory_bytes - (0 if device.is_host else UNUSABLE_BYTES)
+    return device.memory_bytes - (0 if device.is_host else CONTEXT_BYTES)
 
 
 def usable_host_bytes(cluster: Cluster) -> int | None:

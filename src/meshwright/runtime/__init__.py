@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     )
     from meshwright.runtime.device import (
         COMMUNICATOR_BYTES as COMMUNICATOR_BYTES,
-        CONTEXT_BYTES as CONTEXT_BYTES,
-        WORKSPACE_BYTES as WORKSPACE_BYTES,
         GeneratorState as GeneratorState,
         HostCopy as HostCopy,
         host_share_bytes as host_share_bytes,

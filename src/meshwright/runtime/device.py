@@ -132,15 +132,7 @@ COMMUNICATOR_BYTES = 2**29
 544 MB for two ranks and 688 MB for four were measured on A100s with NVLink (NVIDIA/nccl#964).
 """
 
-WORKSPACE_BYTES = 2**29
-"""Device memory for kernels' workspaces, and for code that is loaded when it first runs."""
-
-CONTEXT_BYTES = 400 * 10**6
-"""Device memory that the driver's context takes before that.
-
-Some 400 MB where code is loaded lazily (pytorch#109888): 287 MB in 2022 (pytorch#86509), 426 MiB on an RTX 6000 Ada
-with CUDA 13 (unsloth-zoo#1053).
-"""
+_WORKSPACE_BYTES = 2**29  # kernels' workspaces, and code that is loaded when it first runs
 
 
 def memory_limit_bytes(device: torch.device, local_world_size: int) -> int:
@@ -156,7 +148,7 @@ def memory_limit_bytes(device: torch.device, local_world_size: int) -> int:
     free, total = torch.cuda.mem_get_info(device)
     obtainable = free + torch.cuda.memory_reserved(device) - COMMUNICATOR_BYTES
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return max(min(obtainable, allowed) - WORKSPACE_BYTES, 1)
+    return max(min(obtainable, allowed) - _WORKSPACE_BYTES, 1)
 
 
 def host_share_bytes(local_world_size: int) -> int:

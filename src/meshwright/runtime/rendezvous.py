@@ -57,6 +57,7 @@ _FAN_OUT = 16  # ranks below each in the tree: four levels for 16,384
 _ANSWER_WAIT = timedelta(seconds=30)
 _STORE_WAIT = timedelta(seconds=60)  # the launcher makes its store before any rank starts
 _served: Store | None = None  # by this process as rank 0: ranks that begin another world find it at once
+_PROMPT_S = 2.0  # who has not met by then asks whether all count alike
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # thousands of ranks must not keep the store busy
 
 
@@ -165,7 +166,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     below = range(rank * _FAN_OUT + 1, min(rank * _FAN_OUT + _FAN_OUT, world_size - 1) + 1)
     if rank == 0:
         room.set(_ATTEMPT, me)
-    attempt, has_joined, is_old = "", False, False
+    attempt, has_joined, is_old, began_s = "", False, False, time.monotonic()
     for _ in _tries(time.monotonic() + timeout.total_seconds()):
         named = room.get(_ATTEMPT).decode() if room.check([_ATTEMPT]) else ""
         if named != attempt:
@@ -174,7 +175,7 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
             room.add(f"{attempt}/{_CAME}/{rank}", 1)
         if not attempt:
             continue
-        if not is_old:
+        if not is_old and time.monotonic() - began_s > _PROMPT_S:
             _check_sizes(room, attempt, rank, world_size)
         if _size_of(attempt) != world_size:  # of this attempt, or of one before it that had other ranks
             continue

@@ -21,7 +21,6 @@ from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.expert.dispatch import Call, ExpertAxis, TracedDispatch, TracedExperts, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
-from meshwright.methods.replace.model_changes import without_grouped_kernels
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, stand_in
@@ -95,7 +94,6 @@ class ExpertTrace:
                     count = layer.module.register_forward_pre_hook(self._counted(layer), with_kwargs=True)
                     stack.callback(count.remove)
                     stack.enter_context(self._divided(layer))
-            stack.enter_context(without_grouped_kernels())
             yield
 
     @contextlib.contextmanager

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.methods.replace.model_changes import without_grouped_kernels
 from meshwright.nn import FakeTensors, is_on_meta, run_with
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -176,7 +175,7 @@ def trace_blocks(
             names[id(tensor)] = name
     run = _Run(model, blocks, names)
     fake_inputs = fakes.like_all(inputs)
-    with fakes.running(), torch.enable_grad(), without_grouped_kernels(), run.hooked():
+    with fakes.running(), torch.enable_grad(), run.hooked():
         return run.finish(run_with(forward, model, state, fake_inputs))
 
 

@@ -185,22 +185,3 @@ def _is_packed(inputs: Any, find: Callable[..., Any]) -> bool:
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_meta or isinstance(ids, FakeTensor):
         return False
     return find(ids) is not None
-
-
-@contextlib.contextmanager
-def without_grouped_kernels() -> Iterator[None]:
-    """Let transformers' experts run on fake tensors in any precision: their grouped kernel takes bf16 only.
-
-    They save the same tensors for backward without it.
-    """
-    transformers = sys.modules.get("transformers.integrations.moe")
-    if transformers is None or not hasattr(transformers, "_can_use_grouped_mm"):
-        yield
-        return
-    # A mock would keep what it is called with.
-    with mock.patch.object(transformers, "_can_use_grouped_mm", _never):
-        yield
-
-
-def _never(*_: Any, **__: Any) -> bool:
-    return False

@@ -35,6 +35,7 @@ from meshwright.methods.tensor.block_trials import (
 from meshwright.methods.tensor.split_checks import check_layers, heads_of, stay_whole, vocabulary_embedding
 from meshwright.methods.tensor.split_plan import (
     EXPERTS,
+    LATENT,
     LINEAR,
     PlannedLayer,
     is_linear,
@@ -244,7 +245,7 @@ def check_tokens(hidden: torch.Tensor, ranks: int) -> None:
     if hidden.shape[TOKENS_DIM] % ranks:
         raise ModelError(
             "tensor_parallel: the tensor axis does not divide the tokens, which sequence=True cuts",
-            expected=f"a multiple of {ranks} tokens, on each rank of the sequence and context axes",
+            expected=f"a multiple of {ranks} tokens",
             got=str(hidden.shape[TOKENS_DIM]),
             fix="pad the sequences, or leave sequence=True out",
         )
@@ -419,6 +420,14 @@ def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun
             "tensor_parallel: adapters and sequence=True do not go together",
             expected="all tokens on every rank, for the half of an adapter that is not split",
             got="LoRA adapters, and a part of the tokens between the layers that are split",
+            fix="leave sequence=True (split_gather, ring) out",
+        )
+    latent = next((layer.path for layer in split.layers if layer.style.name == LATENT), None)
+    if latent is not None:
+        raise ModelError(
+            "tensor_parallel: latent attention and sequence=True do not go together",
+            expected="all tokens on every rank, for the projections in front of those that are split",
+            got=f"the projection {latent}, and a part of the tokens between the layers that are split",
             fix="leave sequence=True (split_gather, ring) out",
         )
     experts = next((layer.path for layer in split.layers if layer.style.name in EXPERTS), None)

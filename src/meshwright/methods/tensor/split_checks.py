@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError, join_names
-from meshwright.methods.tensor.split_plan import PlannedLayer
+from meshwright.methods.tensor.split_plan import LATENT, PlannedLayer
 from meshwright.nn import call_with, find_blocks
 
 _SEED = 5
@@ -224,6 +224,8 @@ def _check_between(layers: list[PlannedLayer]) -> None:
     """Refuse trained modules beside split layers that the plan leaves out: they may see a part of the features."""
     planned = {layer.module for layer in layers}
     for parent, path in _split_parents(layers).items():
+        if any(layer.parent is parent and layer.style.name == LATENT for layer in layers):
+            continue  # what it leaves out lies in front of layers that are split by columns, and sees whole features
         for name, child in parent.named_children():
             trains = any(parameter.requires_grad for parameter in child.parameters())
             inner = planned.intersection(child.modules())

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.model_split import Split, let_exchange_tokens
-from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_transposed
+from meshwright.methods.tensor.split_plan import EXPERTS, LATENT, PlannedLayer, is_transposed, rotated_features
 from meshwright.methods.tensor.split_proof import part_of
 from meshwright.nn import RankOrder, keep_rank_order, move_to, without_fast_path, wrap_method
 from meshwright.runtime.torch_internals.modules import PARAMETERS
@@ -79,6 +79,8 @@ def _let_exchange(layer: PlannedLayer, axis: TensorAxis, *, scatters: bool) -> N
         wrap_method(module, "forward", _looking_up(module, axis))
     elif style.name == "replicated_with_grad_allreduce":
         wrap_method(module, "forward", _with_summed_gradients(module, axis))
+    elif style.name == LATENT:
+        wrap_method(module, "forward", _with_shared_key(rotated_features(layer), axis))
     elif style.name in EXPERTS:
         wrap_method(module, "forward", _summing_experts(module, axis))
     elif style.output == "all_reduce":
@@ -160,6 +162,21 @@ def _with_summed_gradients(module: nn.Module, axis: TensorAxis) -> Callable[...,
             return forward(*args, **kwargs)
 
     return around
+
+
+def _with_shared_key(features: int, axis: TensorAxis) -> Callable[..., Any]:
+    """Return the forward of a projection to latent keys and values, whose last features every rank's heads share."""
+
+    def around(forward: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        return share_key(forward(hidden), features, axis)
+
+    return around
+
+
+def share_key(latent: torch.Tensor, features: int, axis: TensorAxis) -> torch.Tensor:
+    """Sum the gradients of the last features over the ranks."""
+    rest, rotated = latent.split([latent.shape[-1] - features, features], -1)
+    return torch.cat([rest, axis.copy(rotated)], -1)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,12 @@ EMBEDDING = {
     "embedding_rowwise": Style("embedding_rowwise", (("weight", 0),), output="all_reduce"),
     "embedding_colwise": Style("embedding_colwise", (("weight", 1),)),
 }
+LATENT = "mla_kv_a_proj"
+"""Style of the projection to latent keys and values (DeepSeek-V2: arXiv 2405.04434, §2.1). Every rank has it whole. Its
+last features are one rotated key for all heads: each rank computes a gradient for its own heads, and these are summed.
+Gradients of all others are whole already, since they come from a layer that is split by columns."""
 ANY = {
+    LATENT: Style(LATENT),
     "replicated_with_grad_allreduce": Style("replicated_with_grad_allreduce"),
     "replicate": Style("replicate"),
 }
@@ -89,6 +94,23 @@ def features(module: nn.Module) -> tuple[int, int]:
     weight = module.get_parameter("weight")
     rows, columns = weight.shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
+
+
+def rotated_features(layer: PlannedLayer) -> int:
+    """Return how many of a latent projection's last features are the rotated key.
+
+    Raises:
+        ModelError: When the attention around it does not say it.
+    """
+    found = getattr(layer.parent, "qk_rope_head_dim", None)
+    if not isinstance(found, int):
+        raise ModelError(
+            f"tensor_parallel: the style {LATENT} cannot split {layer.path}",
+            expected="an attention with the attribute qk_rope_head_dim",
+            got=type(layer.parent).__name__,
+            fix=f"leave it and the layers that it feeds whole with plan={{{layer.path!r}: 'replicate'}}",
+        )
+    return found
 
 
 def _check_kind(path: str, module: nn.Module, name: str) -> None:

@@ -32,8 +32,15 @@ from meshwright.methods.tensor.model_split import (
     split_of,
 )
 from meshwright.methods.tensor.split_checks import check_grouped
-from meshwright.methods.tensor.split_layers import split_layers, swapped_parameters
-from meshwright.methods.tensor.split_plan import EXPERTS, PlannedLayer, is_linear, is_transposed
+from meshwright.methods.tensor.split_layers import share_key, split_layers, swapped_parameters
+from meshwright.methods.tensor.split_plan import (
+    EXPERTS,
+    LATENT,
+    PlannedLayer,
+    is_linear,
+    is_transposed,
+    rotated_features,
+)
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog as SaveLog, TrafficLog, stand_in, tensor_bytes
 from meshwright.nn import move_to
@@ -211,6 +218,8 @@ class SplitTrace:
         style = layer.style
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            if style.name == LATENT:
+                return self._sharing_key(layer, output)
             if style.output == "as computed":
                 return output
             if style.output == "logits":
@@ -222,6 +231,12 @@ class SplitTrace:
             return whole
 
         return leave
+
+    def _sharing_key(self, layer: PlannedLayer, latent: torch.Tensor) -> torch.Tensor:
+        features = rotated_features(layer)
+        if latent.requires_grad:
+            self._note("all_reduce", "backward", latent[..., :features], layer.path)
+        return share_key(latent, features, self._axis)
 
     def _adding_up(self, layer: PlannedLayer) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the forward of a layer split by rows, whose bias is added to the sum over the ranks."""

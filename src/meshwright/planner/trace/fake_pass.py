@@ -24,7 +24,7 @@ from meshwright.cost import Inputs
 from meshwright.methods import in_phase_order
 from meshwright.methods.base import INNER_AXES, parts_between_layers
 from meshwright.methods.checkpoint import find_parts
-from meshwright.methods.replace.model_changes import packed_as, without_grouped_kernels
+from meshwright.methods.replace.model_changes import packed_as
 from meshwright.nn import FakeTensors, caches_off, find_blocks, run_with
 from meshwright.nn.batches import cast_floating, map_tree
 from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, tensors_in
@@ -312,7 +312,6 @@ class Pass:
                 recorder,
                 caches_off(self.model),
                 packed_as(self.inputs),
-                without_grouped_kernels(),
                 kernels_of_device(self.device, device),
             ):
                 # The tensors are swapped in backward, too: a model that recomputes by itself runs again.

@@ -208,6 +208,10 @@ class _Continued:
             for shift in range(len(every) - len(kept) + 1)
         ]
         self._old, self._next_key = saved, -1
+        first, end = self._third([call.stack for call in saved.work])
+        products = [call for call in saved.work[first:end] if call.turns]
+        self._has_odd_products = len(products) % 2 == 1  # in each block
+        self._around = {module for call in products for module in call.stack if module not in self._number}
         self.saved = dataclasses.replace(
             saved,
             sizes=dict(saved.sizes),
@@ -248,7 +252,19 @@ class _Continued:
     def _later(self, call: Call, shift: int) -> Call:
         """Return the same call in a block further on."""
         stack, place = self._move(call.stack, shift), self._places.of(call.place, shift)
-        return dataclasses.replace(call, stack=stack, place=place)
+        return dataclasses.replace(call, stack=stack, place=place, turns=self._turns(call, shift))
+
+    def _turns(self, call: Call, shift: int) -> tuple[int, ...]:
+        """Return the turns of a product where further blocks have run before it, in the modules around these."""
+        if not self._has_odd_products or not call.turns:
+            return call.turns
+        number, third = self._place(call.stack), self._places.third
+        is_behind = number == RUN - 1 if number is not None else third is not None and call.place > third
+        further = shift or (len(self._shifted) - 1 if is_behind else 0)
+        return tuple(
+            (turn + further) % 2 if module in self._around else turn
+            for module, turn in zip(call.stack, call.turns, strict=True)
+        )
 
     def _third(self, stacks: Sequence[tuple[nn.Module, ...]]) -> tuple[int, int]:
         """Return from where to where the third block acts; an empty range at the end where it does nothing."""

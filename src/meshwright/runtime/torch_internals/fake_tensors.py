@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     # Run an operator's own kernel on meta tensors, to learn what it allocates.
     in_kernel_invocation_manager,
+    # What it reports as errors, before it raises them.
+    log as logger,
     # Real arithmetic for small proofs amid a fake pass.
     unset_fake_temporarily,
 )
@@ -34,5 +36,6 @@ __all__ = [
     "disable_current_modes",
     "in_kernel_invocation_manager",
     "is_traceable_wrapper_subclass",
+    "logger",
     "unset_fake_temporarily",
 ]
