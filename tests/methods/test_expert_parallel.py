@@ -11,7 +11,7 @@ from meshwright.methods.expert.divided_experts import prove
 from meshwright.methods.expert.expert_layers import expert_layers
 from tests.methods import expert_runs
 from tests.methods.test_parity import check_weights
-from tests.parity.layouts import SCHEDULES, scheduled
+from tests.parity.layouts import SCHEDULES, SEQUENCE, scheduled
 
 CASES = {
     "mixtral": (2, "mixtral", {"expert": 2}, [], "sgd", 1),
@@ -59,6 +59,13 @@ CASES = {
     "tensor zero": (8, "qwen3", {"tensor": 2, "expert": 2, "zero": 2}, ["tensor_parallel", "fsdp"], "sgd", 1),
     "tensor context": (
         8, "mixtral", {"tensor": 2, "expert": 2, "context": 2}, ["tensor_parallel", "context_parallel"], "sgd", 1
+    ),
+    "tensor sequence": (4, "mixtral", {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1),
+    "tensor sequence qwen3": (4, "qwen3", {"tensor": 2, "expert": 2}, [SEQUENCE, "checkpoint"], "adamw", 2),
+    "tensor sequence listed": (4, "attending", {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1),
+    "tensor sequence zero": (8, "mixtral", {"tensor": 2, "expert": 2, "zero": 2}, [SEQUENCE, "fsdp"], "sgd", 1),
+    "tensor sequence pipeline": (
+        8, "mixtral", {"tensor": 2, "expert": 2, "pipeline": 2}, [SEQUENCE, scheduled("1f1b")], "sgd", 2
     ),
     "tensor pipeline": (
         8, "mixtral", {"tensor": 2, "expert": 2, "pipeline": 2}, ["tensor_parallel", scheduled("1f1b")], "sgd", 2

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.cost import (
     Activations,
@@ -131,7 +131,8 @@ def with_experts(step: Step, shape: Shape, run: FamilyRun) -> Step:
 
     One all-to-all sends each token to its experts, and another returns the results (Lepikhin et al. 2020, GShard);
     backward sends the gradients of both. Every expert is assumed to get the same number of tokens. The ranks of a
-    tensor axis each send a part of the tokens, and gather what other layers of a block sum.
+    tensor axis each send a part of the tokens, and gather what other layers of a block sum; where they have different
+    tokens between its layers, they exchange nothing more.
     """
     tensor, tokens = step.size("tensor"), run.tokens // (step.size("sequence") * step.size("context"))
     layers = step.blocks[0].on_ranks[step.stages.here] if step.stages is not None else shape.layers
@@ -152,7 +153,20 @@ def with_experts(step: Step, shape: Shape, run: FamilyRun) -> Step:
         dataclasses.replace(block, parameters=tuple(_of_expert(p, shape) for p in block.parameters))
         for block in step.blocks
     )
-    return step.replace(blocks=blocks, boundaries=(*map(beside, step.boundaries), *exchanged))
+    others = _of_attention(step.boundaries) if run.impl.split_tokens else map(beside, step.boundaries)
+    return step.replace(blocks=blocks, boundaries=(*others, *exchanged))
+
+
+def _of_attention(boundaries: Sequence[Boundary]) -> list[Boundary]:
+    """Leave out one of each two equal collectives of a tensor axis, and those that end a block: the MLP's."""
+    kept: dict[Any, Boundary] = {}
+    for number, each in enumerate(boundaries):
+        ends = each.kind == "reduce_scatter" and not each.needed_in
+        if each.axis != "tensor":
+            kept[number] = each
+        elif not ends:
+            kept.setdefault(each, each)
+    return list(kept.values())
 
 
 def _of_expert(parameter: Parameter, shape: Shape) -> Parameter:

@@ -45,18 +45,19 @@ class ExpertAxis:
     [Note: experts beside a tensor axis] The ranks of a tensor axis have equal tokens. Each sends an equal part of them,
     and the answers are gathered, so that experts are divided over both axes. Splitting every expert's features over the
     tensor axis instead, as its other layers are, would send each token from each of these ranks, and sum answers where
-    this gathers them. A rank would have as many bytes of experts, in thinner matrices.
+    this gathers them. A rank would have as many bytes of experts, in thinner matrices. Where a tensor axis divides the
+    tokens between its layers (``sequence=True``), its ranks have different ones, and send them all.
 
     Args:
         mesh: A mesh of one axis: ``expert``, or that of ``expert`` and ``tensor`` together.
-        tensor: The ranks with equal tokens; None without a tensor axis.
+        num_averaged: Size of the ``expert`` axis.
+        tensor: The ranks with equal tokens; None if all have different ones.
     """
 
-    def __init__(self, mesh: DeviceMesh, tensor: TensorAxis | None = None) -> None:
-        self.mesh, self._tensor = mesh, tensor
+    def __init__(self, mesh: DeviceMesh, num_averaged: int, tensor: TensorAxis | None = None) -> None:
+        self.mesh, self._num_averaged, self._tensor = mesh, num_averaged, tensor
         self.group = mesh.get_group()
         self.index, self.size = mesh.get_local_rank(), mesh.size()
-        self._num_averaged = self.size // (tensor.size if tensor is not None else 1)
 
     def part(self, rows: int) -> range:
         """Return which of the rows that ranks of a tensor axis have in common this rank sends; else all."""

@@ -41,6 +41,10 @@ class StackedExperts:
         """Return the parameters' full names, each with None: a rank holds a part of each."""
         return [(f"{self.path}.{name}", None) for name, _ in self.module.named_parameters()]
 
+    def beside(self) -> list[str]:
+        """Return the paths of modules with parameters that run in the holder beside the experts: none."""
+        return []
+
 
 @dataclass(frozen=True, eq=False)
 class ListedExperts:
@@ -79,6 +83,12 @@ class ListedExperts:
             for number, expert in enumerate(self.experts)
             for name, _ in expert.named_parameters()
         ]
+
+    def beside(self) -> list[str]:
+        """Return the paths of modules with parameters that run in the holder beside the experts, such as a router."""
+        inside = {*self.experts.modules()}
+        around = self.block.named_modules(prefix=self.path)
+        return [path for path, each in around if each not in inside and any(True for _ in each.parameters(False))]
 
 
 ExpertLayer = StackedExperts | ListedExperts

@@ -39,12 +39,13 @@ class ExpertTrace:
         model: The model.
         layers: The model's experts.
         ranks: Number of ranks that divide them.
-        tensor: The size of a tensor axis, whose ranks are among them.
+        tensor: The size of a tensor axis whose ranks, which are among them, have equal tokens.
 
     Attributes:
         experts: For each parameter of an expert, the number of its expert in a list (None: stacked), and of how many.
         dims: The dims of parameters that the axis divides along with the work: none.
         paths: Of the modules that hold experts.
+        beside: Of the modules that :meth:`flowing` passes by: what lies around listed experts in their block.
         stands_in: Whether stacked experts are replaced by stand-ins, if they cannot run over fake tensors.
 
     Raises:
@@ -63,6 +64,7 @@ class ExpertTrace:
         }
         self.dims: dict[nn.Parameter, int] = {}
         self.paths = tuple(layer.own_path for layer in layers)
+        self.beside = tuple(path for layer in layers for path in layer.beside())
         self.stands_in = False
         self._paths = {module: path for path, module in model.named_modules()}
         self._stack: list[nn.Module] = []  # the modules that run now
@@ -196,9 +198,12 @@ class ExpertTrace:
 
 
 def _passing_on(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return a copy of the first tensor of numbers."""
+    """Return the first tensor of numbers, weighed by what else is given: routers have a gradient then."""
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return next(tensor for tensor in tensors if tensor.is_floating_point()).clone()
+    passed, *weights = (tensor for tensor in tensors if tensor.is_floating_point())
+    for each in weights:
+        passed = passed * (1 + each[..., :1]).to(passed.dtype)
+    return passed.clone()
 
 
 def _factors(layer: ListedExperts, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -239,24 +244,15 @@ class ExpertParallel(Method):
     effect: ClassVar[str] = "memory: experts / n. Communication: two all-to-alls of tokens per layer and pass"
     seed_name: ClassVar[str | None] = "ColossalAI: ep_size"
     axis: ClassVar[str | None] = AXIS
-    conflicts: ClassVar[tuple[Conflict, ...]] = (
+    conflicts: ClassVar[tuple[Conflict, ...]] = tuple(
         Conflict(
-            other="tensor_parallel",
-            reason="each rank takes its part of the tokens where experts are asked, of which it must have all",
-            fix="leave sequence out",
-            when=lambda own, other: bool(other.sequence),
-            other_keys="sequence=True",
-        ),
-        *(
-            Conflict(
-                other=name,
-                reason="gradients of what they leave out are averaged over all ranks, and those of experts are not",
-                fix="leave these keys out",
-                when=lambda own, other: bool(other.atorch_ignored_cls) or other.wrap_trainable_outmost,
-                other_keys="atorch_ignored_cls or wrap_trainable_outmost",
-            )
-            for name in SHARDING
-        ),
+            other=name,
+            reason="gradients of what they leave out are averaged over all ranks, and those of experts are not",
+            fix="leave these keys out",
+            when=lambda own, other: bool(other.atorch_ignored_cls) or other.wrap_trainable_outmost,
+            other_keys="atorch_ignored_cls or wrap_trainable_outmost",
+        )
+        for name in SHARDING
     )
 
     experts: tuple[str, ...] = ()
@@ -269,7 +265,8 @@ class ExpertParallel(Method):
             return None
         tensor = sizes.get("tensor", 1)
         ranks = sizes[AXIS] * tensor
-        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks, tensor)
+        with_equal_tokens = 1 if _divides_tokens(strategy) else tensor
+        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks, with_equal_tokens)
 
     def check(self, job: Job) -> None:
         """Refuse models whose experts cannot be divided."""
@@ -290,8 +287,10 @@ class ExpertParallel(Method):
         job.notices.append(summary)
         present = set(job.model.modules())  # of a pipeline, this rank's
         here = [(layer, features) for layer, features in layers if layer.holder in present]
-        beside = TensorAxis(job.require_mesh()["tensor"]) if job.size("tensor") > 1 else None
-        job.experts = divide(here, ExpertAxis(job.mesh_axes.flat_mesh(AXIS, "tensor"), beside), job.device)
+        have_equal_tokens = job.size("tensor") > 1 and not _divides_tokens(job.strategy)
+        beside = TensorAxis(job.require_mesh()["tensor"]) if have_equal_tokens else None
+        axis = ExpertAxis(job.mesh_axes.flat_mesh(AXIS, "tensor"), job.size(AXIS), beside)
+        job.experts = divide(here, axis, job.device)
         job.expert_layers = None  # they would keep the experts of other ranks alive
         job.is_split = True
         if job.shard_axis is None:
@@ -307,6 +306,12 @@ class ExpertParallel(Method):
         ranks = _num_dividing(step)
         step = step.replace(blocks=tuple(_divided(block, step, ranks) for block in step.blocks))
         return send_boundaries(step, AXIS)
+
+
+def _divides_tokens(strategy: Strategy) -> bool:
+    """Return whether the ranks of a tensor axis have different tokens where experts are asked."""
+    tensor: Any = strategy.get("tensor_parallel")
+    return tensor is not None and bool(tensor.sequence)
 
 
 def _check_order(axes: Sequence[str], tensor: int) -> None:

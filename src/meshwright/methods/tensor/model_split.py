@@ -388,6 +388,7 @@ def split_of(
     *,
     sequence: bool = False,
     apart: Sequence[str] = (),
+    beside: Sequence[str] = (),
 ) -> Split:
     """Return the split of a model over a tensor axis.
 
@@ -398,6 +399,7 @@ def split_of(
         sample: Runs the model once, where its plan must be found or ``sequence`` proved.
         sequence: Whether ranks have a part of the tokens between the layers that are split.
         apart: Paths of the experts that another method divides, which stay as they are.
+        beside: Paths of modules that run with these experts, and of which a proof sees nothing.
 
     Raises:
         ModelError: When the model cannot be split, with the reason.
@@ -407,14 +409,21 @@ def split_of(
         given = dict.fromkeys(apart, "replicate") | dict(given)
     split = _whole_tokens(model, given, ranks, sample)
     split = replace(split, layers=tuple(layer for layer in split.layers if not _is_inside(layer.path, apart)))
-    return _with_sequence(model, split, ranks, sample) if sequence else split
+    return _with_sequence(model, split, ranks, sample, apart, beside) if sequence else split
 
 
 def _is_inside(path: str, paths: Sequence[str]) -> bool:
     return any(path == each or path.startswith(each + ".") for each in paths)
 
 
-def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun | None) -> Split:
+def _with_sequence(
+    model: nn.Module,
+    split: Split,
+    ranks: int,
+    sample: SampleRun | None,
+    apart: Sequence[str],
+    beside: Sequence[str],
+) -> Split:
     if any(layer.place for layer in split.layers):
         raise ModelError(
             "tensor_parallel: adapters and sequence=True do not go together",
@@ -434,9 +443,9 @@ def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun
     if experts is not None:
         raise ModelError(
             "tensor_parallel: split experts and sequence=True do not go together",
-            expected="all tokens on every rank, since routers send them to experts without an order",
+            expected="experts that expert_parallel divides, or all tokens on every rank",
             got=f"the experts {experts}, and a part of the tokens between the layers that are split",
-            fix="leave sequence=True (split_gather, ring) out",
+            fix="add expert_parallel, or leave sequence=True (split_gather, ring) out",
         )
     known = _LAYOUTS.setdefault(model, {})
     key = ranks, tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
@@ -445,7 +454,10 @@ def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun
         known[key] = sequence_layout(proved, layers, split.adjustments, ranks, sample)
     layout = known[key]
     present = {layer.path for layer in split.layers}
-    summed = [planned(model, p, "replicated_with_grad_allreduce") for p in layout.summed if p not in present]
+    left = (
+        path for path in dict.fromkeys((*layout.summed, *beside)) if path not in present and not _is_inside(path, apart)
+    )
+    summed = [planned(model, path, "replicated_with_grad_allreduce") for path in left]
     remarks = (*split.remarks, "tokens are split between them")
     return replace(split, layers=(*split.layers, *summed), remarks=remarks, sequence=layout)
 

@@ -346,7 +346,14 @@ class TensorParallel(Method):
         plan = {"plan": dict(self.plan)} if self.plan else {}
         return plan | ({"sequence": True} if self.sequence else {})
 
-    def split(self, model: nn.Module, ranks: int, sample: SampleRun | None = None, apart: Sequence[str] = ()) -> Split:
+    def split(
+        self,
+        model: nn.Module,
+        ranks: int,
+        sample: SampleRun | None = None,
+        apart: Sequence[str] = (),
+        beside: Sequence[str] = (),
+    ) -> Split:
         """Return the split of a model over ``ranks`` ranks, without changing the model.
 
         Args:
@@ -354,12 +361,13 @@ class TensorParallel(Method):
             ranks: Size of the axis.
             sample: Runs a model that brings no plan, to find one in its data flow.
             apart: Paths of the experts that another method divides.
+            beside: Paths of modules that run with these experts and are not tried with the others.
 
         Raises:
             ModelError: When the model cannot be split, with the reason.
             StrategyError: When the config's plan names nothing in the model.
         """
-        return split_of(model, dict(self.plan), ranks, sample, sequence=self.sequence, apart=apart)
+        return split_of(model, dict(self.plan), ranks, sample, sequence=self.sequence, apart=apart, beside=beside)
 
     def _split(self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy) -> Split:
         """Return the split of a model beside the experts that another method divides."""
@@ -368,7 +376,7 @@ class TensorParallel(Method):
         if experts is None:
             return self.split(model, ranks, sample)
         with experts.flowing():
-            return self.split(model, ranks, sample, experts.paths)
+            return self.split(model, ranks, sample, experts.paths, experts.beside)
 
     def layers(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> list[PlannedLayer]:
         """Return the layers of :meth:`split`."""
