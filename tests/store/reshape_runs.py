@@ -106,6 +106,13 @@ ROWS: dict[str, Row] = {
     "one process, experts": Row(1, model="experts"),
     "fsdp 2, experts": Row(2, ["fsdp"], model="experts"),
     "pipeline 2, experts": Row(2, [mesh(pipeline=2), scheduled("1f1b")], micro_batches=2, model="experts"),
+    "expert 2 x sequence 2": Row(
+        4, ["expert_parallel", "sequence_parallel", mesh(expert=2, sequence=2)], model="experts"
+    ),
+    "expert 2 x pipeline 2": Row(
+        4, ["expert_parallel", mesh(expert=2, pipeline=2), scheduled("1f1b")], micro_batches=2, model="experts"
+    ),
+    "tensor 2, sequence x expert 2": Row(4, [SEQUENCE, "expert_parallel", mesh(tensor=2, expert=2)], model="experts"),
     "8-bit": Row(1, optimizer="8-bit"),
     "8-bit, fsdp 2": Row(2, ["fsdp"], "8-bit"),
     "8-bit, tensor 2": Row(2, ["tensor_parallel", mesh(tensor=2)], "8-bit"),
