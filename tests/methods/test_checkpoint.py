@@ -261,15 +261,6 @@ def test_a_model_without_blocks_is_told_how_to_name_classes():
         Checkpoint().check(job(nn.Linear(2, 2)))
 
 
-def test_a_cache_is_switched_off_and_said():
-    model = tiny.build("gpt2")
-    model.config.use_cache = True
-    real = job(model)
-    Checkpoint().apply(real)
-    assert model.config.use_cache is False
-    assert "use_cache" in real.notices[0]
-
-
 def test_parts_with_configurations_of_their_own_keep_no_cache():
     decoder, encoder = (nn.Linear(2, 2) for _ in range(2))
     decoder.config, encoder.config = SimpleNamespace(use_cache=True), SimpleNamespace(use_cache=False)

@@ -111,6 +111,7 @@ def accelerated(name, layout):
 
 def train(name, layout):
     result = accelerated(name, layout)
+    assert not unwrapped(result.model).config.use_cache
     losses = [result.step(batch).loss.item() for batch in result.dataloader]
     return losses, whole_weights(unwrapped(result.model))
 

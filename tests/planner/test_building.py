@@ -34,7 +34,7 @@ def listed():
 
 
 def stacked():
-    return expert_runs.hf("mixtral")
+    return expert_runs.hf("mixtral", 2)
 
 
 LAYOUTS = {

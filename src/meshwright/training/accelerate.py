@@ -30,7 +30,7 @@ from meshwright.methods.birth import Birth, birth_of
 from meshwright.methods.job import KnownParameters, guards_are_on
 from meshwright.nn import check_initialized, check_model, check_no_renorm, is_on_meta, without_caches
 from meshwright.nn.initial_values import record, remembered
-from meshwright.optim import ShardedOptimizer, Stages, clip_gradients
+from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.guarded_step import follow_loads, inner_optimizer
 from meshwright.planner import Plan
 from meshwright.runtime import (
@@ -473,7 +473,7 @@ def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRSc
     if optim is not None:
         known.follow(optim)
         inner = inner_optimizer(optim)
-        if isinstance(inner, ShardedOptimizer) and job.mesh_axes.mesh is not None:
+        if hasattr(inner, "make_groups") and job.mesh_axes.mesh is not None:
             inner.make_groups(job.mesh_axes.mesh)
         optim = job.optimizer.finish(optim)
     with same_on_every_rank():

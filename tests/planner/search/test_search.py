@@ -211,7 +211,6 @@ def test_fp8_is_used_where_it_is_asked_for_and_the_device_has_it():
         ({"included": ["zero1"], "excluded": ["zero1"]}, r"included and excluded.*zero1"),
         ({"included": [{"atorch_wrap_cls": "Block"}]}, "not a method"),
         ({"included": ["zero1", "fsdp"]}, "included methods cannot be together: .*zero1"),
-        ({"included": ["pipeline_parallel", "outer"]}, "cannot be together"),
         ({"excluded": ["parallel_mode"]}, "No strategy is left"),
         ({"included": ["expert_parallel"]}, "(?s)No strategy can train this model with expert_parallel.*experts"),
     ],

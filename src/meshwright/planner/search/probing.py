@@ -200,7 +200,17 @@ class SavedBytes(NamedTuple):
         """
         if two is None or samples < 1:
             return SavedBytes(*(samples * each for each in self))
-        return SavedBytes(*(one + max(both - one, 0) * (samples - 1) for one, both in zip(self, two, strict=True)))
+        return SavedBytes(*(_of_samples(one, both, samples) for one, both in zip(self, two, strict=True)))
+
+
+def _of_samples(one: int, two: int, samples: int) -> int:
+    """Continue the bytes of one and two samples; below what there is where a second sample costs more than the first.
+
+    A tensor of one sample may go another way (a view in place of a copy), which says nothing of further samples.
+    """
+    if samples > 1 and two > 2 * one:
+        return samples * two // 2
+    return one + max(two - one, 0) * (samples - 1)
 
 
 @dataclass(frozen=True)
