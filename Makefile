@@ -8,7 +8,6 @@ KILLS ?= 200
 FUZZ_S ?= 300
 FUZZ_DIR ?= runs/fuzz
 CASES ?= 500
-TEST_PROCESSES ?= 2
 TORCH_oldest := 2.11.0
 TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
@@ -51,7 +50,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest
 
 parity: $(READY)
 	$(BIN)/python -m pytest --parity=all tests/methods/test_parity.py tests/optim/test_parity_table.py tests/parity
