@@ -103,14 +103,14 @@ def first_step(system: str) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """What one start has taken."""
+    """Hold what one start has taken."""
 
     seconds: float | None
     """From torchrun to the end of the second step; None: longer than the limit."""
     cpu_seconds: float
     """Processor time of all processes, divided by the ranks."""
     peak_bytes: int
-    """Of rank 0's process; 0 if it did not end."""
+    """Memory of rank 0's process; 0 if it did not end."""
 
 
 def started(system: str, num_ranks: int, limit_s: float) -> Start:

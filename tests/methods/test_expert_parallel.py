@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright.errors import ModelError
 from meshwright.methods.expert.divided_experts import prove
 from meshwright.methods.expert.expert_layers import expert_layers
+from meshwright.methods.tensor.block_trials import SampleRun
+from tests import tiny
 from tests.methods import expert_runs
 from tests.methods.test_parity import check_weights
 from tests.parity.layouts import SCHEDULES, SEQUENCE, scheduled
@@ -223,3 +226,14 @@ def test_experts_that_mix_tokens_are_refused():
     model.blocks[1].moe.units = Crowd()
     with pytest.raises(mw.ModelError, match=r"blocks.1.moe.units does not compute the same"):
         prove(expert_layers(model, (), 2)[1], 2)
+
+
+def test_divided_tokens_are_not_taken_over_from_beside_the_axis():
+    """There a proof passes by the router, whose gradients would have to be summed; this model cannot be tried alone."""
+    ids = torch.zeros(2, tiny.SEQ_LEN, dtype=torch.long)
+    sample = SampleRun(lambda samples: ids[:samples], lambda model, inputs: model(inputs))
+    strategy = mw.Strategy([("parallel_mode", {"tensor": 2, "expert": 2}), "expert_parallel", SEQUENCE])
+    tensor, model = strategy.get("tensor_parallel"), expert_runs.attending(2)
+    tensor.traced_layers(model, {"tensor": 2, "expert": 2}, sample, strategy)
+    with pytest.raises(ModelError, match="nonzero"):
+        tensor.split(model, 2, sample)

@@ -18,6 +18,7 @@ LAYOUTS = {
     "tensor in stages, came": (8, TRIPLE, SPLIT_STAGES, "came"),
     "comm": (4, {"zero": 4}, ["fsdp", COMM], "adamw"),
     "comm beside data": (8, {"zero": 4, "data": 2}, ["fsdp", COMM], "adamw"),
+    "comm in stages": (8, {"data": 4, "pipeline": 2}, ["pipeline_parallel", COMM], "adamw"),
     "sequence and context": (
         8,
         {"sequence": 2, "context": 2, "zero": 2},

@@ -47,7 +47,7 @@ def test_no_attempt_reads_what_another_has_written():
 
 
 def sizes_come(store, sizes, limit):
-    """What each rank is told whose WORLD_SIZE is the one at its place; None if it has met the others."""
+    """Returns what each rank is told whose WORLD_SIZE is the one at its place; None if it has met the others."""
     told = {}
 
     def come(rank):

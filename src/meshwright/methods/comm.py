@@ -25,7 +25,7 @@ from meshwright.cost import AVERAGING, Compression, Encoding, Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.nn import Comm as FsdpComm, is_mean, parameter_groups
-from meshwright.runtime import ranks_per_host, settings
+from meshwright.runtime import AXES, groups_along, ranks_per_host, settings
 from meshwright.runtime.torch_internals.fsdp import whole_size_of
 
 
@@ -206,20 +206,32 @@ _Averages.average.__annotations__.update(
 )
 
 
-def averages_of(job: Job, group: dist.ProcessGroup) -> Callable[[Sequence[torch.Tensor]], None] | None:
+def averaging_route(job: Job, compression: Compression, axes: Sequence[str]) -> Route:
+    """Return the route of averages over replicas; collective over the world.
+
+    Args:
+        job: The job; none of its parameters is sharded.
+        compression: What is compressed.
+        axes: The axes along which the replicas lie; one at least has several ranks.
+    """
+    present = [axis for axis in AXES if axis in axes and job.size(axis) > 1]
+    nodes = compression.neighbours(job.axes, job.mesh_axes.averaging_axis)
+    return route(job.mesh_axes.flat_mesh(*axes).get_group(), nodes, groups_along(job.require_mesh(), present))
+
+
+def averages_of(job: Job, axes: Sequence[str]) -> Callable[[Sequence[torch.Tensor]], None] | None:
     """Return a function that averages flat gradients over replicas in few bits; None where nothing is compressed.
 
     Args:
         job: The job; none of its parameters is sharded.
-        group: The replicas.
+        axes: The axes along which the replicas lie.
     """
     compression = job.sharding.compression
     if compression is None:
         return None
-    nodes = compression.neighbours(job.axes, job.mesh_axes.averaging_axis)
-    if compression.reduce is None and nodes is None:
+    way = averaging_route(job, compression, axes)
+    if compression.reduce is None and way.nodes is None:
         return None
-    way = route(group, nodes)
 
     def average(gradients: Sequence[torch.Tensor]) -> None:
         plain = [each for each in gradients if not each.is_complex()]

@@ -28,7 +28,7 @@ from meshwright.methods.gradient_averaging import (
 from meshwright.methods.job import AVERAGED, SAME_EXPERTS, Job, MicroBatchContext, guards_are_on
 from meshwright.optim import guard_of
 from meshwright.optim.guarded_step import call_around
-from meshwright.runtime import AXES, agreed, build_mesh, check_axes, groups_along
+from meshwright.runtime import AXES, agreed, build_mesh, check_axes
 from meshwright.runtime.torch_internals.ddp import COMM_HOOKS
 
 # --- The method
@@ -131,12 +131,9 @@ def replicate(job: Job) -> None:
         **options,
     )
     if job.sharding.compression is not None:
-        from meshwright.comm.compression import route
-        from meshwright.methods.comm import quantise_averages
+        from meshwright.methods.comm import averaging_route, quantise_averages
 
-        axes = [axis for axis in ("context", "sequence", "expert", "data") if job.size(axis) > 1]
-        per_node = job.sharding.compression.neighbours(job.axes, job.mesh_axes.averaging_axis)
-        way = route(group, per_node, groups_along(job.require_mesh(), axes))
+        way = averaging_route(job, job.sharding.compression, AVERAGED)
         quantise_averages(replicas, job.sharding.compression, way, job.device)
     average_every_backward(replicas)
     if guards_are_on():
@@ -205,7 +202,7 @@ def averagers(job: Job, *, in_backward: bool = True) -> list[GradientAverager]:
                 allow_unused=unused,
                 in_backward=in_backward,
                 only=only,
-                compressed=averages_of(job, group),
+                compressed=averages_of(job, axes),
                 at_end=only is experts,
             )
         )

@@ -473,6 +473,7 @@ def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRSc
     if optim is not None:
         known.follow(optim)
         inner = inner_optimizer(optim)
+        # A ShardedOptimizer: its module is not imported for all others.
         if hasattr(inner, "make_groups") and job.mesh_axes.mesh is not None:
             inner.make_groups(job.mesh_axes.mesh)
         optim = job.optimizer.finish(optim)

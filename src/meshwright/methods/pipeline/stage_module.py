@@ -237,10 +237,11 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
         assert isinstance(module, StageModule)
         values = bwd_kwargs.get("input_values", ())
         inputs = [t if isinstance(t, torch.Tensor) and t.requires_grad else None for t in values]
-        bare = [parameter for parameter in module.parameters() if parameter.grad is None]
+        alone = backward_type == "weight"
+        bare = [parameter for parameter in module.parameters() if parameter.grad is None] if alone else []
         try:
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            if backward_type == "weight":
+            if alone:
                 _own_memory(bare, {*self._returned})
                 return result
             gradients = tuple(each.contiguous() if each is not None else None for each in result[0])  # to be sent

@@ -416,6 +416,15 @@ def _is_inside(path: str, paths: Sequence[str]) -> bool:
     return any(path == each or path.startswith(each + ".") for each in paths)
 
 
+def _needs_whole_tokens(what: str, why: str, found: str, otherwise: str = "") -> ModelError:
+    return ModelError(
+        f"tensor_parallel: {what} and sequence=True do not go together",
+        expected=f"all tokens on every rank, {why}",
+        got=f"{found}, and a part of the tokens between the layers that are split",
+        fix=f"{otherwise}leave sequence=True (split_gather, ring) out",
+    )
+
+
 def _with_sequence(
     model: nn.Module,
     split: Split,
@@ -425,30 +434,18 @@ def _with_sequence(
     beside: Sequence[str],
 ) -> Split:
     if any(layer.place for layer in split.layers):
-        raise ModelError(
-            "tensor_parallel: adapters and sequence=True do not go together",
-            expected="all tokens on every rank, for the half of an adapter that is not split",
-            got="LoRA adapters, and a part of the tokens between the layers that are split",
-            fix="leave sequence=True (split_gather, ring) out",
-        )
+        raise _needs_whole_tokens("adapters", "for the half of an adapter that is not split", "LoRA adapters")
     latent = next((layer.path for layer in split.layers if layer.style.name == LATENT), None)
     if latent is not None:
-        raise ModelError(
-            "tensor_parallel: latent attention and sequence=True do not go together",
-            expected="all tokens on every rank, for the projections in front of those that are split",
-            got=f"the projection {latent}, and a part of the tokens between the layers that are split",
-            fix="leave sequence=True (split_gather, ring) out",
-        )
+        why = "for the projections in front of those that are split"
+        raise _needs_whole_tokens("latent attention", why, f"the projection {latent}")
     experts = next((layer.path for layer in split.layers if layer.style.name in EXPERTS), None)
     if experts is not None:
-        raise ModelError(
-            "tensor_parallel: split experts and sequence=True do not go together",
-            expected="experts that expert_parallel divides, or all tokens on every rank",
-            got=f"the experts {experts}, and a part of the tokens between the layers that are split",
-            fix="add expert_parallel, or leave sequence=True (split_gather, ring) out",
-        )
+        why, found = "or experts that expert_parallel divides", f"the experts {experts}"
+        raise _needs_whole_tokens("split experts", why, found, "add expert_parallel, or ")
     known = _LAYOUTS.setdefault(model, {})
-    key = ranks, tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
+    # Without experts, which are passed by, a proof sees nothing of what runs with them.
+    key = ranks, tuple(apart), tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
     if key not in known:
         proved, layers = _provable(model, list(split.layers), ranks)
         known[key] = sequence_layout(proved, layers, split.adjustments, ranks, sample)
