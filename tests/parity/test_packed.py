@@ -112,6 +112,7 @@ def accelerated(name, layout):
 def train(name, layout):
     result = accelerated(name, layout)
     assert not unwrapped(result.model).config.use_cache
+    assert any("use_cache was set to False" in notice for notice in result._job.notices)
     losses = [result.step(batch).loss.item() for batch in result.dataloader]
     return losses, whole_weights(unwrapped(result.model))
 

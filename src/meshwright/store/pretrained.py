@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,17 +276,14 @@ def find_together(path: str | os.PathLike[str] | None) -> FoundWeights | None:
     if world_size() == 1:
         return None
     with same_on_every_rank():
-        sent = b""
+        found = None
         if rank() == 0 and path is not None:
             wait_for_saves()
-            mine = _find(Path(path))
-            if mine.files and all(isinstance(file, SafetensorsFile) for file in mine.files):
-                sent = zlib.compress(pickle.dumps(mine), 1)  # names are much alike
-    asked, sent = broadcast_object((str(path), sent))
-    if not sent or asked != str(path):
-        return None
-    found: FoundWeights = mine if rank() == 0 else pickle.loads(zlib.decompress(sent))
-    return found
+            found = _find(Path(path))
+            if not found.files or not all(isinstance(file, SafetensorsFile) for file in found.files):
+                found = None
+    asked, found = broadcast_object((str(path), found))
+    return found if asked == str(path) else None
 
 
 @dataclass

@@ -169,8 +169,10 @@ class SafetensorsFile:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what the header says, for another rank."""
-        with self.path.open("rb") as stream:
-            sizes = os.fstat(stream.fileno()).st_size, int.from_bytes(stream.read(8), "little")
+        sizes = self._sizes
+        if sizes is None:
+            with self.path.open("rb") as stream:
+                sizes = os.fstat(stream.fileno()).st_size, int.from_bytes(stream.read(8), "little")
         return {"path": self.path, "tensors": self.tensors, "metadata": self.metadata, "_sizes": sizes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
