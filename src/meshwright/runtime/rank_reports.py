@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, NamedTuple
@@ -199,7 +199,7 @@ class Verdict:
 
     def __str__(self) -> str:
         ranks_at: dict[str, list[int]] = {}
-        for number, report in sorted(self.reports.items()):
+        for number, report in sorted(_with_known_pending(self.reports).items()):
             ranks_at.setdefault(str(report), []).append(number)
         # Where the guilty are comes first, should there be too many places to tell.
         order = sorted(ranks_at.items(), key=lambda each: (not set(self.guilty) & set(each[1]), each[1][0]))
@@ -208,6 +208,22 @@ class Verdict:
         more = f"; {len(order) - len(told)} more places" if len(order) > len(told) else ""
         who = named_ranks(self.guilty) if self.guilty else "no one rank"
         return f"{who}: {self.reason}. {places}{more}"
+
+
+def _with_known_pending(reports: Mapping[int, Report]) -> dict[int, Report]:
+    """Return the reports with what others at the same place wait for, where a recorder answered too late to tell.
+
+    Nothing is filled in where the others wait for different collectives.
+    """
+    pending_at: dict[tuple[int, str, str], set[str]] = {}
+    for report in reports.values():
+        pending_at.setdefault((report.step, report.operation, report.caller), set()).add(report.pending)
+    found = dict(reports)
+    for number, report in reports.items():
+        known = pending_at[report.step, report.operation, report.caller] - {""}
+        if report.operation and not report.pending and len(known) == 1:
+            found[number] = replace(report, pending=next(iter(known)))
+    return found
 
 
 def verdict(reports: Mapping[int, Report], silent: list[int]) -> Verdict:
