@@ -17,9 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cli.run_files import METRICS, TENSORBOARD, MetricsFile, report_unwritten
+from meshwright.cli.run_files import EVAL, METRICS, TENSORBOARD, MetricsFile, report_unwritten
 from meshwright.cli.session import Session
-from meshwright.cli.train_data import Corpus
+from meshwright.cli.train_corpus import Corpus
+from meshwright.cli.validation import Result
+from meshwright.data import ByteTokenizer
 from meshwright.errors import readable_bytes
 from meshwright.planner import plan_table
 from meshwright.runtime import world_size
@@ -132,6 +134,9 @@ class Observer:
         self._console = PlainConsole()
         self._metrics = MetricsFile(session.run_dir / METRICS, session.state.step)
         self.records = self._metrics.records
+        self._validations = None
+        if session.validation is not None:
+            self._validations = MetricsFile(session.run_dir / EVAL, session.state.step)
         self._board = _tensorboard(session) if self._run.tensorboard else None
         self._progress = TrainingProgress(self._console, self._run.steps, session.state.step)
         # The ETA counts from the end of the first step, which is slower than the others.
@@ -153,6 +158,8 @@ class Observer:
         self._print_instead(self._progress.above)
         self._progress.stop()
         self._metrics.close()
+        if self._validations is not None:
+            self._validations.close()
         with self._board_errors():
             if self._board is not None:
                 self._board.close()
@@ -191,9 +198,27 @@ class Observer:
             line = f"step {record['step']}/{self._run.steps}  {line}  ETA {duration(eta_s)}"
             self._console.print(line, soft_wrap=True, highlight=False)
 
+    def show_validating(self, done: int, total: int) -> None:
+        """Show how far a validation is."""
+        if self._progress.visible:
+            self._progress.show(self._session.state.step, f"validating, batch {done} of {total}", None)
+
+    def show_validation(self, result: Result) -> None:
+        """Record a validation, and show it."""
+        assert self._validations is not None
+        figures = result.figures()
+        self._validations.append({"step": result.step, **figures})
+        with self._board_errors():
+            if self._board is not None:
+                for name, value in figures.items():
+                    self._board.add_scalar(f"eval/{name}", value, result.step)
+        self._console.print(result.line(), soft_wrap=True, highlight=False, markup=False)
+
     def rewind(self, step: int) -> None:
         """Drop all records after a step."""
         self._metrics.rewind(step)
+        if self._validations is not None:
+            self._validations.rewind(step)
         self._first_step, self._smoothed = step + 1, None
         with self._board_errors():
             if self._board is not None:
@@ -283,7 +308,8 @@ def loss_text(records: Sequence[Mapping[str, Any]]) -> str:
 def _unit(session: Session) -> str:
     if session.prepared.config.model.loss is not None or not isinstance(session.prepared.corpus, Corpus):
         return ""
-    return ", nats per byte" if session.prepared.config.data.tokenizer == "bytes" else ", nats per token"
+    is_bytes = isinstance(session.prepared.corpus.tokenizer, ByteTokenizer)
+    return ", nats per byte" if is_bytes else ", nats per token"
 
 
 def speed_text(records: Sequence[Mapping[str, Any]]) -> str:

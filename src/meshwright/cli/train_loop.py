@@ -13,7 +13,7 @@ from meshwright.cli.run_display import Observer, print_report
 from meshwright.cli.run_files import ANOMALIES, append_line
 from meshwright.cli.session import Session, open_session
 from meshwright.cli.train_options import Options
-from meshwright.data import GlobalOrder
+from meshwright.data import IndexOrder
 from meshwright.errors import CheckpointError, LossSpikeError, UnsoundStepError
 from meshwright.optim import OuterOptimizer
 from meshwright.runtime import (
@@ -94,7 +94,7 @@ class Anomalies:
             return
         batch_size = self._session.prepared.config.run.batch_size
         order = self._session.order
-        samples = order.samples(first, batch_size) if isinstance(order, GlobalOrder) else None
+        samples = order.samples(first, batch_size) if isinstance(order, IndexOrder) else None
         record = {"step": step, "what": what, "done": done, **figures, "first_sample": first, "samples": samples}
         append_line(self._session.run_dir / ANOMALIES, record)
 
@@ -194,12 +194,31 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
         asked = signals.among(sums()) if outer is None else signals.asked() if step % _ASK_REPLICAS_EVERY == 0 else 0
         if is_last and outer is not None:
             outer.synchronize()  # otherwise the last local steps would be lost
+        over = _validated(session, observer, watch, is_last=is_last or bool(asked))
+        is_last = is_last or over
         if is_last or asked or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
             with watch.paused():
                 session.store.save(session.state, non_blocking=run.background_checkpoints and not (is_last or asked))
         if asked and not is_last:
             return asked
+        if over:
+            break
     return 0
+
+
+def _validated(session: Session, observer: Observer | None, watch: Watch, *, is_last: bool) -> bool:
+    """Validate if it is time to; return whether the run shall end early. Collective."""
+    validation, step = session.validation, session.state.step
+    if validation is None or not (validation.is_due(step) or step == session.prepared.config.run.steps):
+        return False
+    with watch.paused():
+        result = validation.run(observer.show_validating if observer is not None else None)
+    if observer is not None:
+        observer.show_validation(result)
+    if validation.is_over and not is_last:
+        text = f"the validation loss has not been lower for {validation.without_a_lower} times: the run ends here"
+        print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+    return validation.is_over
 
 
 def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *, is_first: bool) -> StepResult:
