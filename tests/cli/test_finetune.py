@@ -30,7 +30,7 @@ steps = 8
 batch_size = 4
 log_every = 1
 device = "cpu"
-tensorboard = false
+trackers = []
 """
 
 

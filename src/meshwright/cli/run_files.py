@@ -96,13 +96,14 @@ def write_whole(
 # eval.jsonl         one object per validation
 # checkpoints/       see meshwright.store
 # best/              the checkpoint with the lowest validation loss, if eval.keep_best
-# tensorboard/       events, where tensorboard is installed
+# plan.txt           the plan, as it was shown before the first step
+# tensorboard/       events, where tensorboard is installed; wandb/, mlflow.db and mlflow/, where these are asked for
 # model_config.json  the config of a transformers model, for meshwright checkpoint export
 # adapters.json      the config and names of adapters of peft, for the same
 # .lock              locked by the run that writes here; names its host and process
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST = (
-    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json", "adapters.json",
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST = (
+    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "plan.txt", "model_config.json", "adapters.json",
     "anomalies.jsonl", "eval.jsonl", "best",
 )  # fmt: skip
 _RUNS = Path("runs")

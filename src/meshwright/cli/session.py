@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.cli.callbacks import Callbacks
 from meshwright.cli.ranks import check_launched
 from meshwright.cli.run_files import (
     ADAPTERS,
@@ -87,6 +88,7 @@ class Session:
     """None where samples are no tokens."""
     validation: Validation | None
     """None where there are no data for it."""
+    callbacks: Callbacks
     lock: RunLock | None
     """Keeps other runs out of ``run_dir``; None on ranks other than 0."""
 
@@ -107,12 +109,25 @@ def open_session(options: Options) -> Session:
     if resumes:
         _resume(prepared, accelerated, store, state)
     validation = open_validation(prepared, data.kept_aside, accelerated, state, run_dir)
+    with same_on_every_rank():
+        callbacks = Callbacks(prepared.config.run.callbacks, accelerated)
     data.start_at(state.samples_seen)
     lock = lock_run(run_dir, is_new=not (options.resume or restarted))
     _write_documents(options, prepared, run_dir, accelerated)
     peak_flops_per_s, tokens = _peak_flops_per_s(accelerated.device), data.tokens_per_sample
     return Session(
-        options, prepared, run_dir, accelerated, store, state, data.order, peak_flops_per_s, tokens, validation, lock
+        options,
+        prepared,
+        run_dir,
+        accelerated,
+        store,
+        state,
+        data.order,
+        peak_flops_per_s,
+        tokens,
+        validation,
+        callbacks,
+        lock,
     )
 
 

@@ -131,7 +131,7 @@ class DataTable(Table):
     def _args_are_the_functions(self) -> Self:
         if self.args and self.function is None:
             raise ValueError("args beside a source 'module:function' only")
-        if self.mixture and "source" in self.model_fields_set:
+        if self.mixture and self.source != type(self).model_fields["source"].default:
             raise ValueError("source or mixture, not both")
         return self
 
@@ -167,7 +167,8 @@ class EvalTable(Table):
         given = [name for name in ("source", "mixture", "holdout") if getattr(self, name) not in (None, [])]
         if len(given) > 1:
             raise ValueError(f"one of source, mixture and holdout, not {' and '.join(given)}")
-        if not given and self.model_fields_set:
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        if not given and dict(self) != defaults:
             raise ValueError("something to validate on: source, mixture or holdout")
         return self
 
@@ -280,7 +281,16 @@ class RunTable(Table):
         default=None, description="usable device memory of one rank in GB (10^9 bytes); default: all of it"
     )
     device: Literal["auto", "cpu"] = Field(default="auto", description="'auto' (CUDA where there is some) or 'cpu'")
-    tensorboard: bool = Field(default=True, description="write TensorBoard events, if it is installed")
+    trackers: list[str] = Field(
+        default=["tensorboard"],
+        description="where figures are sent, too: 'tensorboard', 'wandb', 'mlflow', 'trackio'; without a network or a "
+        "key they are kept in the run directory; default: tensorboard, if it is installed",
+    )
+    callbacks: list[_Reference] = Field(
+        default=[],
+        description="'module:function' or 'module:Class' of objects with some of the methods on_step(step, result), "
+        "on_eval(step, figures), on_checkpoint(step, path) and on_stop(step), called on every rank",
+    )
     out: str | None = Field(
         default=None, description="run directory; default: runs/<name of this file>-<time> in the working directory"
     )

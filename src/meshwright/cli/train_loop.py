@@ -189,21 +189,27 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
             if anomalies.look(result):
                 continue
         step = session.state.step
+        session.callbacks.call("on_step", step, result)
         is_last = step == run.steps
         # With an outer optimizer replicas synchronize rarely, and do not hear of each other's signals by the loss.
         asked = signals.among(sums()) if outer is None else signals.asked() if step % _ASK_REPLICAS_EVERY == 0 else 0
         if is_last and outer is not None:
             outer.synchronize()  # otherwise the last local steps would be lost
         over = _validated(session, observer, watch, is_last=is_last or bool(asked))
-        is_last = is_last or over
-        if is_last or asked or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
-            with watch.paused():
-                session.store.save(session.state, non_blocking=run.background_checkpoints and not (is_last or asked))
-        if asked and not is_last:
-            return asked
-        if over:
-            break
+        ends = is_last or over or bool(asked)
+        if ends or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
+            _save(session, watch, is_last=ends)
+        if ends:
+            session.callbacks.call("on_stop", step)
+            return 0 if is_last or over else asked
     return 0
+
+
+def _save(session: Session, watch: Watch, *, is_last: bool) -> None:
+    with watch.paused():
+        in_background = session.prepared.config.run.background_checkpoints and not is_last
+        path = session.store.save(session.state, non_blocking=in_background)
+    session.callbacks.call("on_checkpoint", session.state.step, path)
 
 
 def _validated(session: Session, observer: Observer | None, watch: Watch, *, is_last: bool) -> bool:
@@ -215,6 +221,7 @@ def _validated(session: Session, observer: Observer | None, watch: Watch, *, is_
         result = validation.run(observer.show_validating if observer is not None else None)
     if observer is not None:
         observer.show_validation(result)
+    session.callbacks.call("on_eval", step, result.figures())
     if validation.is_over and not is_last:
         text = f"the validation loss has not been lower for {validation.without_a_lower} times: the run ends here"
         print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from meshwright.cli.ranks import num_ranks
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_files import check_not_running, check_run_dir, is_restart
+from meshwright.cli.trackers import check_trackers
 from meshwright.cli.train_config import StrategyTable, Table, TrainConfig, read_config
 from meshwright.cli.train_corpus import Corpus, find_corpus, find_validation
 from meshwright.cli.train_data import Samples, find_samples
@@ -74,6 +76,7 @@ class Prepared:
     optimizer: OptimizerChoice
     cluster: str | None = None  # a preset's name, or the path of a file
     validation: Corpus | None = None  # None: a part of the corpus, if any
+    trackers: Sequence[str] = ()
 
     @property
     def backend(self) -> str | None:
@@ -113,7 +116,8 @@ def prepare(options: Options, world: int) -> Prepared:
     model = model_source(config.model, folder, of_text=of_text, reads_weights=reads_weights)
     validation = _validation(config, corpus, folder)
     cluster = _cluster(config.strategy, folder)
-    return Prepared(config, run_dir, model, corpus, strategy, optimizer, cluster, validation)
+    trackers = check_trackers(config.run.trackers, are_defaults="trackers" not in config.run.model_fields_set)
+    return Prepared(config, run_dir, model, corpus, strategy, optimizer, cluster, validation, trackers)
 
 
 def _corpus(config: TrainConfig, folder: Path) -> Corpus | Samples:

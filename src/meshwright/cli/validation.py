@@ -44,8 +44,9 @@ class Source:
         """Return a replica's part of a batch."""
         size = len(batch.rows) // num_replicas
         own = batch.rows[replica * size : (replica + 1) * size]
-        blank = _rows_of(self.dataset)
-        return default_collate([self.dataset[row] if row is not None else blank.blank() for row in own])
+        return default_collate(
+            [self.dataset[row] if row is not None else _rows_of(self.dataset).blank() for row in own]
+        )
 
 
 def batches_of(name: str, dataset: Any, batch_size: int, limit: int | None) -> Source:
