@@ -114,7 +114,7 @@ def duration(seconds: float | None) -> str:
 
 _SMOOTHING = 0.9
 _LINES_BELOW = 4  # the bar, the line, and room for a prompt
-_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")
+_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "expert_imbalance")
 
 
 class Observer:
@@ -181,7 +181,7 @@ class Observer:
         self._metrics.append(record)
         with self._board_errors():
             if self._board is not None:
-                for name in (each for each in _SCALARS if record[each] is not None):
+                for name in (each for each in _SCALARS if record.get(each) is not None):
                     self._board.add_scalar(name, record[name], record["step"])
         self._smooth(record["loss"])
         line, eta_s = status_line(record, self._smoothed), self._eta_s(record["step"])
