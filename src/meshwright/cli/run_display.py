@@ -117,7 +117,7 @@ def duration(seconds: float | None) -> str:
 
 _SMOOTHING = 0.9
 _LINES_BELOW = 4  # the bar, the line, and room for a prompt
-_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")
+_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "expert_imbalance")
 
 
 class Observer:
@@ -188,7 +188,7 @@ class Observer:
     def show_step(self, record: dict[str, Any]) -> None:
         """Record one step, and show it."""
         self._metrics.append(record)
-        self._trackers.log({name: record[name] for name in _SCALARS}, record["step"])
+        self._trackers.log({name: record.get(name) for name in _SCALARS}, record["step"])
         self._smooth(record["loss"])
         line, eta_s = status_line(record, self._smoothed), self._eta_s(record["step"])
         if self._progress.visible:

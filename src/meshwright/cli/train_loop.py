@@ -240,8 +240,12 @@ def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *
         result, measured = accelerated.step(next(batches)), None
     state.step += 1
     state.samples_seen += session.prepared.config.run.batch_size
+    load = accelerated.expert_load
+    imbalance = load.imbalance() if load is not None else None  # collective; only reading it waits
     if observer is not None:
         record = _record(session, result, lr, started_s)
+        if imbalance is not None:
+            record["expert_imbalance"] = float(imbalance)
         if measured is not None:
             observer.show_measured(measured)
         observer.show_step(record)
