@@ -8,13 +8,12 @@ if TYPE_CHECKING:
     from meshwright.data.loader import (
         GlobalBatchLoader as GlobalBatchLoader,
         GlobalOrder as GlobalOrder,
-        InterleavedShards as InterleavedShards,
-        RepeatedStream as RepeatedStream,
         ShardedSampler as ShardedSampler,
         ShardedStream as ShardedStream,
         global_batch_loader as global_batch_loader,
         numbers_that_divide as numbers_that_divide,
     )
+    from meshwright.data.streams import InterleavedShards as InterleavedShards, RepeatedStream as RepeatedStream
     from meshwright.data.token_files import (
         Progress as Progress,
         TokenDataset as TokenDataset,
