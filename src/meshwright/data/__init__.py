@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from meshwright.data.loader import (
         GlobalBatchLoader as GlobalBatchLoader,
         GlobalOrder as GlobalOrder,
-        InterleavedShards as InterleavedShards,
-        RepeatedStream as RepeatedStream,
         ShardedSampler as ShardedSampler,
         ShardedStream as ShardedStream,
         global_batch_loader as global_batch_loader,
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
         sample_cache as sample_cache,
         trained_labels as trained_labels,
     )
+    from meshwright.data.streams import InterleavedShards as InterleavedShards, RepeatedStream as RepeatedStream
     from meshwright.data.token_files import (
         Progress as Progress,
         TokenDataset as TokenDataset,

@@ -11,17 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.agreement import first_over_store, wait_for_all_ranks
 from meshwright.runtime.rendezvous import named_ranks
 
 _COLLECTIVES = ("/torch/distributed/",)
-# They wait for other ranks in the store; all else in their file computes.
-_STORE_WAITS = frozenset({wait_for_all_ranks.__code__, first_over_store.__code__})
+# They wait for other ranks in the store, or in what :func:`waits_for_others` marks; all else in their file computes.
+_WAITS = {wait_for_all_ranks.__code__, first_over_store.__code__}
 _LIBRARIES = ("/torch/", "/meshwright/runtime/", "/meshwright/comm/")
 _WRAPPERS = frozenset({"wrapper", "inner", "_wrapped_call_impl", "_call_impl", "decorate_context"})
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def waits_for_others(function: Function) -> Function:
+    """Mark a function whose time is spent in waiting for other ranks: at a hang its rank is not the one at fault."""
+    _WAITS.add(function.__code__)  # type: ignore[attr-defined]
+    return function
 
 
 class Place(NamedTuple):
@@ -55,7 +64,7 @@ def stack_of(thread_id: int) -> str:
 def _operation(frame: FrameType | None) -> str:
     """Return the collective that the caller has called: the outermost one at the inner end of the stack."""
     found = ""
-    while frame is not None and (frame.f_code in _STORE_WAITS or _is_of(frame, _COLLECTIVES)):
+    while frame is not None and (frame.f_code in _WAITS or _is_of(frame, _COLLECTIVES)):
         name = frame.f_code.co_name
         found = name if name not in _WRAPPERS else found or name
         frame = frame.f_back
