@@ -209,7 +209,7 @@ def report(title: str, found: Mapping[str, Any], indent: int = 0) -> None:
         if isinstance(value, dict):
             report(name, value, indent + 1)
         else:
-            print(f"{'  ' * indent}  {name}: {value:.4g}")
+            print(f"{'  ' * indent}  {name}: {value:.5g}")
 
 
 def main() -> None:

@@ -123,6 +123,21 @@ def check_traffic(every):
         assert sent == expected
 
 
+def sent_per_token():
+    """Bytes of a token's rows in the all-to-alls of a layer and step, and the least possible."""
+    spec = importlib.util.spec_from_file_location("experts", tiny.ROOT / "benchmarks" / "experts.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    divided = ("parallel_mode", {"expert": 2}), "expert_parallel"
+    result = module.job(module.QUICK, "grouped_mm", *divided)
+    return module.bytes_per_token(result, module.batch(1)), module.least_bytes(module.QUICK)
+
+
+def test_a_token_is_sent_once_to_each_of_its_experts(ranks):
+    for sent, least in ranks(2).run(sent_per_token):
+        assert sent == least
+
+
 def test_ranks_and_experts_without_tokens(ranks):
     mesh = ("parallel_mode", {"expert": 2})
     for name in ("stacked", "listed"):
