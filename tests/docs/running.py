@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import io
+import json
 import os
 import shutil
 import sys
@@ -48,6 +49,21 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCAB, num_key_value_heads=2, use_cache=False))
 
 
+def chatty():
+    """A model that reads rows of conversations; they and its folder with a tokenizer lie in the scratch directory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.cli.test_finetune import chats
+    from tests.data.test_chat import tokenizer
+
+    if rank() == 0:
+        tokenizer(Path("path/to/folder"))
+        Path("chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats(400)))
+    synchronize()
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=272, num_key_value_heads=2))
+
+
 def moe():
     from tests.methods.expert_runs import build
 
@@ -83,6 +99,8 @@ def run_block(block, names):
         return
     torch.manual_seed(0)  # a script of its own: what ran before it has left each replica with draws of its own
     names |= given(block.code)
+    if "ChatEncoder" in block.code:
+        names["model"] = chatty()
     names["_strategy"] = mw.Strategy
     tree = _Read().visit(ast.parse(block.code, block.where))
     exec(compile(tree, block.where, "exec"), names)
