@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from benchmarks import experts
 from torch import nn
 
 import meshwright as mw
@@ -125,12 +126,8 @@ def check_traffic(every):
 
 def sent_per_token():
     """Bytes of a token's rows in the all-to-alls of a layer and step, and the least possible."""
-    spec = importlib.util.spec_from_file_location("experts", tiny.ROOT / "benchmarks" / "experts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    divided = ("parallel_mode", {"expert": 2}), "expert_parallel"
-    result = module.job(module.QUICK, "grouped_mm", *divided)
-    return module.bytes_per_token(result, module.batch(1)), module.least_bytes(module.QUICK)
+    result = experts.job(experts.QUICK, "grouped_mm", ("parallel_mode", {"expert": 2}), "expert_parallel")
+    return experts.bytes_per_token(result, experts.batch(1)), experts.least_bytes(experts.QUICK)
 
 
 def test_a_token_is_sent_once_to_each_of_its_experts(ranks):

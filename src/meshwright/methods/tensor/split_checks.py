@@ -256,3 +256,22 @@ def _check_tied(model: nn.Module, layers: list[PlannedLayer]) -> None:
                 got=f"{first} in dim {other} and {full} in dim {dim} (None: whole)",
                 fix="give both layers entries that agree, such as 'replicate' for both",
             )
+
+
+def refuse_router_loss(model: nn.Module, method: str) -> None:
+    """Refuse a model of transformers that computes its routers' loss, where ranks have parts of a sample's tokens.
+
+    Args:
+        model: The model.
+        method: What divides the tokens.
+
+    Raises:
+        ModelError: When its config asks for the loss.
+    """
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ModelError(
+            f"{method}: the routers' loss over all tokens cannot be computed from parts of them",
+            expected="output_router_logits=False",
+            got="True",
+            fix="switch it off in the model's config; expert_parallel balances experts with bias_rate",
+        )

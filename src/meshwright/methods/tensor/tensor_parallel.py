@@ -31,7 +31,7 @@ from meshwright.methods.tensor.model_split import (
     check_tokens,
     split_of,
 )
-from meshwright.methods.tensor.split_checks import check_grouped
+from meshwright.methods.tensor.split_checks import check_grouped, refuse_router_loss
 from meshwright.methods.tensor.split_layers import share_key, split_layers, swapped_parameters
 from meshwright.methods.tensor.split_plan import (
     EXPERTS,
@@ -389,6 +389,8 @@ class TensorParallel(Method):
 
     def check(self, job: Job) -> None:
         """Refuse models that cannot be split, and plans that the model or the axis cannot follow."""
+        if job.size(AXIS) > 1 and self.sequence:
+            refuse_router_loss(job.model, "tensor_parallel with sequence=True")
         if job.size(AXIS) > 1 or self.plan:
             split = self._split(job.model, dict(job.axes), job.sample, job.strategy)
             if "half" in job.strategy:

@@ -23,6 +23,7 @@ from meshwright.methods.tensor.block_trials import (
     record_calls,
     signature,
 )
+from meshwright.methods.tensor.split_checks import refuse_router_loss
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, first_hidden
 from meshwright.methods.tokens.attention_calls import (
     AttentionCalls,
@@ -190,14 +191,7 @@ def check_parts(
     Raises:
         ModelError: With the reason.
     """
-    config = getattr(job.model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        raise ModelError(
-            f"{order.method}: the routers' loss over all tokens cannot be computed from parts of them",
-            expected="output_router_logits=False",
-            got="True",
-            fix="switch it off in the model's config",
-        )
+    refuse_router_loss(job.model, order.method)
     block_lists(job.model, order.method)
     notice = prove_blocks(job.model, job.sample, order, check_queries)
     if notice:
