@@ -97,7 +97,7 @@ class SplitTrace:
             else:
                 hooks.append(layer.module.register_forward_pre_hook(self._entering(layer), prepend=True))
             hooks.append(layer.module.register_forward_hook(self._leaving(layer)))
-        hooks += self._token_hooks()
+        hooks += [*self._token_hooks(), *self._forgetting_hooks()]
         try:
             with adjusted(self._model, self._adjustments), self._other_forwards():
                 yield
@@ -131,6 +131,19 @@ class SplitTrace:
             if not is_linear(module):
                 hooks.append(change_hidden_input(module, functools.partial(self._gathered, path)))
         return hooks
+
+    def _forgetting_hooks(self) -> list[Any]:
+        """Let go of inputs of several layers as soon as the real twin does: they would be counted until the loss."""
+        groups: dict[str, list[PlannedLayer]] = {}
+        for layer in self._layers:
+            if layer.style.gradient == "all_reduce" and layer.style.name not in EXPERTS:
+                groups.setdefault(layer.group, []).append(layer)
+
+        def forget(name: str, *_: Any) -> None:
+            self._inputs.pop(name, None)
+
+        holders = {name: each[0].parent if len(each) > 1 else each[0].module for name, each in groups.items()}
+        return [each.register_forward_hook(functools.partial(forget, name)) for name, each in holders.items()]
 
     def _note(self, kind: CollectiveKind, moment: Moment, tensor: torch.Tensor, path: str) -> None:
         self._note_within(kind, moment, tensor, path, path)
