@@ -84,7 +84,7 @@ batch_size = 4
 checkpoint_every = 3
 keep_checkpoints = 3
 device = "cpu"
-tensorboard = false
+trackers = []
 """
 
 

@@ -203,7 +203,7 @@ def _both(folder):
 def test_a_run_of_samples_resumes_where_it_was(ranks, tmp_path):
     (tmp_path / "points.toml").write_text(
         '[model]\nsource = "points:Sum"\n[optimizer]\nlr = 0.1\nschedule = "constant"\n'
-        "[run]\nbatch_size = 4\ntensorboard = false\n"
+        "[run]\nbatch_size = 4\ntrackers = []\n"
     )
     said, _ = ranks(2).run(_both, tmp_path)
     assert "samples/s" in said

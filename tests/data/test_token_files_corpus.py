@@ -5,8 +5,9 @@ import os
 import zipfile
 
 import pytest
+import zstandard
 
-from meshwright.data import find_files
+from meshwright.data import ByteTokenizer, find_files, open_tokens, token_cache
 from meshwright.errors import DataError
 from tests.data.helpers import refused
 
@@ -77,19 +78,22 @@ def test_sources_without_files_are_refused(texts, source, words):
         find_files(source, texts)
 
 
-@pytest.mark.parametrize(
-    ("name", "pack"), [("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress), ("zip", None)]
-)
-def test_compressed_files_are_refused(tmp_path, name, pack):
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
+def test_compressed_files_are_unpacked(tmp_path, pack):
+    text = b"".join(b"line %d\n" % number for number in range(3000))
+    (tmp_path / "b.txt").write_bytes(pack(text))
+    found = open_tokens(token_cache(find_files("b.txt", tmp_path), ByteTokenizer(), tmp_path))
+    assert bytes(found[:-1].astype("uint8")) == text
+    (tmp_path / "b.txt").write_bytes(pack(text)[:-9])
+    with pytest.raises(DataError, match="compressed file of the corpus is damaged"):
+        token_cache([tmp_path / "b.txt"], ByteTokenizer(), tmp_path)
+
+
+def test_archives_are_refused(tmp_path):
     """Their bytes would train a model, to no use, without a word."""
-    (tmp_path / "a.txt").write_text("a text\n")
-    if pack is None:
-        with zipfile.ZipFile(tmp_path / "b.txt", "w") as archive:
-            archive.writestr("b", "another")
-    else:
-        (tmp_path / "b.txt").write_bytes(pack(b"another"))
-    assert len(find_files("a.txt", tmp_path)) == 1
-    with pytest.raises(DataError, match=f"compressed.*b.txt, which is {name}"):
+    with zipfile.ZipFile(tmp_path / "b.txt", "w") as archive:
+        archive.writestr("b", "another")
+    with pytest.raises(DataError, match=r"an archive.*b\.txt, which is zip"):
         find_files("*.txt", tmp_path)
 
 

@@ -65,7 +65,7 @@ def _with_two_layers(file: Path, folder: Path) -> Path:
 
 def _of_file(name: str, folder: Path, corpus: Path, config: Path) -> list[float]:
     changes = (*CHANGES[name], f"run.steps={STEPS}", f"run.batch_size={BATCH}", "optimizer.warmup_steps=0")
-    changes += ("run.tensorboard=false", "run.device=cpu")
+    changes += ("run.trackers=[]", "run.device=cpu")
     changes += (f"model.args.config={config}",) if name == "lora" else (f"model.source=hf:{config}",)
     changes += (f"data.source={corpus}",) if name in ("llama", "lora") else ()
     seed_everything(0)

@@ -106,12 +106,26 @@ def attending(layers):
     return model
 
 
+LATENT = {
+    "q_lora_rank": 10, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "n_routed_experts": EXPERTS, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+"""DeepSeek-V3's latent attention, shared and routed experts; the first block is dense."""
+
+
 def hf(name, layers):
     import transformers
 
     sizes = {"vocab_size": 64, "hidden_size": WIDTH, "num_hidden_layers": layers, "num_attention_heads": 2,
              "num_key_value_heads": 2, "max_position_embeddings": tiny.SEQ_LEN, "num_experts_per_tok": TOP_K,
              "use_cache": False}  # fmt: skip
+    if name == "deepseek3":
+        config = transformers.DeepseekV3Config(**{**sizes, **LATENT}, intermediate_size=24)
+        return transformers.DeepseekV3ForCausalLM(config)
+    if name == "gptoss":
+        config = transformers.GptOssConfig(**sizes, num_local_experts=EXPERTS, intermediate_size=24, head_dim=8)
+        return transformers.GptOssForCausalLM(config)
     if name == "qwen3":
         config = transformers.Qwen3MoeConfig(
             **sizes, num_experts=EXPERTS, moe_intermediate_size=24, decoder_sparse_step=1, head_dim=8

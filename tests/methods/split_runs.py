@@ -89,6 +89,7 @@ FLOWING = {
     "vit": hf_vit,
     "t5-decoder": hf_t5_with_decoder,
     "plain": plain,
+    "deep": lambda: tiny.plain(num_layers=4),
     "odd": lambda: tiny.plain(),
     "gpt2": hf_gpt2,
     "bert": hf_bert,
@@ -127,7 +128,7 @@ def with_a_plan(name):
     )
 
 
-BARE = ("plain", "odd")  # are called with token ids alone
+BARE = ("plain", "deep", "odd")  # are called with token ids alone
 
 
 def prepare_for(name):

@@ -253,7 +253,7 @@ def test_communicators_take_their_part_of_what_is_free():
     ids = torch.zeros(2, tiny.SEQ_LEN, dtype=torch.long)
     planned = mw.planning.ModuleModel("tiny", tiny.plain(num_layers=2), ids, tiny.loss_func)
     table = planned.subject(find_cluster("a100-80x8"), 32, 2**31)
-    free = dataclasses.replace(table, limit_is_free=True)
+    free = planned.subject(find_cluster("a100-80x8"), 32, None)  # all of a device, of which communicators take some
     axes, line = ("parallel_mode", {"data": 4, "zero": 2}), ("parallel_mode", {"data": 8})
     for mode, number in ((axes, 2), (line, 0)):  # the one axis of all ranks uses theirs
         there, here = (each.plan(mw.Strategy([mode, "zero2"])) for each in (table, free))

@@ -133,3 +133,15 @@ def test_thousands_of_ranks_are_told_in_few_words():
     assert "the.py:1 in culprit" in str(found)
     assert str(found).endswith("4988 more places")
     assert len(str(found)) < 1500
+
+
+def test_a_rank_whose_recorder_tells_nothing_is_told_with_the_others_at_its_place():
+    waits = [
+        _called((WORLD, (3, 2)), step=5, operation="barrier", pending=f"gloo:barrier 3 of group {name}")
+        for name in "aab"
+    ]
+    silent, busy = _called(operation="barrier"), _called((WORLD, (2, 2)))
+    told = str(verdict({0: waits[0], 1: busy, 2: waits[1], 3: silent}, []))
+    assert "ranks 0, 2, 3: step 5, in barrier, loop.py:9 in step, waiting for gloo:barrier 3 of group a" in told
+    told = str(verdict({0: waits[0], 1: busy, 2: waits[2], 3: silent}, []))  # either could be what it waits for
+    assert "rank 3: step 5, in barrier, loop.py:9 in step;" in told + ";"

@@ -1,13 +1,13 @@
-"""Show and record a run on rank 0: plan, progress bar, metrics, TensorBoard, and the report at the end."""
+"""Show and record a run on rank 0: plan, progress bar, metrics, trackers, and the report at the end."""
 
 from __future__ import annotations
 
-import contextlib
+import io
 import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,9 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cli.run_files import METRICS, TENSORBOARD, MetricsFile, report_unwritten
+from meshwright.cli.run_files import EVAL, METRICS, PLAN, MetricsFile, report_unwritten
 from meshwright.cli.session import Session
-from meshwright.cli.train_data import Corpus
+from meshwright.cli.trackers import RunInfo, Trackers
+from meshwright.cli.train_corpus import Corpus
+from meshwright.cli.validation import Result
+from meshwright.data import ByteTokenizer
 from meshwright.errors import readable_bytes
 from meshwright.planner import plan_table
 from meshwright.runtime import world_size
@@ -114,7 +117,7 @@ def duration(seconds: float | None) -> str:
 
 _SMOOTHING = 0.9
 _LINES_BELOW = 4  # the bar, the line, and room for a prompt
-_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")
+_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "expert_imbalance")
 
 
 class Observer:
@@ -132,7 +135,11 @@ class Observer:
         self._console = PlainConsole()
         self._metrics = MetricsFile(session.run_dir / METRICS, session.state.step)
         self.records = self._metrics.records
-        self._board = _tensorboard(session) if self._run.tensorboard else None
+        self._validations = None
+        if session.validation is not None:
+            self._validations = MetricsFile(session.run_dir / EVAL, session.state.step)
+        info = RunInfo(session.run_dir, session.prepared.config.model_dump(mode="json"), session.state.step)
+        self._trackers = Trackers(session.prepared.trackers, info)
         self._progress = TrainingProgress(self._console, self._run.steps, session.state.step)
         # The ETA counts from the end of the first step, which is slower than the others.
         self._started_s = 0.0
@@ -140,6 +147,7 @@ class Observer:
 
     def __enter__(self) -> Self:
         table = plan_table(self._plan)
+        self._keep_plan(table)
         if self._progress.visible and len(self._console.render_lines(table)) < self._console.height - _LINES_BELOW:
             self._progress.above = table  # until the first step has measured the memory
         else:
@@ -153,18 +161,19 @@ class Observer:
         self._print_instead(self._progress.above)
         self._progress.stop()
         self._metrics.close()
-        with self._board_errors():
-            if self._board is not None:
-                self._board.close()
+        if self._validations is not None:
+            self._validations.close()
+        self._trackers.close()
 
-    @contextlib.contextmanager
-    def _board_errors(self) -> Iterator[None]:
-        """Stop writing events, instead of ending the run, where they cannot be written."""
+    def _keep_plan(self, table: RenderableType) -> None:
+        path, console = self._session.run_dir / PLAN, Console(width=100, no_color=True, file=io.StringIO())
+        console.print(table)
         try:
-            yield
+            path.write_text(console.file.getvalue(), encoding="utf-8")  # type: ignore[attr-defined]
         except OSError as error:
-            self._board = None
-            report_unwritten(self._session.run_dir / TENSORBOARD, error, "its events end here")
+            report_unwritten(path, error, "the plan is shown alone")
+        else:
+            self._trackers.file(path)
 
     def show_measured(self, measured: Mapping[str, int]) -> None:
         """Print the plan with the memory that the first step has measured."""
@@ -179,10 +188,7 @@ class Observer:
     def show_step(self, record: dict[str, Any]) -> None:
         """Record one step, and show it."""
         self._metrics.append(record)
-        with self._board_errors():
-            if self._board is not None:
-                for name in (each for each in _SCALARS if record[each] is not None):
-                    self._board.add_scalar(name, record[name], record["step"])
+        self._trackers.log({name: record.get(name) for name in _SCALARS}, record["step"])
         self._smooth(record["loss"])
         line, eta_s = status_line(record, self._smoothed), self._eta_s(record["step"])
         if self._progress.visible:
@@ -191,14 +197,26 @@ class Observer:
             line = f"step {record['step']}/{self._run.steps}  {line}  ETA {duration(eta_s)}"
             self._console.print(line, soft_wrap=True, highlight=False)
 
+    def show_validating(self, done: int, total: int) -> None:
+        """Show how far a validation is."""
+        if self._progress.visible:
+            self._progress.show(self._session.state.step, f"validating, batch {done} of {total}", None)
+
+    def show_validation(self, result: Result) -> None:
+        """Record a validation, and show it."""
+        assert self._validations is not None
+        figures = result.figures()
+        self._validations.append({"step": result.step, **figures})
+        self._trackers.log({f"eval/{name}": value for name, value in figures.items()}, result.step)
+        self._console.print(result.line(), soft_wrap=True, highlight=False, markup=False)
+
     def rewind(self, step: int) -> None:
         """Drop all records after a step."""
         self._metrics.rewind(step)
+        if self._validations is not None:
+            self._validations.rewind(step)
         self._first_step, self._smoothed = step + 1, None
-        with self._board_errors():
-            if self._board is not None:
-                self._board.close()
-                self._board = _tensorboard(self._session)
+        self._trackers.rewind(step)
 
     def _smooth(self, loss: float) -> None:
         before = self._smoothed
@@ -213,16 +231,6 @@ class Observer:
             return None
         per_step_s = (time.perf_counter() - self._started_s) / (step - self._first_step)
         return per_step_s * (self._run.steps - step)
-
-
-def _tensorboard(session: Session) -> Any:
-    """Return a SummaryWriter; None where TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    # Hide earlier events of steps that a resumed run repeats.
-    return SummaryWriter(str(session.run_dir / TENSORBOARD), purge_step=session.state.step + 1)
 
 
 # --- The report at the end
@@ -283,7 +291,8 @@ def loss_text(records: Sequence[Mapping[str, Any]]) -> str:
 def _unit(session: Session) -> str:
     if session.prepared.config.model.loss is not None or not isinstance(session.prepared.corpus, Corpus):
         return ""
-    return ", nats per byte" if session.prepared.config.data.tokenizer == "bytes" else ", nats per token"
+    is_bytes = isinstance(session.prepared.corpus.tokenizer, ByteTokenizer)
+    return ", nats per byte" if is_bytes else ", nats per token"
 
 
 def speed_text(records: Sequence[Mapping[str, Any]]) -> str:

@@ -93,15 +93,18 @@ def write_whole(
 # strategy.json      the strategy as applied
 # metrics.jsonl      one object per step
 # anomalies.jsonl    one object per step that was skipped, undone, or ended the run: its loss and its samples
+# eval.jsonl         one object per validation
 # checkpoints/       see meshwright.store
-# tensorboard/       events, where tensorboard is installed
+# best/              the checkpoint with the lowest validation loss, if eval.keep_best
+# plan.txt           the plan, as it was shown before the first step
+# tensorboard/       events, where tensorboard is installed; wandb/, mlflow.db and mlflow/, where these are asked for
 # model_config.json  the config of a transformers model, for meshwright checkpoint export
 # adapters.json      the config and names of adapters of peft, for the same
 # .lock              locked by the run that writes here; names its host and process
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ADAPTERS, ANOMALIES = (
-    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json", "adapters.json",
-    "anomalies.jsonl",
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST = (
+    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "plan.txt", "model_config.json", "adapters.json",
+    "anomalies.jsonl", "eval.jsonl", "best",
 )  # fmt: skip
 _RUNS = Path("runs")
 
@@ -254,7 +257,7 @@ def write_document(path: Path, text: str) -> None:
 
 
 class MetricsFile:
-    """The file ``metrics.jsonl``, appended to after every step so that a killed run loses no line.
+    """A file such as ``metrics.jsonl``, appended to after every step so that a killed run loses no line.
 
     Args:
         path: The file.

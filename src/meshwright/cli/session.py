@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.cli.callbacks import Callbacks
 from meshwright.cli.ranks import check_launched
 from meshwright.cli.run_files import (
     ADAPTERS,
@@ -29,10 +30,12 @@ from meshwright.cli.run_files import (
     is_restart,
     write_document,
 )
+from meshwright.cli.train_corpus import Corpus
 from meshwright.cli.train_data import Loaded
 from meshwright.cli.train_options import Options, Prepared, prepare, unless_given
+from meshwright.cli.validation import Validation, carried_over, open_validation
 from meshwright.cost.cluster import half_peak_flops_per_s
-from meshwright.data import GlobalOrder, RepeatedStream
+from meshwright.data import IndexOrder, RepeatedStream
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.nn.initial_values import Recording, remember
@@ -77,12 +80,15 @@ class Session:
     accelerated: Accelerated
     store: CheckpointStore
     state: TrainingState
-    order: GlobalOrder | RepeatedStream
+    order: IndexOrder | RepeatedStream
     """Order of the samples of the whole run."""
     peak_flops_per_s: float | None
     """Peak of all ranks together; None when a device is not known."""
     tokens_per_sample: int | None
     """None where samples are no tokens."""
+    validation: Validation | None
+    """None where there are no data for it."""
+    callbacks: Callbacks
     lock: RunLock | None
     """Keeps other runs out of ``run_dir``; None on ranks other than 0."""
 
@@ -95,18 +101,39 @@ def open_session(options: Options) -> Session:
     """
     prepared = _join(options)
     run_dir, restarted = _run_dir(options, prepared)
-    data = prepared.corpus.load(prepared.config.run.seed)
+    data = _load(prepared)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     resumes = any_rank(options.resume or (restarted and store.newest() is not None))
     accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
     state = _state(prepared, accelerated)
     if resumes:
         _resume(prepared, accelerated, store, state)
+    validation = open_validation(prepared, data.kept_aside, accelerated, state, run_dir)
+    with same_on_every_rank():
+        callbacks = Callbacks(prepared.config.run.callbacks, accelerated)
     data.start_at(state.samples_seen)
     lock = lock_run(run_dir, is_new=not (options.resume or restarted))
     _write_documents(options, prepared, run_dir, accelerated)
     peak_flops_per_s, tokens = _peak_flops_per_s(accelerated.device), data.tokens_per_sample
-    return Session(options, prepared, run_dir, accelerated, store, state, data.order, peak_flops_per_s, tokens, lock)
+    return Session(
+        options,
+        prepared,
+        run_dir,
+        accelerated,
+        store,
+        state,
+        data.order,
+        peak_flops_per_s,
+        tokens,
+        validation,
+        callbacks,
+        lock,
+    )
+
+
+def _load(prepared: Prepared) -> Loaded:
+    seed, corpus = prepared.config.run.seed, prepared.corpus
+    return corpus.load(seed, prepared.config.eval.holdout) if isinstance(corpus, Corpus) else corpus.load(seed)
 
 
 def lock_run(run_dir: Path, *, is_new: bool) -> RunLock | None:
@@ -167,6 +194,7 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
         strategy=prepared.strategy,
         prepare_input=prepared.model.prepare_input,
         model_input_format=prepared.model.model_input_format or data.model_input_format,
+        loss_weight=data.loss_weight if prepared.model.loss_func is None else None,
         optim_args=prepared.optimizer.arguments,
         optim_param_func=prepared.optimizer.param_func,
         dataloader_args=loader_args,
@@ -241,7 +269,7 @@ def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore
     info = store.load(state)
     then = earlier_config(info.extra, info.path)
     # The next checkpoint describes this run, not the one that was resumed.
-    state.extra, state.strategy = now, strategy
+    state.extra, state.strategy = carried_over(now, info.extra), strategy
     ranks = "" if info.world_size == world_size() else f", written by {info.world_size} ranks"
     print_rank(f"meshwright: resuming after step {info.step} from {info.path}{ranks}", file=sys.stderr, flush=True)
     changed = changes(then, prepared.config.model_dump(mode="json"))

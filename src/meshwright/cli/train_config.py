@@ -1,4 +1,4 @@
-"""Define, read and explain the training file: five tables of keys, validated with every mistake named at once."""
+"""Define, read and explain the training file: tables of keys, validated with every mistake named at once."""
 
 from __future__ import annotations
 
@@ -69,36 +69,107 @@ class ModelTable(Table):
     )
 
 
+_SOURCES = (
+    "a text file, a glob, or a list of these; .jsonl or .parquet files and folders of datasets, with texts or with "
+    "conversations; all may be compressed"
+)
+
+
+class MixedTable(Table):
+    """One source of a mixture."""
+
+    source: str | list[str] = Field(description=_SOURCES)
+    weight: Annotated[float, Field(gt=0)] = Field(default=1.0, description="share of the samples")
+    name: str | None = Field(default=None, description="what figures of it are called; default: its first file's name")
+
+
 class DataTable(Table):
     """Data to train on."""
 
     source: str | list[str] = Field(
         default="stdlib",
-        description="'stdlib' (the Python standard library's own sources), a text file, a glob, or a list of these; or "
+        description=f"'stdlib' (the Python standard library's own sources), {_SOURCES}; or "
         "'module:function' that returns a torch Dataset or an iterable of samples, equal on every rank: a dictionary "
         "is passed to the model by name, a tuple or list in order, a tensor alone",
+    )
+    mixture: list[MixedTable] = Field(
+        default=[], description="several sources instead of one: tables of source, weight and name"
     )
     args: dict[str, Any] = Field(
         default={},
         description="keyword arguments of the function (seq_len and seed, where it names them, default to data.seq_len "
         "and run.seed)",
     )
-    tokenizer: str = Field(default="bytes", description="'bytes' (257 ids), or the path of a tokenizers JSON file")
+    tokenizer: str = Field(
+        default="auto",
+        description="'auto' (the one in the folder of model.source hf:FOLDER, otherwise 'bytes'), 'bytes' (257 ids), "
+        "the path of a tokenizers JSON file, or a folder with a tokenizer of transformers, which conversations need",
+    )
     seq_len: Annotated[int, Field(ge=2)] = Field(default=256, description="tokens per sequence")
+    layout: Literal["auto", "windows", "packed", "padded"] = Field(
+        default="auto",
+        description="'windows' cuts all texts, one behind the other, into sequences; 'packed' puts as many whole "
+        "samples into a sequence as fit, each attending to itself alone; 'padded' puts one; default: windows of texts, "
+        "and packed conversations",
+    )
+    too_long: Literal["cut", "split", "refuse"] = Field(
+        default="cut", description="what happens to samples above seq_len where they are packed or padded"
+    )
+    text_key: str = Field(default="text", description="the key of records that holds their text")
+    bad_lines: Literal["raise", "skip"] = Field(default="raise", description="what happens to lines that are no JSON")
     cache_dir: str | None = Field(
         default=None, description="folder for tokenized corpora; default: meshwright/ in the user's cache directory"
     )
 
     @property
     def function(self) -> str | None:
-        """Return the reference to the function that returns samples; None where the source is text."""
+        """Return the reference to the function that returns samples; None where the source is files."""
         is_function = isinstance(self.source, str) and re.fullmatch(_REFERENCE, self.source)
-        return str(self.source) if is_function else None
+        return str(self.source) if is_function and not self.mixture else None
 
     @model_validator(mode="after")
     def _args_are_the_functions(self) -> Self:
         if self.args and self.function is None:
             raise ValueError("args beside a source 'module:function' only")
+        if self.mixture and self.source != type(self).model_fields["source"].default:
+            raise ValueError("source or mixture, not both")
+        return self
+
+
+class EvalTable(Table):
+    """Validation during the run; without source, mixture and holdout there is none."""
+
+    source: str | list[str] | None = Field(default=None, description=f"data to validate on: {_SOURCES}")
+    mixture: list[MixedTable] = Field(
+        default=[], description="several sources instead of one, each with a loss of its own; weights have no meaning"
+    )
+    holdout: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="share of the training data that is kept aside for validation, instead of a source"
+    )
+    every: _Count = Field(default=100, description="steps between validations; there is one at the end, too")
+    batches: _Count | None = Field(default=None, description="batches of each source; default: all of it")
+    batch_size: _Count | None = Field(
+        default=None, description="sequences per batch over all ranks; default: those of a micro-batch of all ranks"
+    )
+    keep_best: bool = Field(default=False, description="keep the checkpoint with the lowest loss, in best/")
+    patience: _Count | None = Field(
+        default=None, description="validations without a lower loss after which the run ends; default: it does not"
+    )
+    ema: bool = Field(default=False, description="validate the moving average of the weights (method ema)")
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether there is anything to validate on."""
+        return self.source is not None or bool(self.mixture) or self.holdout is not None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("source", "mixture", "holdout") if getattr(self, name) not in (None, [])]
+        if len(given) > 1:
+            raise ValueError(f"one of source, mixture and holdout, not {' and '.join(given)}")
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        if not given and dict(self) != defaults:
+            raise ValueError("something to validate on: source, mixture or holdout")
         return self
 
 
@@ -210,7 +281,16 @@ class RunTable(Table):
         default=None, description="usable device memory of one rank in GB (10^9 bytes); default: all of it"
     )
     device: Literal["auto", "cpu"] = Field(default="auto", description="'auto' (CUDA where there is some) or 'cpu'")
-    tensorboard: bool = Field(default=True, description="write TensorBoard events, if it is installed")
+    trackers: list[str] = Field(
+        default=["tensorboard"],
+        description="where figures are sent, too: 'tensorboard', 'wandb', 'mlflow', 'trackio'; without a network or a "
+        "key they are kept in the run directory; default: tensorboard, if it is installed",
+    )
+    callbacks: list[_Reference] = Field(
+        default=[],
+        description="'module:function' or 'module:Class' of objects with some of the methods on_step(step, result), "
+        "on_eval(step, figures), on_checkpoint(step, path) and on_stop(step), called on every rank",
+    )
     out: str | None = Field(
         default=None, description="run directory; default: runs/<name of this file>-<time> in the working directory"
     )
@@ -221,6 +301,7 @@ class TrainConfig(Table):
 
     model: ModelTable
     data: DataTable = DataTable()
+    eval: EvalTable = EvalTable()
     strategy: StrategyTable = StrategyTable()
     optimizer: OptimizerTable = OptimizerTable()
     run: RunTable = RunTable()

@@ -1,33 +1,20 @@
-"""Find and load the data that a training file names: a text corpus, or samples from the user's function."""
+"""Load the samples of a training file's function, and say what a loaded dataset is."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from meshwright.cli.references import call_reference, resolve_reference, takes
 from meshwright.cli.train_config import DataTable
-from meshwright.data import (
-    GlobalOrder,
-    RepeatedStream,
-    TokenDataset,
-    Tokenizer,
-    find_files,
-    load_tokenizer,
-    token_cache,
-)
+from meshwright.data import GlobalOrder, IndexOrder, RepeatedStream
 from meshwright.errors import ConfigError, DataError
 from meshwright.nn.batches import usual_input_format
-from meshwright.runtime import check_equal, rank, same_on_every_rank
-from meshwright.runtime.terminal import PlainConsole
+from meshwright.runtime import check_equal, same_on_every_rank
 
 
 @dataclass(frozen=True)
@@ -35,11 +22,15 @@ class Loaded:
     """A dataset with the order of the whole run's samples, and what is known of a sample."""
 
     dataset: Dataset[Any]
-    order: GlobalOrder | RepeatedStream
+    order: IndexOrder | RepeatedStream
     tokens_per_sample: int | None
     sample_batch: Any = None
     """A batch of one sample, for predictions; None where ``dataset`` can be indexed."""
     model_input_format: str | None = None
+    loss_weight: Callable[[Any], Any] | None = None
+    """As in ``accelerate``, where samples hold different numbers of trained tokens."""
+    kept_aside: tuple[tuple[str, Dataset[Any]], ...] = ()
+    """By the name of each source, the part of it to validate on."""
 
     def start_at(self, samples_seen: int) -> None:
         """Skip the samples that the run has seen before."""
@@ -52,7 +43,7 @@ class Loaded:
             ConfigError: When several processes would read a stream: each would read all of it.
         """
         given = {"batch_size": batch_size, "num_workers": num_workers}
-        if isinstance(self.order, GlobalOrder):
+        if isinstance(self.order, IndexOrder):
             return given | {"sampler": self.order}
         if num_workers:
             raise ConfigError(
@@ -152,75 +143,3 @@ def _tokens(batch: Any) -> int | None:
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.dtype == torch.long:
         return ids.shape[1]
     return None
-
-
-# --- Text: files, tokenizer and token cache
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Text files, and the tokenizer and cache for them."""
-
-    files: tuple[Path, ...]
-    tokenizer: Tokenizer
-    cache_dir: Path
-    seq_len: int
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of the tokenizer's ids."""
-        return self.tokenizer.vocab_size
-
-    def load(self, seed: int) -> Loaded:
-        """Return the text as sequences in an endless order; collective.
-
-        Raises:
-            DataError: On every rank, when it cannot be read or is shorter than one sequence.
-        """
-        dataset = tokenized(self, self.seq_len)
-        return Loaded(dataset, GlobalOrder(len(dataset), seed), tokens_per_sample=self.seq_len)
-
-
-def find_corpus(table: DataTable, folder: Path) -> Corpus:
-    """Find the files and load the tokenizer, without tokenizing anything.
-
-    Raises:
-        DataError, ConfigError: When a file or the tokenizer does not exist.
-    """
-    cache_dir = _default_cache() if table.cache_dir is None else folder / Path(table.cache_dir).expanduser()
-    files = tuple(find_files(table.source, folder))
-    return Corpus(files, load_tokenizer(table.tokenizer, folder), cache_dir, table.seq_len)
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
-
-
-def tokenized(corpus: Corpus, seq_len: int) -> TokenDataset:
-    """Return the corpus as sequences; one rank per machine tokenizes it unless a cache exists. Collective.
-
-    Raises:
-        DataError: On every rank, when it cannot be read or is shorter than one sequence.
-    """
-    with same_on_every_rank():
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            _build_cache(corpus)
-    with same_on_every_rank():
-        return TokenDataset(_build_cache(corpus), seq_len)  # finds what was built
-
-
-def _build_cache(corpus: Corpus) -> Path:
-    console = PlainConsole()
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    # Only one rank may draw, and only on a terminal.
-    visible = console.is_terminal and rank() == 0 and sys.stdout is not None
-    with Progress(*columns, console=console, transient=True, disable=not visible) as progress:
-        task = None
-
-        def show(done_bytes: int, total_bytes: int) -> None:
-            nonlocal task
-            if task is None:
-                task = progress.add_task("tokenizing", total=total_bytes)
-            progress.update(task, completed=done_bytes)
-
-        return token_cache(corpus.files, corpus.tokenizer, corpus.cache_dir, show)

@@ -13,7 +13,7 @@ from meshwright.cli.run_display import Observer, print_report
 from meshwright.cli.run_files import ANOMALIES, append_line
 from meshwright.cli.session import Session, open_session
 from meshwright.cli.train_options import Options
-from meshwright.data import GlobalOrder
+from meshwright.data import IndexOrder
 from meshwright.errors import CheckpointError, LossSpikeError, UnsoundStepError
 from meshwright.optim import OuterOptimizer
 from meshwright.runtime import (
@@ -94,7 +94,7 @@ class Anomalies:
             return
         batch_size = self._session.prepared.config.run.batch_size
         order = self._session.order
-        samples = order.samples(first, batch_size) if isinstance(order, GlobalOrder) else None
+        samples = order.samples(first, batch_size) if isinstance(order, IndexOrder) else None
         record = {"step": step, "what": what, "done": done, **figures, "first_sample": first, "samples": samples}
         append_line(self._session.run_dir / ANOMALIES, record)
 
@@ -189,17 +189,43 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
             if anomalies.look(result):
                 continue
         step = session.state.step
+        session.callbacks.call("on_step", step, result)
         is_last = step == run.steps
         # With an outer optimizer replicas synchronize rarely, and do not hear of each other's signals by the loss.
         asked = signals.among(sums()) if outer is None else signals.asked() if step % _ASK_REPLICAS_EVERY == 0 else 0
         if is_last and outer is not None:
             outer.synchronize()  # otherwise the last local steps would be lost
-        if is_last or asked or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
-            with watch.paused():
-                session.store.save(session.state, non_blocking=run.background_checkpoints and not (is_last or asked))
-        if asked and not is_last:
-            return asked
+        over = _validated(session, observer, watch, is_last=is_last or bool(asked))
+        ends = is_last or over or bool(asked)
+        if ends or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
+            _save(session, watch, is_last=ends)
+        if ends:
+            session.callbacks.call("on_stop", step)
+            return 0 if is_last or over else asked
     return 0
+
+
+def _save(session: Session, watch: Watch, *, is_last: bool) -> None:
+    with watch.paused():
+        in_background = session.prepared.config.run.background_checkpoints and not is_last
+        path = session.store.save(session.state, non_blocking=in_background)
+    session.callbacks.call("on_checkpoint", session.state.step, path)
+
+
+def _validated(session: Session, observer: Observer | None, watch: Watch, *, is_last: bool) -> bool:
+    """Validate if it is time to; return whether the run shall end early. Collective."""
+    validation, step = session.validation, session.state.step
+    if validation is None or not (validation.is_due(step) or step == session.prepared.config.run.steps):
+        return False
+    with watch.paused():
+        result = validation.run(observer.show_validating if observer is not None else None)
+    if observer is not None:
+        observer.show_validation(result)
+    session.callbacks.call("on_eval", step, result.figures())
+    if validation.is_over and not is_last:
+        text = f"the validation loss has not been lower for {validation.without_a_lower} times: the run ends here"
+        print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+    return validation.is_over
 
 
 def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *, is_first: bool) -> StepResult:
@@ -214,8 +240,12 @@ def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *
         result, measured = accelerated.step(next(batches)), None
     state.step += 1
     state.samples_seen += session.prepared.config.run.batch_size
+    load = accelerated.expert_load
+    imbalance = load.imbalance() if load is not None else None  # collective; only reading it waits
     if observer is not None:
         record = _record(session, result, lr, started_s)
+        if imbalance is not None:
+            record["expert_imbalance"] = float(imbalance)
         if measured is not None:
             observer.show_measured(measured)
         observer.show_step(record)

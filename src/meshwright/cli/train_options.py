@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 from meshwright.cli.ranks import num_ranks
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_files import check_not_running, check_run_dir, is_restart
+from meshwright.cli.trackers import check_trackers
 from meshwright.cli.train_config import StrategyTable, Table, TrainConfig, read_config
-from meshwright.cli.train_data import Corpus, Samples, find_corpus, find_samples
+from meshwright.cli.train_corpus import Corpus, find_corpus, find_validation
+from meshwright.cli.train_data import Samples, find_samples
 from meshwright.cli.train_model import ModelSource, OptimizerChoice, model_source, optimizer_of
 from meshwright.cost import find_cluster
 from meshwright.data import numbers_that_divide
 from meshwright.errors import ConfigError, DataError
 from meshwright.methods import GradientAccumulation, resolve
+from meshwright.planner.config_models import config_path
 from meshwright.strategy import Strategy
 
 
@@ -71,6 +75,8 @@ class Prepared:
     strategy: Strategy | None  # None: choose one
     optimizer: OptimizerChoice
     cluster: str | None = None  # a preset's name, or the path of a file
+    validation: Corpus | None = None  # None: a part of the corpus, if any
+    trackers: Sequence[str] = ()
 
     @property
     def backend(self) -> str | None:
@@ -103,12 +109,33 @@ def prepare(options: Options, world: int) -> Prepared:
         check_run_dir(run_dir, resume=options.resume)
         if os.environ.get("RANK", "0") == "0":  # ranks that look at the same time would find each other
             check_not_running(run_dir)
-    of_text = config.data.function is None
+    corpus = _corpus(config, folder)
+    of_text = isinstance(corpus, Corpus) and corpus.layout == "windows"
     # A checkpoint has the weights, unless it leaves out frozen ones.
     reads_weights = not (options.resume and config.run.save_frozen)
     model = model_source(config.model, folder, of_text=of_text, reads_weights=reads_weights)
-    corpus = find_corpus(config.data, folder) if of_text else find_samples(config.data)
-    return Prepared(config, run_dir, model, corpus, strategy, optimizer, _cluster(config.strategy, folder))
+    validation = _validation(config, corpus, folder)
+    cluster = _cluster(config.strategy, folder)
+    trackers = check_trackers(config.run.trackers, are_defaults="trackers" not in config.run.model_fields_set)
+    return Prepared(config, run_dir, model, corpus, strategy, optimizer, cluster, validation, trackers)
+
+
+def _corpus(config: TrainConfig, folder: Path) -> Corpus | Samples:
+    if config.data.function is not None:
+        return find_samples(config.data)
+    model = config_path(config.model.source, folder)
+    return find_corpus(config.data, folder, model if model is None or model.is_dir() else model.parent)
+
+
+def _validation(config: TrainConfig, corpus: Corpus | Samples, folder: Path) -> Corpus | None:
+    if not config.eval.is_on or isinstance(corpus, Corpus):
+        return find_validation(config.eval, config.data, corpus, folder) if isinstance(corpus, Corpus) else None
+    raise ConfigError(
+        "Validation needs files",
+        expected="data.source that names texts or conversations",
+        got=f"data.source = {config.data.source!r}, a function",
+        fix="leave [eval] out, and call job.evaluate in a loop of your own (docs/start.md)",
+    )
 
 
 def _run_dir(options: Options, config: TrainConfig, folder: Path) -> Path | None:

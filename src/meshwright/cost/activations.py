@@ -396,6 +396,17 @@ class Activations:
         again = sum(work.flops for work in self.work if work.is_recomputed(recomputed, to_the_end=to_the_end))
         return dataclasses.replace(self, recomputed=recomputed, to_the_end=to_the_end).settled(), again
 
+    def at_once(self) -> Activations:
+        """Return the activations where no schedule splits backward: all is done in the turn of the inputs."""
+        moments: list[BackwardAt] = []
+        for now in self.backward_at:
+            if now.part == "inputs":
+                whole = tuple(held - half for held, half in zip(now.held, now.halfway, strict=True))
+                moments.append(now._replace(held=whole, halfway=(), part="both"))
+            elif now.part == "both":
+                moments.append(now)
+        return dataclasses.replace(self, backward_at=tuple(moments))
+
     @property
     def splits_backward(self) -> bool:
         """Return whether a schedule runs backward in two parts, and what either holds is known.

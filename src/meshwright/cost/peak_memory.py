@@ -190,13 +190,11 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
 
 def _moments_of_backward(step: Step, known: Activations) -> Iterator[BackwardAt]:
     """Yield the moments of backward as the engine runs it: in one part where blocks are recomputed."""
-    for now in known.backward_at or (BackwardAt(0, (1,), (step.num_micro_batches > 1,)),):
-        if now.part == "both" or not (known.recomputed or known.splits_backward):
+    moments = known.at_once().backward_at if known.recomputed else known.backward_at
+    for now in moments or (BackwardAt(0, (1,), (step.num_micro_batches > 1,)),):
+        if now.part == "both" or not known.splits_backward:
             yield now
-        elif known.recomputed and now.part == "inputs":
-            whole = tuple(held - half for held, half in zip(now.held, now.halfway, strict=True))
-            yield now._replace(held=whole, halfway=(), part="both")
-        elif not known.recomputed:
+        else:
             assert step.stages is not None, "only schedules of a pipeline split backward"
             # The first stage has no gradient of inputs to compute, so that all is done in the second part.
             is_first = step.stages.own[now.stage] == 0

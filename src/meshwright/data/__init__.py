@@ -5,16 +5,25 @@ from typing import TYPE_CHECKING
 from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from meshwright.data.chat import ChatEncoder as ChatEncoder, Tokens as Tokens
     from meshwright.data.loader import (
         GlobalBatchLoader as GlobalBatchLoader,
         GlobalOrder as GlobalOrder,
-        InterleavedShards as InterleavedShards,
-        RepeatedStream as RepeatedStream,
         ShardedSampler as ShardedSampler,
         ShardedStream as ShardedStream,
         global_batch_loader as global_batch_loader,
         numbers_that_divide as numbers_that_divide,
     )
+    from meshwright.data.mixture import IndexOrder as IndexOrder, MixedOrder as MixedOrder
+    from meshwright.data.records import BadLines as BadLines, Record as Record, read_records as read_records
+    from meshwright.data.sample_files import (
+        SampleFiles as SampleFiles,
+        SampleRows as SampleRows,
+        pack as pack,
+        sample_cache as sample_cache,
+        trained_labels as trained_labels,
+    )
+    from meshwright.data.streams import InterleavedShards as InterleavedShards, RepeatedStream as RepeatedStream
     from meshwright.data.token_files import (
         Progress as Progress,
         TokenDataset as TokenDataset,

@@ -6,13 +6,16 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from meshwright.errors import ConfigError, DataError, did_you_mean, join_names
+
+if TYPE_CHECKING:
+    from meshwright.data.host_reader import HostLoader
 
 _LOADER_ARGS = tuple(name for name in inspect.signature(DataLoader).parameters if name != "dataset")
 
@@ -29,6 +32,8 @@ class GlobalBatchLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Dataset[Any], *, replica_batch_size: int, num_replicas: int, **options: Any) -> None:
         super().__init__(dataset, batch_size=replica_batch_size, **options)
+        self._options = {"batch_size": replica_batch_size, **options}
+        self._host: HostLoader | None = None
         self.replica_batch_size = replica_batch_size
         self.global_batch_size = replica_batch_size * num_replicas
         self._seeds_workers = self.generator is None
@@ -38,7 +43,32 @@ class GlobalBatchLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._seeds_workers:
             self.generator = _worker_seeds(self.epoch)
-        return self._iterate(super().__iter__())  # workers start now, not with the first batch
+        # Workers start now, not with the first batch.
+        host = self._host
+        if host is None:
+            return self._iterate(super().__iter__())
+        return self._iterate(self._from_host(host, host.batches(self.epoch, self.generator)))
+
+    def _from_host(self, host: HostLoader, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        if host.reads_nothing:
+            self._host = None
+            yield from super().__iter__()
+
+    def read_once_per_host(self) -> None:
+        """Let one rank of each host read a stream for the others; collective.
+
+        Does nothing for datasets that can be indexed, and for streams that leave out what they need not read.
+        :mod:`meshwright.data.host_reader` says how.
+        """
+        stream = self.dataset
+        if not isinstance(stream, ShardedStream) or skips(stream.stream):
+            return
+        from meshwright.data.host_reader import join_host  # late: few runs need it
+
+        if (host := join_host(stream.replica)) is not None:
+            rounds = ShardedRounds(stream.stream, host.replicas, stream.num_replicas)
+            self._host = host.loader(rounds, self.collate_fn, self._options)
 
     def _iterate(self, batches: Iterable[Any]) -> Iterator[Any]:
         yield from batches
@@ -86,7 +116,8 @@ def global_batch_loader(
 
     Args:
         dataset: Map-style or iterable. Of an iterable one, every replica takes every ``num_replicas``-th item; items
-            after the last complete round are left out. :class:`ShardedStream` says how it need not read the others.
+            after the last complete round are left out. :class:`ShardedStream` says how it need not read the others,
+            and ``read_once_per_host`` of the loader lets one rank read for all of a host.
         loader_args: Keyword arguments of torch's DataLoader, not modified, with two differences: ``batch_size`` is
             global (default: ``num_replicas``), and ``shuffle`` is True by default. A ``sampler`` must yield the same
             indices on every replica, and is divided among them. A torch DistributedSampler gives the order, which is
@@ -410,9 +441,9 @@ class ShardedStream(IterableDataset[Any]):
     rewound to fill it. The stream must be the same on every replica. As always in torch, a stream that is read by
     several DataLoader workers must divide itself among them (``torch.utils.data.get_worker_info``).
 
-    Every replica reads the whole stream, and drops the others' items. A stream that can do without has a method
-    ``every(first, step)``, which iterates over items ``first``, ``first + step``, … alone, and a length unless it is
-    endless. :class:`InterleavedShards` and :class:`RepeatedStream` have it.
+    Whoever iterates it reads the whole stream, and drops the others' items; ``accelerate`` lets one rank of each host
+    do so for all. A stream that can do without has a method ``every(first, step)``, which iterates over items
+    ``first``, ``first + step``, … alone, and a length unless it is endless. :class:`InterleavedShards` has it.
 
     Args:
         stream: The dataset.
@@ -433,12 +464,8 @@ class ShardedStream(IterableDataset[Any]):
             stream: Any = self.stream
             yield from itertools.islice(stream.every(self.replica, self.num_replicas), count)
             return
-        mine: Any = None
-        for index, item in enumerate(self.stream):
-            if index % self.num_replicas == self.replica:
-                mine = item
-            if index % self.num_replicas == self.num_replicas - 1:
-                yield mine
+        for (item,) in ShardedRounds(self.stream, [self.replica], self.num_replicas):
+            yield item
 
     def __len__(self) -> int:
         """Return the items per replica; TypeError if the stream has no length."""
@@ -447,6 +474,29 @@ class ShardedStream(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the stream, if it has one."""
         forward_epoch(self.stream, epoch)
+
+
+class ShardedRounds(IterableDataset[Any]):
+    """Lists of the items that :class:`ShardedStream` yields to several replicas, read once.
+
+    Args:
+        stream: The dataset.
+        replicas: Their numbers; one may stand there several times.
+        num_replicas: Number of all replicas.
+    """
+
+    def __init__(self, stream: IterableDataset[Any], replicas: Sequence[int], num_replicas: int) -> None:
+        self.stream, self.replicas, self.num_replicas = stream, list(replicas), num_replicas
+        self._own = set(replicas)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        mine: dict[int, Any] = {}
+        for index, item in enumerate(self.stream):
+            place = index % self.num_replicas
+            if place in self._own:
+                mine[place] = item
+            if place == self.num_replicas - 1:
+                yield [mine[replica] for replica in self.replicas]
 
 
 def check_replica(replica: int, num_replicas: int) -> None:
@@ -473,123 +523,10 @@ def forward_epoch(listener: Any, epoch: int) -> None:
 
 def skips(stream: Any) -> bool:
     """Return whether a stream can leave items out without reading them: see :class:`ShardedStream`."""
-    return callable(getattr(stream, "every", None))
+    return callable(getattr(stream, "every", None)) and getattr(stream, "can_skip", True)
 
 
 def _share(whole: Any, num_replicas: int, drop_last: bool) -> int:
     if not isinstance(whole, Sized):
         raise TypeError(f"{type(whole).__name__} has no length")
     return len(whole) // num_replicas if drop_last else math.ceil(len(whole) / num_replicas)
-
-
-class RepeatedStream(IterableDataset[Any]):
-    """An endless stream that iterates its source anew whenever it ends, setting its epoch if it has one.
-
-    Args:
-        source: Yields the same samples on every rank, each time that it is iterated.
-        start: Number of samples seen before, over all ranks. They are read and skipped, unless the source has a length
-            and leaves out what it need not read, as :class:`InterleavedShards` does.
-
-    Raises:
-        DataError: When iterating finds nothing: an empty source, or one that can be iterated only once.
-    """
-
-    def __init__(self, source: Iterable[Any], start: int = 0) -> None:
-        self.source, self.start = source, start
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.every(0, 1)
-
-    def every(self, first: int, step: int) -> Iterator[Any]:
-        """Iterate over samples ``first``, ``first + step``, … from ``start`` on."""
-        if not (skips(self.source) and isinstance(self.source, Sized) and len(self.source)):
-            return itertools.islice(self._read(), first, None, step)
-        return self._seek(self.source, len(self.source), self.start + first, step)
-
-    def _seek(self, source: Any, length: int, position: int, step: int) -> Iterator[Any]:
-        while True:
-            epoch, offset = divmod(position, length)
-            forward_epoch(source, epoch)
-            for item in source.every(offset, step):
-                yield item
-                position += step
-
-    def _read(self) -> Iterator[Any]:
-        to_skip, epoch = self.start, 0
-        while True:
-            forward_epoch(self.source, epoch)
-            count = 0
-            for count, item in enumerate(self.source, start=1):  # noqa: B007 - used after the loop
-                if to_skip:
-                    to_skip -= 1
-                else:
-                    yield item
-            if count == 0:
-                raise DataError(
-                    "The stream of samples is empty",
-                    expected="1 sample or more every time that it is iterated",
-                    got="none in its first epoch" if epoch == 0 else f"none in epoch {epoch + 1}",
-                    fix="check its source; return a dataset or a list instead of a generator, which ends for good",
-                )
-            epoch += 1
-
-
-class InterleavedShards(IterableDataset[Any]):
-    """Shards of known lengths as one stream: the first item of each shard, then the second of each, and so on.
-
-    The order does not depend on the number of ranks, and a replica opens only the shards that hold its items. Those are
-    few where the number of replicas is a multiple of the number of shards, or divides it, until shorter shards end.
-
-    Args:
-        shards: Datasets, or other iterables that can be iterated again; those with a ``set_epoch`` hear of epochs.
-        lengths: Number of items in each; None asks the shards.
-
-    Raises:
-        DataError: When lengths and shards do not fit, and while iterating when a shard ends before its length.
-    """
-
-    def __init__(self, shards: Sequence[Iterable[Any]], lengths: Sequence[int] | None = None) -> None:
-        self.shards = list(shards)
-        sized: Any = self.shards
-        self.lengths = list(map(len, sized)) if lengths is None else list(lengths)
-        if len(self.lengths) != len(self.shards):
-            raise DataError(
-                "InterleavedShards has not as many lengths as shards",
-                expected=f"{len(self.shards)} lengths",
-                got=str(len(self.lengths)),
-                fix="give the number of items of each shard",
-            )
-
-    def __len__(self) -> int:
-        return sum(self.lengths)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.every(0, 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the shards that have one."""
-        for each in self.shards:
-            forward_epoch(each, epoch)
-
-    def every(self, first: int, step: int) -> Iterator[Any]:
-        """Iterate over items ``first``, ``first + step``, …, and read no shard that has none of them."""
-        opened: dict[int, tuple[Iterator[Any], int]] = {}
-        for number, index in itertools.islice(self._places(), first, None, step):
-            items, done = opened.get(number) or (iter(self.shards[number]), 0)
-            try:
-                yield next(itertools.islice(items, index - done, None))
-            except StopIteration:
-                raise DataError(
-                    f"Shard {number} has ended before its length",
-                    expected=f"{self.lengths[number]} items",
-                    got=f"no item {index}",
-                    fix="correct lengths",
-                ) from None
-            opened[number] = items, index + 1
-
-    def _places(self) -> Iterator[tuple[int, int]]:
-        """Iterate over shard and index within it of all items, in order."""
-        for index in range(max(self.lengths, default=0)):
-            for number, length in enumerate(self.lengths):
-                if index < length:
-                    yield number, index

@@ -7,7 +7,6 @@ import glob
 import hashlib
 import json
 import os
-import re
 import sysconfig
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from meshwright.data.records import BadLines, compression_of, holds_records, open_text, read_records
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, join_names
 
 STDLIB = "stdlib"
 """Source name of the Python standard library's own ``.py`` files."""
@@ -40,7 +40,7 @@ def find_files(source: str | Sequence[str], base: Path) -> list[Path]:
         Absolute paths in sorted order; a file reached in several ways is listed once.
 
     Raises:
-        DataError: When there is no source, or one of them matches no file, or a compressed one.
+        DataError: When there is no source, or one of them matches no file.
     """
     sources = [source] if isinstance(source, str) else list(source)
     if not sources:
@@ -63,37 +63,19 @@ def _match(source: str, base: Path) -> list[Path]:
     pattern = os.path.abspath(base / Path(source).expanduser())
     # A path that exists is no glob, even with glob characters in its name.
     names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-    files = [Path(name) for name in names if os.path.isfile(name)]
+    # A folder is a source only where it is a dataset.
+    files = [Path(name) for name in names if os.path.isfile(name) or holds_records(Path(name))]
     if not files:
         raise _nothing_found(source, pattern)
     for file in files:
-        _refuse_compressed(file)
+        if compression_of(file) == "zip":
+            raise DataError(
+                "A file of the corpus is an archive",
+                expected="text, or text that gzip, bzip2, xz or zstd has compressed",
+                got=f"{file}, which is zip",
+                fix="unpack it first",
+            )
     return files
-
-
-_MAGIC_BYTES = 10
-# What compressed files begin with.
-_COMPRESSED = {
-    "gzip": rb"\x1f\x8b", "bzip2": rb"BZh[1-9]1AY&SY", "xz": rb"\xfd7zXZ\x00", "zstd": rb"\x28\xb5\x2f\xfd",
-    "zip": rb"PK\x03\x04",
-}  # fmt: skip
-
-
-def _refuse_compressed(path: Path) -> None:
-    """Refuse a file whose bytes are no text: training would run on them without a word."""
-    try:
-        with open(path, "rb") as file:
-            start = file.read(_MAGIC_BYTES)
-    except OSError:  # reading it whole reports that
-        return
-    kind = next((name for name, magic in _COMPRESSED.items() if re.match(magic, start)), None)
-    if kind is not None:
-        raise DataError(
-            "A file of the corpus is compressed",
-            expected="text files",
-            got=f"{path}, which is {kind}",
-            fix="unpack it first (gunzip, unzstd, unzip …), or let data.source name a function that reads it",
-        )
 
 
 def _nothing_found(source: str, pattern: str) -> DataError:
@@ -132,7 +114,15 @@ _FORMAT_VERSION = 1
 _PIECE_BYTES = 8 * 2**20
 
 
-def token_cache(files: Sequence[Path], tokenizer: Tokenizer, directory: Path, progress: Progress | None = None) -> Path:
+def token_cache(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    directory: Path,
+    progress: Progress | None = None,
+    *,
+    text_key: str = "text",
+    bad_lines: BadLines | None = None,
+) -> Path:
     """Tokenize files into one ``.npy`` file, or find the one made earlier.
 
     The file's name is a hash of every file's path, size and modification time, of the tokenizer and of the format, so
@@ -140,10 +130,13 @@ def token_cache(files: Sequence[Path], tokenizer: Tokenizer, directory: Path, pr
     with a wrong length or header is built again.
 
     Args:
-        files: Text files, one document each, in the order of their tokens.
+        files: In the order of their tokens: text files, one document each, or files of records, one document per
+            record; see :func:`meshwright.data.read_records`. Both may be compressed.
         tokenizer: Its ids are stored in the smallest unsigned type that holds its vocabulary.
         directory: Folder of the cache; made if absent.
         progress: Called after every piece while tokenizing; not called when the cache is found.
+        text_key: The key of records that holds their text.
+        bad_lines: What happens to lines that are no JSON objects; by default they raise.
 
     Returns:
         Path of the cache: a one-dimensional array, every document followed by the end-of-text id.
@@ -153,7 +146,7 @@ def token_cache(files: Sequence[Path], tokenizer: Tokenizer, directory: Path, pr
     """
     if not files:
         raise DataError("There is nothing to tokenize", expected="one file or more", got="none", fix="name some files")
-    path = directory / f"tokens-{_key(files, tokenizer)}.npy"
+    path = directory / f"tokens-{_key(files, tokenizer, text_key)}.npy"
     if _is_complete(path, _token_type(tokenizer)):
         return path
     directory.mkdir(parents=True, exist_ok=True)
@@ -161,7 +154,7 @@ def token_cache(files: Sequence[Path], tokenizer: Tokenizer, directory: Path, pr
     partial = directory / f".{path.name}.{uuid.uuid4().hex}.partial"
     try:
         with open(partial, "xb") as out:
-            _build(out, files, tokenizer, progress or (lambda done_bytes, total_bytes: None))
+            _build(out, files, tokenizer, progress or (lambda done_bytes, total_bytes: None), text_key, bad_lines)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -216,45 +209,86 @@ def _token_type(tokenizer: Tokenizer) -> np.dtype:
     return np.min_scalar_type(tokenizer.vocab_size - 1)
 
 
-def _key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+def identity_of(path: Path) -> list[str | int]:
+    """Return what a cache knows a file or a folder of data by: its path, and sizes and modification times."""
+    found = [each.stat() for each in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    return [str(path.absolute()), *(number for each in found for number in (each.st_size, each.st_mtime_ns))]
+
+
+def _key(files: Sequence[Path], tokenizer: Tokenizer, text_key: str) -> str:
     with _readable(files):
-        stats = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
-    identity = json.dumps([_FORMAT_VERSION, tokenizer.fingerprint, tokenizer.end_of_text, stats])
+        stats = [identity_of(path) for path in files]
+    key = [text_key] if any(map(holds_records, files)) else []
+    identity = json.dumps([_FORMAT_VERSION, tokenizer.fingerprint, tokenizer.end_of_text, stats, *key])
     return hashlib.sha256(identity.encode()).hexdigest()[:20]
 
 
-def _build(out: BinaryIO, files: Sequence[Path], tokenizer: Tokenizer, progress: Progress) -> None:
+def _build(
+    out: BinaryIO,
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    progress: Progress,
+    text_key: str,
+    bad_lines: BadLines | None,
+) -> None:
     token_type = _token_type(tokenizer)
-    _write_header(out, token_type, num_tokens=0)
+    write_header(out, token_type, num_tokens=0)
     start = out.tell()
     end_of_text = np.array([tokenizer.end_of_text], dtype=token_type)
     with _readable(files):
         total_bytes = sum(path.stat().st_size for path in files)
-        done_bytes = 0
+        before_bytes = 0
         for path in files:
-            for piece in _pieces(path):
-                out.write(tokenizer.encode(piece).astype(token_type).tobytes())
-                done_bytes += len(piece)
-                progress(done_bytes, total_bytes)
-            out.write(end_of_text.tobytes())
+            size_bytes = path.stat().st_size
+            for document in _documents(path, text_key, bad_lines or BadLines()):
+                for piece, share in document:
+                    out.write(tokenizer.encode(piece).astype(token_type).tobytes())
+                    progress(before_bytes + int(share * size_bytes), total_bytes)
+                out.write(end_of_text.tobytes())
+            before_bytes += size_bytes
+            if holds_records(path):
+                progress(before_bytes, total_bytes)
     num_tokens = (out.tell() - start) // token_type.itemsize
     out.seek(0)
-    _write_header(out, token_type, num_tokens)
+    write_header(out, token_type, num_tokens)
     assert out.tell() == start, "numpy pads headers so that a longer shape fits"
     out.flush()
     os.fsync(out.fileno())  # after a power cut, a renamed file must have all its bytes
 
 
-def _write_header(out: BinaryIO, token_type: np.dtype, num_tokens: int) -> None:
+def write_header(out: BinaryIO, token_type: np.dtype, num_tokens: int) -> None:
+    """Write the header of a flat ``.npy`` file; one of the same size replaces it when the length is known."""
     description = np.lib.format.dtype_to_descr(token_type)
     header = {"descr": description, "fortran_order": False, "shape": (num_tokens,)}
     np.lib.format.write_array_header_1_0(out, header)
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as text:
+_Piece = tuple[bytes, float]
+"""A part of a document, and the share of its file that has been read with it."""
+
+
+def _documents(path: Path, text_key: str, bad_lines: BadLines) -> Iterator[Iterator[_Piece]]:
+    """Iterate over the documents of a file, each in pieces: a text file is one, each of a file's records is one."""
+    if not holds_records(path):
+        yield _pieces(path)
+        return
+    for record in read_records(path, bad_lines):
+        text = record.value.get(text_key)
+        if not isinstance(text, str):
+            raise DataError(
+                f"{record.where} has no text",
+                expected=f"text under the key {text_key!r} (data.text_key)",
+                got=f"keys {join_names(map(str, record.value), limit=8)}",
+                fix="name the key with the text, or leave the record out",
+            )
+        yield iter([(text.encode(), 0.0)])
+
+
+def _pieces(path: Path) -> Iterator[_Piece]:
+    size_bytes = max(path.stat().st_size, 1)
+    with open_text(path) as (text, position):
         while piece := text.read(_PIECE_BYTES):
-            yield piece if piece.endswith(b"\n") else piece + text.readline()
+            yield piece if piece.endswith(b"\n") else piece + text.readline(), position() / size_bytes
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes as they are, or the vocabulary of a ``tokenizers`` JSON file."""
+"""Text to token ids and back: bytes as they are, or the vocabulary of ``tokenizers`` or transformers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from meshwright.data.chat import fingerprint_of, is_tokenizer_folder, transformers_tokenizer
 from meshwright.errors import ConfigError, DataError, did_you_mean
 
 BYTES = "bytes"
@@ -82,9 +83,10 @@ class JsonTokenizer:
     Args:
         backend: A ``tokenizers.Tokenizer``.
         fingerprint: Hash of its file.
+        end_of_text: The id that ends a text, where it is known.
     """
 
-    def __init__(self, backend: Any, fingerprint: str) -> None:
+    def __init__(self, backend: Any, fingerprint: str, end_of_text: int | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
         # A document that contains the text "<|endoftext|>" must not end there.
@@ -94,7 +96,7 @@ class JsonTokenizer:
         names = backend.get_vocab(with_added_tokens=True)
         num_ids = max(names.values(), default=-1) + 1  # ids may have gaps
         known = [names[name] for name in _END_OF_TEXT_NAMES if name in names]
-        self.end_of_text: int = known[0] if known else num_ids
+        self.end_of_text: int = end_of_text if end_of_text is not None else known[0] if known else num_ids
         self.vocab_size: int = max(num_ids, self.end_of_text + 1)
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -138,7 +140,8 @@ def load_tokenizer(name: str, base: Path) -> Tokenizer:
     """Load a tokenizer by name.
 
     Args:
-        name: ``"bytes"``, or the path of a ``tokenizers`` JSON file. ``~`` is expanded.
+        name: ``"bytes"``, the path of a ``tokenizers`` JSON file, or a folder with a tokenizer of transformers. ``~``
+            is expanded.
         base: Folder that a relative path starts at.
 
     Raises:
@@ -147,6 +150,8 @@ def load_tokenizer(name: str, base: Path) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
     path = base / Path(name).expanduser()
+    if is_tokenizer_folder(path):
+        return _of_folder(path)
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -157,6 +162,11 @@ def load_tokenizer(name: str, base: Path) -> Tokenizer:
             fix="correct the path; a relative one starts at the folder shown under 'got'",
         ) from error
     return _parse(content, "json-1-" + hashlib.sha256(content).hexdigest(), path)
+
+
+def _of_folder(folder: Path) -> JsonTokenizer:
+    found = transformers_tokenizer(folder)
+    return JsonTokenizer(found.backend_tokenizer, "folder-1-" + fingerprint_of(folder), end_of_text=found.eos_token_id)
 
 
 def _parse(content: bytes, fingerprint: str, path: Path) -> JsonTokenizer:

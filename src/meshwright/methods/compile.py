@@ -54,14 +54,6 @@ class Compile(Method):
             own_keys="whole=True",
         ),
         Conflict(
-            other="pipeline_parallel",
-            reason="the schedule computes gradients of inputs alone, and compiled code gives them in orders of memory "
-            "that cannot be sent",
-            fix="use the schedule gpipe, 1f1b or interleaved, or leave compile out",
-            when=lambda own, other: other.splits_backward,
-            other_keys="schedule='zbv' or 'dualpipev'",
-        ),
-        Conflict(
             other="checkpoint",
             reason="torch cannot compile reentrant recomputation",
             fix="leave no_reentrant out",
@@ -168,5 +160,7 @@ class Compile(Method):
         compile_forward(self._targets(job.model), context, **options)
 
     def cost(self, step: Step) -> Step:
-        """Recompute the blocks for a budget of 0; otherwise the compiler's choice is not predicted."""
+        """Run backward in one part; recompute the blocks for a budget of 0, else the compiler's choice is unknown."""
+        if step.activations is not None:
+            step = step.replace(activations=step.activations.at_once())
         return Checkpoint().cost(step) if self.activation_budget == 0 and not self.whole else step

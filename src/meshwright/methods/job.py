@@ -39,6 +39,7 @@ from meshwright.store.entries import stored_name, unwrapped
 
 if TYPE_CHECKING:
     from meshwright.cost import Compression
+    from meshwright.methods.expert.balance import ExpertLoad
     from meshwright.methods.expert.divided_experts import Experts
     from meshwright.methods.expert.expert_layers import ExpertLayer
     from meshwright.methods.pipeline.execution import PipelineEngine
@@ -267,6 +268,7 @@ class Job:
     # How the methods have changed the model.
     pipeline: PipelineEngine | None = None  # pipeline_parallel: the model is one rank's part, and runs in stages
     experts: Experts | None = None  # expert_parallel: those of this rank
+    expert_load: ExpertLoad | None = None  # the tokens of all experts
     is_split: bool = False  # by tensor_parallel or expert_parallel: parts are DTensors, and all values are rank 0's
     stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
 

@@ -30,6 +30,7 @@ from meshwright.planner.model_shapes import BLOCK, Shape
 from meshwright.planner.plans import (
     Plan,
     Subject,
+    communicator_bytes,
     forecast,
     host_bytes,
     most_host_bytes,
@@ -236,11 +237,16 @@ class FamilyWorkload:
         check_family(self.shape, self.cluster.device, resolved, run)
         step = cost_of(resolved.strategy, self._before(resolved, run)[0])
         host = usable_host_bytes(self.cluster)
-        return self._taken(step, peak(step)) > self._limit_bytes or (host is not None and host_bytes(step) > host)
+        taken = self._taken(step, peak(step)) + self._communicator_bytes(step)
+        return taken > self._limit_bytes or (host is not None and host_bytes(step) > host)
 
     @property
     def _limit_bytes(self) -> int:
         return self.limit_bytes if self.limit_bytes is not None else usable_bytes(self.cluster.device)
+
+    def _communicator_bytes(self, step: Step) -> int:
+        # A limit that somebody gives is for tensors alone.
+        return communicator_bytes(step) if self.limit_bytes is None else 0
 
     def on(self, num_devices: int) -> FamilyWorkload:
         """Return the workload on another number of the same devices."""
@@ -273,6 +279,7 @@ class FamilyWorkload:
             micro_batch=run.micro_batch,
             forecast=forecasted,
             taken_bytes=max(taken),
+            communicator_bytes=self._communicator_bytes(most),
             host_bytes=most_host_bytes(steps),
             host_limit_bytes=usable_host_bytes(self.cluster),
         )

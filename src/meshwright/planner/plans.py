@@ -247,9 +247,7 @@ CONTEXT_BYTES = round(1.5 * 2**30)
 """What no tensor of a job can use: the driver's context, collectives' buffers, kernels' workspaces.
 
 Some 0.4 GB of context (pytorch#109888), and half a GiB each for workspaces and the communicator of all ranks, as
-``accelerate`` counts. It also counts half a GiB per axis of a mesh of several. Counted here, too, a published run would
-have 0.04 GiB to spare (BMTrain's table, ZeRO 3 with 8 model-parallel ranks), which decides nothing; and the search in
-stages would lose 4.8 % in a case in which memory is tight (tests/planner/search/test_regret.py allows 3 %).
+``accelerate`` counts. :func:`communicator_bytes` comes beside it, for the axes of a mesh of several.
 """
 
 FRAGMENTED, FRAGMENTED_BY_LAYERS = 0.05, 0.12
@@ -281,7 +279,8 @@ def taken_bytes(reserved_bytes: int, device: Device) -> int:
 def communicator_bytes(step: Step) -> int:
     """Return the device memory that communicators along the axes of the mesh will take, beside that of all ranks.
 
-    An axis that has all ranks uses theirs.
+    An axis that has all ranks uses theirs. Every communicator has buffers of its own, whose size follows from the links
+    inside of a host; beyond two hosts they grow no more (NVIDIA/nccl#986).
     """
     num_axes = sum(1 for _, size in step.axes if size > 1)
     return 0 if step.on_cpu or num_axes < 2 else num_axes * COMMUNICATOR_BYTES

@@ -108,7 +108,7 @@ class Workload:
         calibration: Efficiencies of kernels and links; None takes the cluster's own.
         one_host: Whether all ranks share one host, if there is no cluster to tell.
         copies_input: Whether the model input is made anew from each micro-batch, also where no device needs a copy.
-        limit_is_free: Whether ``limit_bytes`` is what is free now, of which communicators of the mesh will take some.
+        limit_is_free: Whether ``limit_bytes`` is what is free, of which communicators of the mesh will take some.
     """
 
     model: nn.Module
@@ -171,10 +171,19 @@ class Workload:
         """Return the workload with another number of samples per step."""
         return self.elsewhere(self.cluster, samples, self.limit_bytes)
 
-    def elsewhere(self, cluster: Cluster | None, batch_size: int | None, limit_bytes: int | None) -> Workload:
+    def elsewhere(
+        self,
+        cluster: Cluster | None,
+        batch_size: int | None,
+        limit_bytes: int | None,
+        limit_is_free: bool | None = None,
+    ) -> Workload:
         """Return the workload on another cluster of the same kind of device; it shares all traces of the model."""
         world = self.world if cluster is None else cluster.num_devices
-        other = replace(self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes)
+        is_free = self.limit_is_free if limit_is_free is None else limit_is_free
+        other = replace(
+            self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes, limit_is_free=is_free
+        )
         own = {field.name for field in fields(self)} | {"_replaced"}
         vars(other).update({name: value for name, value in vars(self).items() if name not in own})
         return other
@@ -452,10 +461,11 @@ class ModuleModel:
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
         """See :class:`~meshwright.planner.plans.PlannedModel`. The module is traced once for CPUs and once for GPUs."""
+        is_given = limit_bytes is not None  # for tensors alone
         limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
         if cluster.device.is_host not in self._traced:
             self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
-        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes)
+        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes, not is_given)
 
     @functools.cached_property
     def _traced(self) -> dict[bool, Workload]:

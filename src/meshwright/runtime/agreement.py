@@ -51,7 +51,7 @@ def _raise_first(mine: Exception | None) -> None:
     first, all_failed = smallest([rank() if mine is not None else size, mine is not None])
     if first == size:
         return
-    error: Exception = broadcast_object(_portable(mine), first)
+    error: Exception = broadcast_object(portable_error(mine), first)
     if mine is not None and first == rank():
         error = mine
     elif not all_failed:
@@ -78,7 +78,7 @@ def gather_from(build: Callable[[], Any]) -> list[Any]:
     return gather_objects(value)
 
 
-def _portable(error: Exception | None) -> Exception | None:
+def portable_error(error: Exception | None) -> Exception | None:
     """Return the error itself when it survives a journey to another rank, else its text."""
     try:
         return pickle.loads(pickle.dumps(error)) if error is not None else None

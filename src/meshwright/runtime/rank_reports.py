@@ -8,20 +8,29 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.agreement import first_over_store, wait_for_all_ranks
 from meshwright.runtime.rendezvous import named_ranks
 
 _COLLECTIVES = ("/torch/distributed/",)
-# They wait for other ranks in the store; all else in their file computes.
-_STORE_WAITS = frozenset({wait_for_all_ranks.__code__, first_over_store.__code__})
+# They wait for other ranks in the store, or in what :func:`waits_for_others` marks; all else in their file computes.
+_WAITS = {wait_for_all_ranks.__code__, first_over_store.__code__}
 _LIBRARIES = ("/torch/", "/meshwright/runtime/", "/meshwright/comm/")
 _WRAPPERS = frozenset({"wrapper", "inner", "_wrapped_call_impl", "_call_impl", "decorate_context"})
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def waits_for_others(function: Function) -> Function:
+    """Mark a function whose time is spent in waiting for other ranks: at a hang its rank is not the one at fault."""
+    _WAITS.add(function.__code__)  # type: ignore[attr-defined]
+    return function
 
 
 class Place(NamedTuple):
@@ -55,7 +64,7 @@ def stack_of(thread_id: int) -> str:
 def _operation(frame: FrameType | None) -> str:
     """Return the collective that the caller has called: the outermost one at the inner end of the stack."""
     found = ""
-    while frame is not None and (frame.f_code in _STORE_WAITS or _is_of(frame, _COLLECTIVES)):
+    while frame is not None and (frame.f_code in _WAITS or _is_of(frame, _COLLECTIVES)):
         name = frame.f_code.co_name
         found = name if name not in _WRAPPERS else found or name
         frame = frame.f_back
@@ -199,7 +208,7 @@ class Verdict:
 
     def __str__(self) -> str:
         ranks_at: dict[str, list[int]] = {}
-        for number, report in sorted(self.reports.items()):
+        for number, report in sorted(_with_known_pending(self.reports).items()):
             ranks_at.setdefault(str(report), []).append(number)
         # Where the guilty are comes first, should there be too many places to tell.
         order = sorted(ranks_at.items(), key=lambda each: (not set(self.guilty) & set(each[1]), each[1][0]))
@@ -208,6 +217,22 @@ class Verdict:
         more = f"; {len(order) - len(told)} more places" if len(order) > len(told) else ""
         who = named_ranks(self.guilty) if self.guilty else "no one rank"
         return f"{who}: {self.reason}. {places}{more}"
+
+
+def _with_known_pending(reports: Mapping[int, Report]) -> dict[int, Report]:
+    """Return the reports with what others at the same place wait for, where a recorder answered too late to tell.
+
+    Nothing is filled in where the others wait for different collectives.
+    """
+    pending_at: dict[tuple[int, str, str], set[str]] = {}
+    for report in reports.values():
+        pending_at.setdefault((report.step, report.operation, report.caller), set()).add(report.pending)
+    found = dict(reports)
+    for number, report in reports.items():
+        known = pending_at[report.step, report.operation, report.caller] - {""}
+        if report.operation and not report.pending and len(known) == 1:
+            found[number] = replace(report, pending=next(iter(known)))
+    return found
 
 
 def verdict(reports: Mapping[int, Report], silent: list[int]) -> Verdict:

@@ -432,6 +432,8 @@ def _apply(
         job.weights_are_equal = weights_are_equal
         dataloader = request.dataloader(job)
         check_remainder(job, dataloader)
+    if dataloader is not None:
+        dataloader.read_once_per_host()
     # Every method checks the job before the first one changes it.
     check_strategy(job)
     _CHANGED.add(request.model)

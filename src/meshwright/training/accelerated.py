@@ -43,6 +43,7 @@ from meshwright.strategy import Strategy
 
 if TYPE_CHECKING:
     from meshwright.methods import PipelineEngine
+    from meshwright.methods.expert.balance import ExpertLoad
     from meshwright.optim import GuardedOptimizer, SpikeAction, SpikeWatch, Stages, WeightAverage
 
 
@@ -284,6 +285,11 @@ class Accelerated:
                 fix='add it: ("ema", {"decay": 0.999})',
             )
         return average
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """The tokens of every expert in the last step; None where ``expert_parallel`` does not count them."""
+        return self._job.expert_load
 
     @property
     def num_skipped_steps(self) -> int:

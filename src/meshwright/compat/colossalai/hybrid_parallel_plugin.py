@@ -275,8 +275,8 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
 
     def strategy(self, world: int) -> Strategy:
         """Return parallel_mode with the axes tensor, sequence, context, pipeline and data, and their methods."""
-        mesh = mesh_of(self, world, axis_sizes(self), rest="data")
-        if not self.dp_outside:  # ranks of one stage are neighbours
+        mesh = mesh_of(self, world, self._sizes(), rest="data")
+        if not self._data_outside:  # ranks of one stage are neighbours
             mesh["axes"].sort(key=lambda axis: axis[0] == "pipeline")
         methods: list[Any] = [("parallel_mode", mesh), *axis_methods(self)]
         if self.zero_stage:
@@ -284,6 +284,14 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
         methods += self.precision_methods(self.precision)
         methods += in_fp8(self.use_fp8, self.fp8_communication, gathers=self.zero_stage > 0)
         return self.with_methods([*methods, *offloaded(self.cpu_offload)])
+
+    def _sizes(self) -> dict[str, int]:
+        """Return the sizes of all axes but ``data``, innermost first."""
+        return axis_sizes(self)
+
+    @property
+    def _data_outside(self) -> bool:
+        return self.dp_outside
 
     def notices(self) -> list[str]:
         """Return the notices, also of arguments for other schedules and modes."""
@@ -323,23 +331,26 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
 class MoeHybridParallelPlugin(HybridParallelPlugin):
     """:class:`HybridParallelPlugin` with experts divided over ``ep_size`` ranks. Seed: ColossalAI.
 
-    The ranks of an expert group take different samples, so ``ep_size`` must divide the data-parallel ranks. The method
-    ``expert_parallel`` finds the experts of a plain or transformers model without a policy.
+    The ranks of an expert group take different samples, so ``ep_size`` must divide the data-parallel ranks, of which
+    there are the world's by ``tp_size``, ``pp_size`` and an ``sp_size`` of ranks of their own. The method
+    ``expert_parallel`` finds the experts of a plain or transformers model without a policy. Beside ``tp_size`` experts
+    are divided over the ranks of both, so the product must divide their number.
 
     Experts to which no sample of a rank is routed get no gradient there, so DDP looks for unused parameters.
 
     Args:
-        tp_size, pp_size, sp_size: See :class:`HybridParallelPlugin`; must be 1 beside an ``ep_size``.
+        tp_size, pp_size, sp_size: See :class:`HybridParallelPlugin`.
         ep_size: Number of ranks that experts are divided over; the third argument, as in ColossalAI.
         others, options: Further arguments of :class:`HybridParallelPlugin`, those after ``sp_size`` also by position.
         moe_tp_size: Must be 1.
-        force_overlap_comm, moe_dp_outside: No effect.
+        force_overlap_comm: No effect.
+        moe_dp_outside: Whether ranks with the same experts lie around the stages of a pipeline, or within one.
     """
 
     ep_size: int = 1
     moe_tp_size: int = only(1, "tensor parallelism of its own for experts", "use ep_size")
     force_overlap_comm: bool = inert(False, "communication overlaps with computation on CUDA")
-    moe_dp_outside: bool = inert(True, "the ranks of an expert group lie side by side")
+    moe_dp_outside: bool = True
 
     def __init__(
         self,
@@ -361,24 +372,22 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        others = {name: getattr(self, name) for name in ("tp_size", "pp_size", "sp_size")}
-        if self.ep_size != 1 and any(size not in (1, None) for size in others.values()):
-            raise ConfigError(
-                "MoeHybridParallelPlugin: ep_size does not go together with other model parallelism in this version",
-                expected="tp_size, pp_size and sp_size of 1",
-                got=", ".join(f"{name}={size}" for name, size in others.items()),
-                fix="use zero_stage to lower a rank's memory, or ep_size=1",
-            )
         if self.ep_size > 1:
             self._refuse_fp8_communication("the gradients of experts are averaged", "ep_size=1")
 
     def strategy(self, world: int) -> Strategy:
         """Return the base's strategy, with ``expert_parallel`` over the axis expert inside data parallelism."""
         strategy = super().strategy(world)
-        if self.ep_size == 1:
-            return strategy
-        mesh = mesh_of(self, world, {"expert": self.ep_size}, rest="data")
-        return strategy.with_method(("parallel_mode", mesh)).with_method("expert_parallel")
+        return strategy if self.ep_size == 1 else strategy.with_method("expert_parallel")
+
+    def _sizes(self) -> dict[str, int]:
+        sizes = axis_sizes(self)
+        stages = {axis: sizes.pop(axis) for axis in ("pipeline",) if axis in sizes}
+        return {**sizes, "expert": self.ep_size, **stages}
+
+    @property
+    def _data_outside(self) -> bool:
+        return self.dp_outside and self.moe_dp_outside
 
     @property
     def ddp_options(self) -> Mapping[str, Any]:

@@ -495,10 +495,19 @@ class ListedDispatch:
         experts: This rank's experts.
         axis: The ranks that divide them.
         features: H if known, for a rank whose block asks nothing.
+        count: Takes the numbers of this rank's tokens for all experts.
     """
 
-    def __init__(self, block: nn.Module, experts: DividedExperts, axis: ExpertAxis, features: int | None) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        experts: DividedExperts,
+        axis: ExpertAxis,
+        features: int | None,
+        count: Callable[[torch.Tensor], None],
+    ) -> None:
         self._block, self._experts, self._axis, self._features = block, experts, axis, features
+        self._count = count
         self._trains = any(parameter.requires_grad for parameter in experts.parameters())
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -523,7 +532,10 @@ class ListedDispatch:
         features = asked[0][1].shape[-1] if asked else self._features or like.shape[-1]
         rows = [asked[each][1].reshape(-1, features) for each in order]
         whole = torch.cat(rows or [like.new_empty((0, features))])
-        counts = _counts([asked[each][0] for each in order], rows, len(self._experts), axis.part(len(whole)))
+        numbers = [asked[each][0] for each in order]
+        counts = _counts(numbers, rows, len(self._experts), axis.part(len(whole)))
+        every = torch.tensor(_counts(numbers, rows, len(self._experts), range(len(whole))), device=like.device)
+        self._count(every.clamp(min=0))
         arriving = axis.counts(torch.tensor(counts, device=like.device).view(axis.size, -1)).tolist()
         sent = [sum(max(count, 0) for count in part) for part in torch.tensor(counts).view(axis.size, -1).tolist()]
         received = [sum(max(count, 0) for count in part) for part in arriving]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import ModelError
+from meshwright.methods.expert.balance import ExpertLoad
 from meshwright.methods.expert.dispatch import (
     DividedExperts,
     ExpertAxis,
@@ -80,7 +81,9 @@ class Experts:
         return dataclasses.replace(stages or Stages(device), experts=own, expert_group=self.axis.group)
 
 
-def divide(layers: Sequence[tuple[ExpertLayer, int | None]], axis: ExpertAxis, device: torch.device) -> Experts:
+def divide(
+    layers: Sequence[tuple[ExpertLayer, int | None]], axis: ExpertAxis, device: torch.device, load: ExpertLoad
+) -> Experts:
     """Reduce experts to this rank's part, in place, and let layers send tokens to them. Collective.
 
     Args:
@@ -88,13 +91,14 @@ def divide(layers: Sequence[tuple[ExpertLayer, int | None]], axis: ExpertAxis, d
             the CPU, with the same values on every rank.
         axis: The ranks that divide them.
         device: Device of the experts; only this rank's part is ever there.
+        load: Counts the tokens of listed experts, which are known where they are sent.
     """
     experts = Experts(axis)
     for layer, features in layers:
         if isinstance(layer, StackedExperts):
             _divide_stack(layer, experts, device)
         else:
-            _divide_list(layer, experts, features, device)
+            _divide_list(layer, experts, features, device, load)
     return experts
 
 
@@ -116,12 +120,14 @@ def _divide_stack(layer: StackedExperts, experts: Experts, device: torch.device)
     experts.dispatches.append(dispatch)
 
 
-def _divide_list(layer: ListedExperts, experts: Experts, features: int | None, device: torch.device) -> None:
+def _divide_list(
+    layer: ListedExperts, experts: Experts, features: int | None, device: torch.device, load: ExpertLoad
+) -> None:
     axis, per_rank = experts.axis, layer.num_experts // experts.axis.size
     divided = DividedExperts(layer.experts, range(axis.index * per_rank, (axis.index + 1) * per_rank))
     move_to(divided, device)
     setattr(layer.block, layer.name, divided)
-    wrap_method(layer.block, "forward", ListedDispatch(layer.block, divided, axis, features))
+    wrap_method(layer.block, "forward", ListedDispatch(layer.block, divided, axis, features, load.watch(layer)))
     experts.modules.append(divided)
 
 

@@ -1,7 +1,8 @@
 """Divide experts over the mesh axis `expert`: the method `expert_parallel` and its trace.
 
 ``expert_layers.py`` finds experts, ``divided_experts.py`` proves and applies the division, ``dispatch.py`` sends tokens
-to experts and back. :class:`ExpertTrace` runs a plain model for a prediction, sends nothing and notes everything.
+to experts and back, ``balance.py`` counts them. :class:`ExpertTrace` runs a plain model for a prediction, sends nothing
+and notes everything.
 """
 
 from __future__ import annotations
@@ -9,18 +10,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from unittest import mock
 
 import torch
+from pydantic import Field
 from torch import nn
 
-from meshwright.cost import Block, Boundary, Moment, Parameter, Step, send_boundaries
+from meshwright.cost import Block, Boundary, Moment, Parameter, Step, Traffic, send_boundaries
 from meshwright.errors import StrategyError
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
+from meshwright.methods.expert.balance import (
+    ExpertLoad,
+    RouterLoss,
+    check_balance,
+    count_questions,
+    router_of,
+    traced_z_loss,
+)
 from meshwright.methods.expert.dispatch import Call, ExpertAxis, TracedDispatch, TracedExperts, answer_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
+from meshwright.methods.job import AVERAGED, sum_over
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, stand_in
@@ -40,6 +51,7 @@ class ExpertTrace:
         layers: The model's experts.
         ranks: Number of ranks that divide them.
         tensor: The size of a tensor axis whose ranks, which are among them, have equal tokens.
+        z_loss: Weight of the routers' z-loss.
 
     Attributes:
         experts: For each parameter of an expert, the number of its expert in a list (None: stacked), and of how many.
@@ -54,9 +66,12 @@ class ExpertTrace:
 
     divides_batch: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, layers: Sequence[ExpertLayer], ranks: int, tensor: int) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[ExpertLayer], ranks: int, tensor: int, z_loss: float | None = None
+    ) -> None:
         parameters = dict(model.named_parameters())
         self._model, self._layers, self._ranks, self._tensor = model, layers, ranks, tensor
+        self._z_loss = z_loss
         self._axis = TracedExperts(tensor)
         self._proved = {layer: prove(layer, ranks) for layer in layers if isinstance(layer, ListedExperts)}
         self.experts = {
@@ -96,6 +111,7 @@ class ExpertTrace:
                     count = layer.module.register_forward_pre_hook(self._counted(layer), with_kwargs=True)
                     stack.callback(count.remove)
                     stack.enter_context(self._divided(layer))
+            stack.enter_context(traced_z_loss(self._model, self._layers, self._z_loss))
             yield
 
     @contextlib.contextmanager
@@ -222,6 +238,9 @@ def _factors(layer: ListedExperts, tokens: torch.Tensor, places: torch.Tensor) -
 
 AXIS: Literal["expert"] = "expert"
 
+_COUNTED = (*AVERAGED, "tensor")
+"""The axes over which tokens of experts are counted."""
+
 
 class ExpertParallel(Method):
     """Divides every layer's experts equally over the ranks of the axis ``expert`` (GShard: Lepikhin et al. 2020).
@@ -235,7 +254,7 @@ class ExpertParallel(Method):
     plain block loops over, by "expert" in the list's name or by ``experts``. A layer is tried in parts before it is
     divided, if its block takes one tensor.
 
-    Config: None, or ``{"experts": ["blocks.*.moe.units"]}`` to name the modules that hold experts.
+    Config: None, or keys. ``{"experts": ["blocks.*.moe.units"]}`` names the modules that hold experts.
     """
 
     method_name: ClassVar[str] = "expert_parallel"
@@ -244,18 +263,31 @@ class ExpertParallel(Method):
     effect: ClassVar[str] = "memory: experts / n. Communication: two all-to-alls of tokens per layer and pass"
     seed_name: ClassVar[str | None] = "ColossalAI: ep_size"
     axis: ClassVar[str | None] = AXIS
-    conflicts: ClassVar[tuple[Conflict, ...]] = tuple(
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        *(
+            Conflict(
+                other=name,
+                reason="gradients of what they leave out are averaged over all ranks, and those of experts are not",
+                fix="leave these keys out",
+                when=lambda own, other: bool(other.atorch_ignored_cls) or other.wrap_trainable_outmost,
+                other_keys="atorch_ignored_cls or wrap_trainable_outmost",
+            )
+            for name in SHARDING
+        ),
         Conflict(
-            other=name,
-            reason="gradients of what they leave out are averaged over all ranks, and those of experts are not",
-            fix="leave these keys out",
-            when=lambda own, other: bool(other.atorch_ignored_cls) or other.wrap_trainable_outmost,
-            other_keys="atorch_ignored_cls or wrap_trainable_outmost",
-        )
-        for name in SHARDING
+            other="pipeline_parallel",
+            reason="a stage learns the gradients of hidden states alone, not by what the loss was scaled",
+            fix="leave z_loss out, or use bias_rate",
+            when=lambda own, other: own.z_loss is not None,
+            own_keys="z_loss",
+        ),
     )
 
     experts: tuple[str, ...] = ()
+    bias_rate: Annotated[float, Field(gt=0)] | None = None
+    """By how much each expert's bias of the choice moves after a step, towards equal shares; None: not at all."""
+    z_loss: Annotated[float, Field(gt=0)] | None = None
+    """Weight of mean(logsumexp(logits)²) of every router, whose gradient is added; None: none."""
 
     def traced_layers(
         self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy
@@ -266,35 +298,78 @@ class ExpertParallel(Method):
         tensor = sizes.get("tensor", 1)
         ranks = sizes[AXIS] * tensor
         with_equal_tokens = 1 if _divides_tokens(strategy) else tensor
-        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks, with_equal_tokens)
+        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks, with_equal_tokens, self.z_loss)
+
+    @property
+    def _balances(self) -> bool:
+        return self.bias_rate is not None or self.z_loss is not None
 
     def check(self, job: Job) -> None:
-        """Refuse models whose experts cannot be divided."""
-        if job.size(AXIS) == 1:
+        """Refuse models whose experts cannot be divided, or balanced."""
+        is_divided = job.size(AXIS) > 1
+        if not is_divided and not self._balances:
             return
-        _check_order([axis for axis, _ in job.axes], job.size("tensor"))
-        layers = expert_layers(job.model, self.experts, _num_dividing(job))
+        if is_divided:
+            _check_order([axis for axis, _ in job.axes], job.size("tensor"))
+        layers = expert_layers(job.model, self.experts, _num_dividing(job) if is_divided else 1)
+        check_balance(job.model, layers, by_bias=self.bias_rate is not None, by_z_loss=self.z_loss is not None)
+        if self.bias_rate is not None:
+            job.require_optimizer("expert_parallel: bias_rate", "after whose steps biases move", "leave bias_rate out")
         # Stored for apply, since the trial takes time, and a pipeline leaves this rank with a part of the model.
-        job.expert_layers = [(layer, _features(layer, job)) for layer in layers], _summary(layers, job)
+        found = [(layer, _features(layer, job) if is_divided else None) for layer in layers]
+        job.expert_layers = found, _summary(layers, job) if is_divided else ""
 
     def apply(self, job: Job) -> None:
-        """Divide the experts; the rest of the model stays whole on every rank."""
-        if job.size(AXIS) == 1:
+        """Divide the experts, and count their tokens; the rest of the model stays whole on every rank."""
+        if job.expert_layers is None:
             return
-        assert job.expert_layers is not None, "check has found them"
         layers, summary = job.expert_layers
-        check_equal("The division of the experts", summary, "give every rank the same model")
-        job.notices.append(summary)
         present = set(job.model.modules())  # of a pipeline, this rank's
         here = [(layer, features) for layer, features in layers if layer.holder in present]
+        self._balance(job, [layer for layer, _ in layers], [layer for layer, _ in here])
+        job.expert_layers = None  # they would keep the experts of other ranks alive
+        if job.size(AXIS) == 1:
+            return
+        check_equal("The division of the experts", summary, "give every rank the same model")
+        job.notices.append(summary)
         have_equal_tokens = job.size("tensor") > 1 and not _divides_tokens(job.strategy)
         beside = TensorAxis(job.require_mesh()["tensor"]) if have_equal_tokens else None
         axis = ExpertAxis(job.mesh_axes.flat_mesh(AXIS, "tensor"), job.size(AXIS), beside)
-        job.experts = divide(here, axis, job.device)
-        job.expert_layers = None  # they would keep the experts of other ranks alive
+        assert job.expert_load is not None, "_balance has made it"
+        job.experts = divide(here, axis, job.device, job.expert_load)
         job.is_split = True
         if job.shard_axis is None:
             move_to(job.model, job.device)
+
+    def _balance(self, job: Job, layers: list[ExpertLayer], here: list[ExpertLayer]) -> None:
+        """Count the tokens of every layer's experts, and let biases and losses work on the routers of this rank."""
+        parts = job.size("tensor") if _divides_tokens(job.strategy) else 1
+        repeats = job.size("tensor") // parts  # tensor ranks with equal tokens
+
+        def sum_over_tokens(counts: torch.Tensor) -> torch.Tensor:
+            return sum_over(job.mesh_axes, counts, _COUNTED) // repeats
+
+        def sum_over_all(counts: torch.Tensor) -> torch.Tensor:
+            return sum_over(job.mesh_axes, counts, (*_COUNTED, "pipeline")) // repeats
+
+        load = ExpertLoad(layers, job.device, sum_over_all)
+        for layer in here:
+            if isinstance(layer, StackedExperts):
+                load.count_calls(layer)
+            elif job.size(AXIS) == 1:
+                count_questions(load, layer)
+        if self.bias_rate is not None:
+            job.optimizer.after_update.append(load.follow_bias(job.model, here, self.bias_rate, sum_over_tokens))
+        job.optimizer.after_update.append(load.end_step)
+        job.expert_load = load
+        if self.z_loss is not None:
+            # Gradients of routers are sums over the tensor ranks where these have different tokens.
+            loss = RouterLoss(self.z_loss / parts, job.device)
+            for layer in here:
+                router = router_of(job.model, layer)
+                assert router is not None, "check has found it"
+                loss.attach(router, layer.num_experts)
+            job.loss_func = loss.follow(job.loss_func)
 
     def cost(self, step: Step) -> Step:
         """Divide the experts, and add exchanges in which every expert is sent equally many tokens.
@@ -305,6 +380,9 @@ class ExpertParallel(Method):
             return step
         ranks = _num_dividing(step)
         step = step.replace(blocks=tuple(_divided(block, step, ranks) for block in step.blocks))
+        if self.bias_rate is not None:
+            size = _counts_bytes(step)
+            step = step.send(*(Traffic("all_reduce", axis, size, "update") for axis in _COUNTED))
         return send_boundaries(step, AXIS)
 
 
@@ -312,6 +390,15 @@ def _divides_tokens(strategy: Strategy) -> bool:
     """Return whether the ranks of a tensor axis have different tokens where experts are asked."""
     tensor: Any = strategy.get("tensor_parallel")
     return tensor is not None and bool(tensor.sequence)
+
+
+def _counts_bytes(step: Step) -> int:
+    """Return the bytes of the numbers of tokens of all experts here: of each layer's exchanges they are the first."""
+    first: dict[str, int] = {}
+    for each in step.boundaries:
+        if (each.axis, each.kind, each.moment) == (AXIS, "all_to_all", "forward"):
+            first.setdefault(each.path, each.num_bytes)
+    return sum(first.values())
 
 
 def _check_order(axes: Sequence[str], tensor: int) -> None:

@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 from meshwright.methods.pipeline.chain import Boundary, PipelineRank
 from meshwright.methods.pipeline.splice import HiddenState, Splice
 from meshwright.methods.recompute import recomputes
+from meshwright.nn import is_compiled
 from meshwright.nn.batches import tensors_of
 from meshwright.optim.dtensors import local_tensor
 from meshwright.runtime.torch_internals.autograd import Function
@@ -36,11 +37,12 @@ def dw_builder(model: nn.Module) -> Callable[[], Callable[..., None]] | None:
     """Return a stage's ``dw_builder``; None lets torch compute gradients of weights apart where a schedule asks for it.
 
     Before torch 2.13 that silently counted a weight used twice more than once, and mixed up the outputs of operations
-    with several (pytorch issues 180952 and 170277). And a block that is recomputed would run again for each of its
-    layers' weights, and be held as often. There all gradients are computed together with those of inputs, and nothing
-    is left for the weights' turn.
+    with several (pytorch issues 180952 and 170277). A block that is recomputed would run again for each of its layers'
+    weights, and be held as often; the backward of a compiled one is a single operation. There all gradients are
+    computed together with those of inputs, and nothing is left for the weights' turn.
     """
-    return None if _IS_SPLIT_RIGHTLY and not recomputes(model) else _no_weight_backward
+    is_whole = recomputes(model) or any(map(is_compiled, model.modules()))
+    return None if _IS_SPLIT_RIGHTLY and not is_whole else _no_weight_backward
 
 
 # --- One stage as a module: from hidden states to hidden states, or to the loss

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results,
 from meshwright.nn import is_compiled, outside_compiled
 from meshwright.planner.trace.aten_kernels import FakeDispatchMode, tensors_in
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
-from meshwright.runtime.torch_internals.tensors import has_expired, storage_identity
+from meshwright.runtime.torch_internals.tensors import storage_identity
 
 if TYPE_CHECKING:
     from meshwright.cost.activations import Given
@@ -315,8 +316,10 @@ Pass = Literal["forward", "loss", "backward", "weights"]
 
 class _Made(NamedTuple):
     reference: StorageWeakRef
+    watch: weakref.ref[torch.UntypedStorage]  # tells when the storage is free
     num_bytes: int
     operator: int  # its number
+    place: int | None  # whose backward it is; None in forward
 
 
 class _Moment(NamedTuple):
@@ -348,6 +351,9 @@ class LiveBytes:
         self._before_backward: dict[int, _Made] = {}
         self._freed: dict[int, tuple[int, int]] = {}  # the operators that made each storage, and that found it free
         self._held = 0
+        # Of all that is held only what changes is looked at: a model of many experts holds thousands of tensors.
+        self._expired: list[int] = []  # storages that became free since the last operator
+        self._made_in_backward: dict[int, int] = defaultdict(int)  # bytes that are held, by place
         self.moments: list[_Moment] = []  # of each operator
         self.backward_part: Pass = "backward"
         self._gradients: list[_Gradient] = []
@@ -380,21 +386,36 @@ class LiveBytes:
             if key in arguments:
                 self._is_other(tensor)
             else:
-                self._live[key] = _Made(StorageWeakRef(tensor.untyped_storage()), size, len(self.moments))
+                storage = tensor.untyped_storage()
+                watch = weakref.ref(storage, self._expiry_of(key))
+                own = place if during == "backward" else None
+                self._live[key] = _Made(StorageWeakRef(storage), watch, size, len(self.moments), own)
                 self._held += size
+                if own is not None:
+                    self._made_in_backward[own] += size
         self.settle()
         if begins:
             before = len(self.moments)
             self._before_backward = {key: made for key, made in self._live.items() if made.operator < before}
         self.moments.append(_Moment(place, during, self._held, self._made_behind(place, during)))
 
+    def _expiry_of(self, key: int) -> Callable[[object], None]:
+        return lambda _: self._expired.append(key)
+
     def settle(self) -> int:
         """Forget what is free by now, and return the bytes held."""
-        for key in [key for key, made in self._live.items() if has_expired(made.reference.cdata)]:
-            made = self._live.pop(key)
-            self._held -= made.num_bytes
-            self._freed[key] = made.operator, len(self.moments)
+        while self._expired:
+            key = self._expired.pop()
+            made = self._live.pop(key, None)
+            if made is not None:
+                self._let_go(made)
+                self._freed[key] = made.operator, len(self.moments)
         return self._held
+
+    def _let_go(self, made: _Made) -> None:
+        self._held -= made.num_bytes
+        if made.place is not None:
+            self._made_in_backward[made.place] -= made.num_bytes
 
     @property
     def num_operators(self) -> int:
@@ -411,13 +432,9 @@ class LiveBytes:
         return {key: (made.operator, made.num_bytes) for key, made in self._live.items()}
 
     def _made_behind(self, place: int, during: Pass) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for made in self._live.values() if during == "backward" else ():
-            if made.operator < len(self.moments):
-                there = self.moments[made.operator]
-                if there.during == "backward" and there.place > place:
-                    found[there.place] = found.get(there.place, 0) + made.num_bytes
-        return found
+        if during != "backward":
+            return {}
+        return {there: size for there, size in self._made_in_backward.items() if size and there > place}
 
     def _is_other(self, tensor: torch.Tensor) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
@@ -428,7 +445,7 @@ class LiveBytes:
         key, size = storage_of(parameter.grad)
         found = self._live.pop(key, None)
         if found is not None:
-            self._held -= size
+            self._let_go(found)
             self._is_other(parameter.grad)
             place = self.moments[-1].place
             self._gradients.append(_Gradient(size, found.operator, len(self.moments), place))

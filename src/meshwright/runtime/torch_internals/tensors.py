@@ -11,7 +11,6 @@ __all__ = [
     "assert_async",
     "base_of",
     "flatten_dense",
-    "has_expired",
     "is_view",
     "make_wrapper",
     "storage_identity",
@@ -38,10 +37,8 @@ version_of = _T._version.__get__
 # Raise on the device, without the host waiting for a result. Replaced by a public ``torch.assert_async``.
 assert_async: Any = torch._assert_async
 
-# Identity of memory, and whether it is freed: as torch.multiprocessing's ``StorageWeakRef`` does, but for a list of
-# storages in one loop, since it is asked after every operator of a traced step.
+# Identity of memory, as torch.multiprocessing's ``StorageWeakRef`` has it.
 storage_identity = attrgetter("_cdata")
-has_expired: Any = torch.UntypedStorage._expired  # type: ignore[attr-defined]
 
 # Several tensors as one and back; ``torch.cat`` and ``split`` need more calls. DDP uses the same through
 # ``torch._utils``.

@@ -1,0 +1,138 @@
+"""Trackers and callbacks: what they are given, and what becomes of a run when they fail."""
+
+import json
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from meshwright.cli import trackers
+from meshwright.cli.callbacks import Callbacks
+from meshwright.cli.trackers import RunInfo, Trackers, check_trackers
+from meshwright.errors import ConfigError
+from tests.cli.helpers import meshwright, metrics, project
+
+CALLBACKS = """
+import json
+import os
+
+
+class Log:
+    def __init__(self, job):
+        self.job = job
+
+    def on_step(self, step, result):
+        self._write("step", step, float(result.loss))
+
+    def on_eval(self, step, figures):
+        self._write("eval", step, figures["loss"])
+
+    def on_checkpoint(self, step, path):
+        self._write("checkpoint", step, path.name)
+
+    def on_stop(self, step):
+        self._write("stop", step, self.job.num_replicas)
+
+    def _write(self, *what):
+        with open(f"log.{os.environ.get('RANK', 0)}", "a") as file:
+            file.write(json.dumps(what) + "\\n")
+
+
+class Fails:
+    def on_step(self, step, result):
+        if step == 4 and os.environ.get("RANK") == "1":
+            raise ValueError("a bad idea")
+
+
+def nothing():
+    return object()
+"""
+
+
+def _project(folder):
+    file = project(folder)
+    (folder / "mine.py").write_text(CALLBACKS)
+    return file
+
+
+def _board(folder):
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_a_run_with_callbacks_and_a_board(tmp_path):
+    options = ["--set", 'run.trackers=["tensorboard"]', "--set", 'run.callbacks=["mine:Log"]']
+    options += ["--set", "eval.holdout=0.1", "--set", "eval.every=3", "--set", "eval.batch_size=2"]
+    result = meshwright("train", _project(tmp_path), "--nproc", 2, "--out", "out", *options, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    logs = [[json.loads(line) for line in (tmp_path / f"log.{rank}").read_text().splitlines()] for rank in range(2)]
+    assert logs[0] == logs[1]
+    assert [(what, step) for what, step, _ in logs[0]] == [
+        *(("step", 1), ("step", 2), ("step", 3), ("eval", 3), ("checkpoint", 3)),
+        *(("step", 4), ("step", 5), ("step", 6), ("eval", 6), ("checkpoint", 6), ("stop", 6)),
+    ]
+    losses = [record["loss"] for record in metrics(tmp_path / "out")]
+    assert [value for what, _, value in logs[0] if what == "step"] == pytest.approx(losses)
+    board = _board(tmp_path / "out")
+    assert board["loss"] == [(step, pytest.approx(loss)) for step, loss in enumerate(losses, start=1)]
+    assert [step for step, _ in board["eval/loss"]] == [3, 6]
+    assert "Plan" in (tmp_path / "out" / "plan.txt").read_text()
+
+
+def test_a_callback_that_fails_ends_the_run_and_leaves_its_checkpoints(tmp_path):
+    options = ["--set", 'run.callbacks=["mine:Fails"]']
+    result = meshwright("train", _project(tmp_path), "--nproc", 2, "--out", "out", *options, folder=tmp_path)
+    assert result.returncode != 0
+    assert "a bad idea" in result.stderr
+    assert "on_step of the callback mine:Fails" in result.stderr
+    assert meshwright("checkpoint", "verify", tmp_path / "out" / "checkpoints", folder=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("mine:nothing", "is never called"), ("mine:Gone", "Gone"), ("gone:Log", "gone")]
+)
+def test_callbacks_that_are_none(tmp_path, monkeypatch, name, words):
+    (tmp_path / "mine.py").write_text(CALLBACKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=words):
+        Callbacks([name], job=None)
+
+
+class Broken:
+    """A tracker that fails at its second call."""
+
+    def __init__(self, info):
+        self.calls = 0
+
+    def log(self, figures, step):
+        self.calls += 1
+        if self.calls == 2:
+            raise ConnectionError("no network")
+
+    def file(self, path):
+        raise AssertionError("it has been left alone")
+
+    def close(self):
+        raise AssertionError("it has been left alone")
+
+
+def test_a_tracker_that_fails_is_told_once_and_left_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(trackers._TRACKERS, "broken", Broken)
+    every = Trackers(["broken", "tensorboard"], RunInfo(tmp_path, {}, 0))
+    for step in (1, 2, 3):
+        every.log({"loss": 1.0 / step, "mfu": None, "skipped": False, "grad_norm": math.inf}, step)
+    (tmp_path / "plan.txt").write_text("a plan")
+    every.file(tmp_path / "plan.txt")
+    every.close()
+    assert capsys.readouterr().err.count("the tracker broken has failed (ConnectionError: no network)") == 1
+    assert list(_board(tmp_path)) == ["loss"]
+    assert len(_board(tmp_path)["loss"]) == 3
+
+
+def test_trackers_that_are_not_there(monkeypatch):
+    with pytest.raises(ConfigError, match="did you mean 'wandb'"):
+        check_trackers(["wanb"], are_defaults=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert check_trackers(["tensorboard"], are_defaults=True) == []
+    with pytest.raises(ConfigError, match=r"tracker mlflow is not installed.*pip install mlflow-skinny"):
+        check_trackers(["mlflow"], are_defaults=False)

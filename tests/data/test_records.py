@@ -1,0 +1,75 @@
+"""Records from every kind of file."""
+
+import gzip
+import json
+import sys
+
+import datasets
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from meshwright.data import BadLines, ByteTokenizer, find_files, open_tokens, read_records, token_cache
+from meshwright.data.records import holds_records
+from meshwright.errors import ConfigError, DataError
+
+ROWS = [{"text": "one"}, {"text": "two ü"}, {"text": "three"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def _write(kind, folder):
+    path = folder / kind
+    if kind.endswith(".parquet"):
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    elif kind == "folder":
+        datasets.Dataset.from_list(ROWS).save_to_disk(path)
+    elif kind == "splits":
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(path)
+    else:
+        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+        path.write_bytes(pack(LINES))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "folder", "splits"])
+def test_records_of_every_kind(tmp_path, kind):
+    path = _write(kind, tmp_path)
+    assert holds_records(path)
+    found = list(read_records(path))
+    assert [record.value for record in found] == ROWS
+    assert all(str(path) in record.where for record in found)
+    ids = open_tokens(token_cache(find_files(kind, tmp_path), ByteTokenizer(), tmp_path / "cache"))
+    assert bytes(ids[ids != 256].astype("uint8")).decode() == "onetwo üthree"
+    assert (ids == 256).sum() == 3
+
+
+def test_lines_that_are_no_objects(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES + b'\n"text"\n{"text": 1' + b"\xff\n")
+    with pytest.raises(DataError, match=r"Line 5 of .*a\.jsonl is no JSON object.*bad_lines"):
+        list(read_records(path))
+    bad_lines = BadLines("skip")
+    assert len(list(read_records(path, bad_lines))) == 3
+    assert bad_lines.skipped == {str(path): 2}
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read"):
+        list(read_records(tmp_path / "a.parquet"))
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match=r"no split 'train'.*splits/test"):
+        list(read_records(tmp_path / "splits"))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES)[:-10])
+    with pytest.raises(DataError, match="is damaged"):
+        list(read_records(tmp_path / "b.jsonl.gz"))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install"):
+        list(read_records(tmp_path / "a.parquet"))
+
+
+def test_records_without_the_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES + b'{"body": "four"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:4 has no text.*Got keys body"):
+        token_cache([tmp_path / "a.jsonl"], ByteTokenizer(), tmp_path / "cache")
