@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -105,10 +106,24 @@ def plan_command(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="METHOD", help="Use this method in no plan; repeatable.")
     ] = None,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="Plans to show.")] = 10,
+    top: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Plans to show: the best, and the best of each other family.")
+    ] = 10,
     sample: _Sample = None,
     loss: _Loss = None,
     memory_limit: _MemoryLimit = None,
+    headroom: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Share of usable memory that plans leave free.", show_default="0.06"),
+    ] = None,
+    limit_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Processor time of the search; then the best so far counts. 0: no limit.",
+            show_default="20",
+        ),
+    ] = None,
     as_json: _AsJson = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with figures.")] = None,
     trace: Annotated[
@@ -125,8 +140,9 @@ def plan_command(
         subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit)
         included, excluded = tuple(include or ()), tuple(exclude or ())
         options = PlanOptions(
-            subjects, strategy, micro_batches, objective, excluded, included, top, as_json, html, trace, save
-        )
+            subjects, strategy, micro_batches, objective, excluded, included, top, as_json, html, trace, save,
+            headroom, limit_s,
+        )  # fmt: skip
         return plan(options)
 
     raise typer.Exit(exit_status(command, show_traceback=traceback))
@@ -198,8 +214,14 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 
 
+# What they log on import is of libraries that were built for other machines, and of calls among themselves.
+_TALKATIVE = ("torchao", "torch.utils._pytree")
+
+
 def main() -> None:
     """Run the program ``meshwright``."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     app()
 
 

@@ -135,6 +135,8 @@ class PlanOptions:
     html: Path | None = None
     trace: Path | None = None
     save: Path | None = None
+    headroom: float | None = None
+    limit_s: float | None = None
 
     def request(self) -> PlanRequest:
         """Return the request.
@@ -144,7 +146,12 @@ class PlanOptions:
         """
         for option, path in (("--html", self.html), ("--trace", self.trace), ("--save", self.save)):
             check_writable(option, path)
+        # What is not given has the defaults of the request, whose modules would slow down --help.
+        wanted: dict[str, Any] = {} if self.headroom is None else {"headroom": self.headroom}
+        if self.limit_s is not None:
+            wanted["limit_s"] = self.limit_s or None
         return self.subjects.request(
+            **wanted,
             strategy=None if self.strategy is None else Strategy(self.strategy),
             num_micro_batches=self.num_micro_batches,
             objective=self.objective,

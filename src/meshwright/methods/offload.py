@@ -258,6 +258,14 @@ class Offload(Method):
         return self.parameters > 0
 
     @property
+    def surcharge(self) -> float:
+        """Ask much: copies share links and host memory with all else on a node, and no published table has such runs.
+
+        Copies of activations must hide in every layer, where those of states have a whole step.
+        """
+        return 0.05 + (0.07 if self.activations else 0.0)
+
+    @property
     def of_state(self) -> bool:
         """Return whether only states leave the device, and no activations."""
         return not self.activations

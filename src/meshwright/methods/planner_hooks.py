@@ -97,6 +97,15 @@ class PlannerHooks(MethodConfig):
         return None
 
     @property
+    def surcharge(self) -> float:
+        """Return the share by which a plan must be faster, by prediction, to be worth the method.
+
+        It stands for what a prediction does not see: what can go wrong with it, and what it asks of those who run it.
+        See [Note: choice within the error].
+        """
+        return 0.0
+
+    @property
     def is_uniform(self) -> bool:
         """Return whether the method treats all blocks of the model alike."""
         return True

@@ -21,10 +21,25 @@ from meshwright.planner.config_models import config_path, transformers_model
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.model_shapes import parse_family
-from meshwright.planner.plans import Plan, PlannedModel, Subject
-from meshwright.planner.search import Found, default_space, read_constraints, search, search_in_stages
+from meshwright.planner.plans import Plan, PlannedModel, Subject, usable_bytes
+from meshwright.planner.search import (
+    USUAL_LIMIT_S,
+    Found,
+    default_space,
+    read_constraints,
+    search,
+    search_in_stages,
+)
 from meshwright.planner.workload import ModuleModel, Workload, token_batch
 from meshwright.strategy import Strategy, read_size
+
+HEADROOM = 0.06
+"""Share of usable memory that a search leaves free.
+
+Peaks of published runs are some 5 to 8 % off their predictions, and a run that is out of memory in its third hour has
+lost them.
+"""
+_REACH = 1.3  # times worse than the best: so far the best plan of another family is shown
 
 
 @dataclass(frozen=True)
@@ -41,12 +56,28 @@ class PlanRequest:
     included: Sequence[Any] = ()
     top: int = 10
     memory_limit: int | str | None = None  # bytes, once it has been read
+    headroom: float = HEADROOM
+    limit_s: float | None = USUAL_LIMIT_S
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_limit", read_size(self.memory_limit, "memory_limit"))
         _check_limit(self.memory_limit, self.cluster)  # type: ignore[arg-type]
         for name, value in (("global_batch", self.global_batch), ("top", self.top)):
             _check_count(name, value)
+        if not 0 <= self.headroom < 1:
+            raise ConfigError(
+                "headroom is not a share of memory",
+                expected="0 or more, and less than 1, such as 0.06",
+                got=repr(self.headroom),
+                fix="correct the number",
+            )
+        if self.limit_s is not None and not self.limit_s > 0:
+            raise ConfigError(
+                "limit_s is not a time",
+                expected="more than 0 seconds",
+                got=repr(self.limit_s),
+                fix="correct the number",
+            )
         if self.num_micro_batches is not None:
             _check_count("num_micro_batches", self.num_micro_batches)
             if self.strategy is None:
@@ -55,11 +86,16 @@ class PlanRequest:
             raise _contradiction("a strategy beside excluded or included methods", "nothing is searched then")
 
     def subject_of(self, cluster: Cluster, samples: int) -> Subject:
-        """Return the subject of plans on a cluster, with a number of samples per step."""
+        """Return the subject of plans on a cluster, with a number of samples per step.
+
+        A search leaves headroom. A strategy that is given, and a limit that is, are taken at their word.
+        """
         limit = read_size(self.memory_limit, "memory_limit")
         if limit is not None:
             # The same share of a device that has more memory, or less.
             limit = round(limit * (cluster.device.memory_bytes / self.cluster.device.memory_bytes))
+        elif self.strategy is None:
+            limit = round(usable_bytes(cluster.device) * (1 - self.headroom))
         return self.model.subject(cluster, samples, limit)
 
     @functools.cached_property
@@ -87,6 +123,8 @@ class PlanRequest:
                 included=self.included,
                 top=self.top,
                 progress=progress,
+                reach=_REACH,
+                limit_s=self.limit_s,
             )
             found = dataclasses.replace(
                 found,
@@ -122,7 +160,8 @@ class PlanRequest:
     def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
         """Predict the plans under changed circumstances, such as more devices or faster links."""
         # Given strategies are not ranked by an objective.
-        return what_if(self.subject_of, found, self.objective if self.strategy is None else "tokens_per_s")  # type: ignore[arg-type]
+        objective = self.objective if self.strategy is None else "tokens_per_s"
+        return what_if(self.subject_of, found, objective, limit_s=self.limit_s)  # type: ignore[arg-type]
 
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""
@@ -212,6 +251,8 @@ def plan(
     included: Sequence[Any] = (),
     top: int = 10,
     memory_limit: int | str | None = None,
+    headroom: float = HEADROOM,
+    limit_s: float | None = USUAL_LIMIT_S,
     sample_batch: Any = None,
     loss_func: Callable[[Any, Any], Any] | None = None,
     model_input_format: str | None = None,
@@ -233,9 +274,13 @@ def plan(
         objective: ``"tokens_per_s"``, ``"price"`` or ``"memory"``, by which plans are ranked.
         excluded: Methods that must not be used.
         included: Methods that every plan uses: names, or ``(name, config)`` with keys that stay as they are.
-        top: Largest number of plans to return.
+        top: Largest number of plans to return: the best, and the best of every other family of plans (what is divided,
+            sharded and offloaded).
         memory_limit: Usable device memory, in bytes or as text such as ``"40 GiB"``; None takes all that a device has
-            for tensors.
+            for tensors, less ``headroom``.
+        headroom: Share of that memory that a search leaves free; a given strategy and ``memory_limit`` are taken as
+            they are.
+        limit_s: Seconds of processor time after which a search ends with the best so far; None: no limit.
         sample_batch: For a module: a batch of any number of samples, instead of ``seq``.
         loss_func: For a module: ``loss_func(model_input, model_output)``; None takes the loss in its output, or the
             next-token loss.
@@ -270,8 +315,9 @@ def plan(
         name = type(model).__name__
         planned = ModuleModel(name, model, batch, loss_func, model_input_format, optim_func, seq)
     asked = PlanRequest(
-        planned, where, global_batch, strategy, num_micro_batches, objective, excluded, included, top, memory_limit
-    )
+        planned, where, global_batch, strategy, num_micro_batches, objective, excluded, included, top, memory_limit,
+        headroom, limit_s,
+    )  # fmt: skip
     return list(asked.found().plans)
 
 

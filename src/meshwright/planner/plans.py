@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 _TIME_PARTS = {
     "compute_s": "computing",
-    "inline_s": "collectives that blocks wait for",
-    "exposed_s": "exposed communication, and the slowing down of computing",
-    "copies_s": "exposed offload copies",
+    "inline_s": "communication that layers wait for",
+    "exposed_s": "communication not overlapped, and the slowing down of computing",
+    "copies_s": "offload copies not overlapped",
     "bubble_s": "pipeline bubble",
     "update_s": "update",
     "overhead_s": "launch, batch and loss",

@@ -50,7 +50,7 @@ def test_every_other_plan_says_where_it_loses():
     pipelined = next(line for line in reasons.others if "pipeline 4" in line)
     assert "pipeline bubble" in pipelined
     split = next(line for line in reasons.others if line.startswith("tensor 8"))
-    assert re.search(r"blocks wait for \(most of it \w+ over tensor in \w+, inside a node\)", split)
+    assert re.search(r"layers wait for \(most of it \w+ over tensor in \w+, inside a node\)", split)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_cannot_be_says_why():

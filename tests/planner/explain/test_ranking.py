@@ -21,12 +21,12 @@ def printed(renderable, width):
 def test_a_wide_table_has_all_figures_and_a_narrow_one_what_fits():
     wide = printed(ranked_table(found().plans, "Plans", 160), 160)
     used = f"{100 * mfu(found().plans[0]):.1f} %"
-    for word in (used, "batch", "tokens/s", "per device", "MFU", "$/1e9 tokens", "allocated", "reserved", "binds"):
+    for word in (used, "batch", "tokens/s", "per device", "MFU", "$/1e9 tokens", "allocated", "reserved", "bottleneck"):
         assert word in wide
     narrow = printed(ranked_table(found().plans, "Plans", 80), 80)
     assert "per device" not in narrow
     assert max(map(len, narrow.splitlines())) <= 80
-    assert all(word in narrow for word in ("#", "strategy", "step", "tokens/s", "reserved", "binds"))
+    assert all(word in narrow for word in ("#", "strategy", "step", "tokens/s", "reserved", "bottleneck"))
     assert "1 x" in narrow  # how the batch is cut stands with the strategy
 
 
@@ -35,11 +35,11 @@ def test_what_binds_is_always_there_to_read_and_strategies_have_room(width):
     lines = printed(ranked_table(found().plans, "Plans", width), width).splitlines()
     assert max(map(len, lines)) <= width
     header = next(line for line in lines if "strategy" in line)
-    assert "binds" in header
+    assert "bottleneck" in header
     assert ("batch" in header) != any("; 1 x" in line for line in lines)
     if width >= 100:
         assert header.index("strategy") + 30 <= header.index("batch")
-    bound = {"compute", "bubble", "update", "data collectives", "blocks' collectives"}
+    bound = {"compute", "bubble", "update", "communication"}
     assert any(word in line for line in lines for word in bound)
 
 
@@ -48,7 +48,7 @@ def test_a_table_narrower_than_a_terminal_keeps_what_binds(width):
     lines = printed(ranked_table(found().plans, "Plans", width), width).splitlines()
     header = next(line for line in lines if "strategy" in line)
     assert "#" in header
-    assert "binds" in header
+    assert "bottleneck" in header
     assert "…" not in "".join(lines)
     assert any(word in line for line in lines for word in ("compute", "bubble", "update"))
 
@@ -70,7 +70,7 @@ def test_reasons_are_cut_with_a_word():
     asked = what_if(subject_of, found())
     text = printed(reasons(why(found()), asked, most=2), 120)
     assert "and 2 more (--json has all)" in text
-    headings = ("Why this plan", "Why not the others", "What does not fit", "What is refused", "What if")
+    headings = ("Why this plan", "Why not the others", "What does not fit", "What is ruled out", "What if")
     assert [line for line in text.splitlines() if line.strip() in headings] == list(headings)
 
 

@@ -17,12 +17,14 @@ def test_more_never_hurts():
     known = {each.change: each for each in what_if(subject_of, found())}
     more, *others = known
     assert more in ("24 devices instead of 16", "32 devices instead of 16")  # whole nodes, the batch spread evenly
-    assert others == [
+    assert {each for each in others if not each.startswith("--include")} == {
         "twice the batch, 128 samples",
         "links between nodes twice as fast",
         "links inside a node twice as fast",
         "twice the memory on every device",
-    ]
+    }
+    changes = [abs(each.speed_up - 1) for each in known.values()]
+    assert changes == sorted(changes, reverse=True)  # what changes the answer comes first
     for change, each in known.items():
         assert each.plan.fits
         assert each.speed_up > 1 - 1e-9, change
@@ -37,10 +39,22 @@ def test_more_devices_are_more_of_the_same_nodes(devices, per_node, wanted):
     assert cluster.resized(2 * devices).devices_per_node == wanted
     subject = FamilyWorkload(parse_family("llama-3-1b"), cluster, 4 * devices)
     plan = subject.plan(Strategy(["fsdp", ("amp_native", "bf16")]))
-    more, *_ = what_if(
+    every = what_if(
         lambda where, samples: dataclasses.replace(subject, cluster=where, batch_size=samples), Found((plan,))
     )
+    more = next(each for each in every if "devices instead of" in each.change)
     assert more.plan.forecast.cluster.devices_per_node == wanted
+
+
+def test_methods_that_are_used_only_by_name_are_asked_for():
+    known = {each.change.split()[1]: each for each in what_if(subject_of, found()) if "--include" in each.change}
+    assert {"compile", "half"} <= set(known)
+    assert "compile" in known["compile"].plan.strategy
+    assert "amp_native" not in known["half"].plan.strategy
+
+
+def test_what_ifs_end_when_the_time_is_up():
+    assert len(what_if(subject_of, found(), limit_s=1e-9)) == 1
 
 
 def test_memory_lets_what_was_too_large_in():

@@ -293,6 +293,11 @@ class PipelineParallel(Method):
         return tuple(size for size in divisors if size <= _MOST_RANKS)
 
     @property
+    def surcharge(self) -> float:
+        """Ask more of schedules that split backward: few have trained with them, and compiled blocks cannot."""
+        return 0.035 if self.splits_backward else 0.02
+
+    @property
     def asked_micro_batches(self) -> int | None:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.num_micro_batches

@@ -330,6 +330,11 @@ class TensorParallel(Method):
         return within_node(divisors, node)
 
     @property
+    def surcharge(self) -> float:
+        """Ask a little: every layer has its collectives, on the fastest links."""
+        return 0.01
+
+    @property
     def divides_between_layers(self) -> bool:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.sequence

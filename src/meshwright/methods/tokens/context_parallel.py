@@ -228,6 +228,11 @@ class ContextParallel(Method):
         return tuple(size for size in divisors if size <= _MOST_TOKEN_RANKS)
 
     @property
+    def surcharge(self) -> float:
+        """Ask much: it is for samples that do not fit otherwise, where it is the only way, or much the fastest."""
+        return 0.05
+
+    @property
     def chunks_per_rank(self) -> int:
         """See :attr:`balance`."""
         return 2 if self.balance else 1

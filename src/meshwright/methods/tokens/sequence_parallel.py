@@ -350,6 +350,11 @@ class SequenceParallel(Method):
         """Stay within a node: attention waits for every exchange."""
         return within_node(divisors, node)
 
+    @property
+    def surcharge(self) -> float:
+        """Ask much: it is for samples that do not fit otherwise, where it is the only way, or much the fastest."""
+        return 0.05
+
     def traced_tokens(self, sizes: Mapping[str, int], within: int) -> Ranks | None:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         ranks = sizes.get(AXIS, 1)

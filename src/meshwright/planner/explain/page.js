@@ -87,7 +87,9 @@ function cards() {
       figures.push(["$" + number(time.price_per_billion_tokens_usd), "per 10⁹ tokens"]);
   }
   const limit = known(best.memory.limit_bytes) ? ` of ${gib(best.memory.limit_bytes)}` : "";
-  figures.push([gib(best.memory.needed_bytes), `peak memory${limit}`]);
+  if (time) figures.push([share(best, "inline_s", "exposed_s") || "0 %", "communication not overlapped"]);
+  if (share(best, "bubble_s")) figures.push([share(best, "bubble_s"), "pipeline bubble"]);
+  figures.push([gib(best.memory.needed_bytes), `peak memory${limit} that a plan may take`]);
   byId("cards").replaceChildren(...figures.map(([value, label]) => {
     const card = element("div", "", "card");
     card.append(element("b", value), element("span", label));
@@ -101,11 +103,21 @@ function excess({ needed_bytes: needed, limit_bytes: limit, host_bytes: host, ho
   return `${name}: ${gib(over)} too much`;
 }
 
+const bottlenecks = { "tensor or sequence collectives": "layers' communication",
+  "data collectives": "communication not overlapped", "copies between memories": "offload copies",
+  "pipeline bubble": "bubble" };
+
+/** The share of some parts in a plan's step. */
+function share(plan, ...parts) {
+  const spent = parts.reduce((sum, part) => sum + (plan.time?.parts_s[part] ?? 0), 0);
+  return spent ? percent(spent / plan.time.step_time_s) : "";
+}
+
 function ranking() {
   const priced = data.plans.some((plan) => known(plan.time?.price_per_billion_tokens_usd));
   const columns = [{ name: "#" }, { name: "strategy", text: true }, { name: "batch" }, { name: "step" }, { name: unit },
     { name: "MFU" }, { name: "allocated" }, { name: "reserved" }, ...(priced ? [{ name: "$ / 10⁹ tokens" }] : []),
-    { name: "binds", text: true }];
+    { name: "not overlapped" }, { name: "bubble" }, { name: "bottleneck", text: true }];
   const row = (plan, index) => ({
     className: index === 0 ? "first" : plan.fits ? "" : "over",
     cells: [plan.fits ? String(index + 1) : "–", plan.summary, `${plan.num_micro_batches} × ${plan.micro_batch}`,
@@ -113,7 +125,8 @@ function ranking() {
       known(plan.time?.mfu) ? percent(plan.time.mfu) : "", plan.time ? gib(allocated(plan)) : gib(plan.memory.needed_bytes),
       plan.time ? gib(reserved(plan)) : "",
       ...(priced ? [known(plan.time?.price_per_billion_tokens_usd) ? number(plan.time.price_per_billion_tokens_usd) : ""] : []),
-      plan.fits ? plan.time?.binds ?? "" : excess(plan.memory)],
+      share(plan, "inline_s", "exposed_s"), share(plan, "bubble_s"),
+      plan.fits ? bottlenecks[plan.time?.binds] ?? plan.time?.binds ?? "" : excess(plan.memory)],
   });
   table(byId("ranking"), columns, [...data.plans, ...data.too_large].map(row));
 }
@@ -276,7 +289,7 @@ function whatIf() {
 }
 
 function remarks() {
-  const lines = [...best.gaps.map((gap) => `Not predicted: ${gap}`), ...best.notices, ...data.search.refused.map((each) => `${each.strategy}: ${each.reason}`)];
+  const lines = [...best.gaps.map((gap) => `Not predicted: ${gap}`), ...best.notices, ...data.search.refused.map((each) => `ruled out: ${each.strategy}: ${each.reason}`)];
   if (!lines.length) return byId("remarks").remove();
   const list = element("ul");
   list.append(...lines.map((line) => element("li", line)));

@@ -55,6 +55,8 @@ def found_document(
             "num_considered": found.num_considered,
             "num_predicted": found.num_predicted,
             "seconds": found.seconds,
+            "is_complete": found.is_complete,
+            "out_of_time": found.out_of_time,
             "refused": [{"strategy": strategy, "reason": reason} for strategy, reason in found.refused],
         },
         "plans": [

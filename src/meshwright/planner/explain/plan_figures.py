@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.cost import HALF, Calibration, Cluster, Link, Step, Traffic, fitted, moments, seconds_of
 from meshwright.cost.device_time import group_of
 from meshwright.methods import Role, find_method
+from meshwright.planner.explain.intervals import step_interval
 from meshwright.planner.plans import Plan, short_strategy, time_parts
 
 MOMENTS = {
@@ -189,11 +190,13 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
 
 def time_entry(plan: Plan) -> dict[str, Any] | None:
     """Return the seconds and the rates; None without a cluster."""
-    known = plan.forecast
+    known, expected = plan.forecast, step_interval(plan)
     if known is None:
         return None
     return {
         "step_time_s": known.time.step_time_s,
+        "interval_s": None if expected is None else [expected.low_s, expected.high_s],
+        "interval_basis": None if expected is None else f"{expected.num_runs} {expected.basis}",
         "parts_s": time_parts(known.time),
         "binds": known.time.binds,
         "samples": known.samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 
 from meshwright.cost import Cluster
 from meshwright.errors import MeshwrightError, readable_bytes
-from meshwright.methods import SAMPLED, find_method, mesh_method
+from meshwright.methods import SAMPLED, Method, Role, SearchScope, find_method, mesh_method
+from meshwright.methods.composition import known_methods
+from meshwright.planner.explain.intervals import step_interval
 from meshwright.planner.explain.plan_figures import (
     MOMENTS,
     memory_classes,
@@ -30,9 +33,11 @@ from meshwright.planner.plans import (
     percent,
     seconds,
     time_parts,
+    usable_bytes,
 )
 from meshwright.planner.search import Found, Objective
-from meshwright.planner.search.search_state import figure_of_plan
+from meshwright.planner.search.search_state import rank_of_plan
+from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit
 from meshwright.runtime.lazy import paused_collection
 from meshwright.strategy import Strategy
 
@@ -68,14 +73,19 @@ def why(found: Found) -> Why:
     intro = f"{short(best)} is the strategy given."
     if found.num_considered > 1 or len(found.plans) > 1:
         searched = f" ({found.num_considered:,} strategies considered, {found.num_predicted:,} simulated)"
-        more = "" if found.is_complete else "; not all strategies were considered"
-        intro = f"{short(best)} comes first{searched if found.num_considered else ''}{more}."
+        intro = f"{short(best)} comes first{searched if found.num_considered else ''}{_unfinished(found)}."
     return Why(
-        chosen=(intro, *time_sentences(best), memory_sentence(best)),
+        chosen=(intro, *time_sentences(best), *interval_sentence(best), memory_sentence(best)),
         others=_merged((with_micro_batches(plan), against(plan, best)) for plan in found.plans[1:]),
         too_large=tuple(f"{with_micro_batches(plan)}: {too_large(plan)}" for plan in found.too_large),
         refused=tuple(f"{strategy}: {reason}" for strategy, reason in found.refused[:_REFUSALS]),
     )
+
+
+def _unfinished(found: Found) -> str:
+    if found.out_of_time:
+        return "; the time was up, so this is the best so far (--limit-s gives more)"
+    return "" if found.is_complete else "; not all strategies were considered"
 
 
 def _merged(lines: Iterable[tuple[str, str]]) -> tuple[str, ...]:
@@ -104,6 +114,12 @@ def time_sentences(plan: Plan) -> tuple[str, ...]:
     return ", ".join(speeds) + ".", f"Of the step: {', '.join(shares)}."
 
 
+def interval_sentence(plan: Plan) -> tuple[str, ...]:
+    """Say how far off the step time may be; nothing where that is not known."""
+    known = step_interval(plan)
+    return () if known is None else (f"Expect {known}.",)
+
+
 def _link(plan: Plan, part: str) -> str:
     """Name the collective behind a part of the step."""
     if part not in ("inline_s", "exposed_s"):
@@ -117,10 +133,36 @@ def memory_sentence(plan: Plan) -> str:
     text = f"The peak is {_with_gaps(plan)}"
     if plan.limit_bytes is not None:
         left = plan.limit_bytes - plan.needed_bytes
-        text += f" of the {readable_bytes(plan.limit_bytes)} of usable device memory"
-        text += f" ({readable_bytes(left)} left)" if left >= 0 else f" ({readable_bytes(-left)} too much)"
+        text += f" of the {readable_bytes(plan.limit_bytes)} that a plan may take of a device"
+        text += (
+            f" ({readable_bytes(left)} left{_headroom(plan)})" if left >= 0 else f" ({readable_bytes(-left)} too much)"
+        )
     when = f", {MOMENTS[plan.forecast.peak.moment]}" if plan.forecast is not None else ""
-    return f"{text}{when}: {_largest_classes(plan)}.{_on_host(plan)}"
+    return f"{text}{when}: {_largest_classes(plan)}.{_still_saved(plan)}{_on_host(plan)}"
+
+
+def _still_saved(plan: Plan) -> str:
+    """Explain why activations can be most of the peak of a plan that offloads all of them."""
+    known = plan.step.activations
+    classes = memory_classes(plan)
+    saved = classes.get("activations", 0)
+    if known is None or not known.offloaded_bytes or 2 * saved < sum(classes.values()):
+        return ""
+    behind = min(known.outside_bytes, saved)
+    return (
+        f" Activations of the blocks leave the device as they are made; what is left of them there are "
+        f"{readable_bytes(behind)} of logits and the loss, whose backward comes at once, and "
+        f"{readable_bytes(saved - behind)} of blocks whose copies are on their way. "
+        "Smaller micro-batches make both smaller."
+    )
+
+
+def _headroom(plan: Plan) -> str:
+    """Say how much usable memory lies beyond the limit."""
+    if plan.forecast is None or plan.limit_bytes is None:
+        return ""
+    beyond = usable_bytes(plan.forecast.cluster.device) - plan.limit_bytes
+    return f", and {readable_bytes(beyond)} of headroom beyond" if beyond > 0 else ""
 
 
 def _on_host(plan: Plan) -> str:
@@ -197,7 +239,7 @@ def sentences(reasons: Why) -> Sequence[tuple[str, tuple[str, ...]]]:
         ("Why this plan", reasons.chosen),
         ("Why not the others", reasons.others),
         ("What does not fit", reasons.too_large),
-        ("What is refused", reasons.refused),
+        ("What is ruled out", reasons.refused),
     )
     return [(heading, lines) for heading, lines in every if lines]
 
@@ -229,32 +271,75 @@ class WhatIf:
 
 
 @paused_collection()
-def what_if(subject_of: SubjectOf, found: Found, objective: Objective = "tokens_per_s") -> tuple[WhatIf, ...]:
+def what_if(
+    subject_of: SubjectOf, found: Found, objective: Objective = "tokens_per_s", limit_s: float | None = None
+) -> tuple[WhatIf, ...]:
     """Predict the strategies that were found, and those that did not fit, under changed circumstances.
 
-    Nothing is searched again: only strategies that the search has found are considered.
+    Nothing is searched again: only strategies that the search has found are considered. Methods that a search uses only
+    by name are added to the best plan. What changes the most comes first.
 
     Args:
         subject_of: Returns the subject for a cluster and a number of samples per step.
         found: The result, with at least one plan that has a forecast.
         objective: The objective that ranks its plans, and those under each change.
+        limit_s: Seconds of processor time after which no other change is tried; None: no limit.
     """
-    best = found.plans[0]
-    if best.forecast is None:
+    if found.plans[0].forecast is None:
         return ()
+    limit, every = TimeLimit(limit_s), []
+    with limit.watched(), contextlib.suppress(OutOfTimeError):
+        for each in _changes(subject_of, found, objective):
+            every += [] if each is None else [each]
+            if limit.is_over:
+                break
+    return tuple(sorted(every, key=_change, reverse=True))
+
+
+def _changes(subject_of: SubjectOf, found: Found, objective: Objective) -> Iterator[WhatIf | None]:
+    best = found.plans[0]
+    assert best.forecast is not None
     cluster, samples = best.forecast.cluster, best.forecast.samples
 
     def outcome(change: str, where: Cluster, number: int) -> WhatIf:
         return _outcome(change, best, _best(_replanned(subject_of(where, number), found, number), objective))
 
-    every = [_more_devices(subject_of, found, cluster, samples, objective)]
-    every.append(outcome(f"twice the batch, {2 * samples} samples", cluster, 2 * samples))
-    every += [outcome(words, faster, samples) for words, faster in _faster_links(cluster)]
+    yield from _with_options(subject_of(cluster, samples), best)
+    yield _more_devices(subject_of, found, cluster, samples, objective)
+    yield outcome(f"twice the batch, {2 * samples} samples", cluster, 2 * samples)
+    for words, faster in _faster_links(cluster):
+        yield outcome(words, faster, samples)
     roomier = dataclasses.replace(
         cluster, device=dataclasses.replace(cluster.device, memory_bytes=2 * cluster.device.memory_bytes)
     )
-    every.append(outcome("twice the memory on every device", roomier, samples))
-    return tuple(each for each in every if each is not None)
+    yield outcome("twice the memory on every device", roomier, samples)
+
+
+def _change(each: WhatIf) -> float:
+    """Return how much a change matters: by the speed of what trains faster then; nothing fits at last."""
+    return -math.inf if each.speed_up is None else abs(each.speed_up - 1)
+
+
+def _with_options(subject: Subject, best: Plan) -> Iterator[WhatIf]:
+    """Add to the best plan each method that makes computing faster, and that a search uses only by name."""
+    for method in _by_name_alone(subject.half_dtype):
+        if method.method_name in best.strategy:
+            continue
+        others = (each for each in best.strategy.methods if isinstance(each, Method))
+        kept = [each for each in others if method.role is None or each.role is not method.role]
+        plan = _planned(subject, Strategy([*kept, method]), best.step.num_micro_batches)
+        if plan is not None and plan.fits and method.method_name in plan.strategy:
+            yield _outcome(f"--include {method.method_name} ({method.summary})", best, plan)
+
+
+def _by_name_alone(half_dtype: str) -> Iterator[Method]:
+    """Yield methods that fuse kernels or compute in fewer bits, and that change more than a search may decide."""
+    for method in known_methods():
+        if method.role is Role.PRECISION:
+            if not method.search_options(SearchScope(half_dtype=half_dtype)):
+                yield method.parse(None).on_half(half_dtype)
+        elif method.fuses_kernels or method.product_dtype is not None:
+            yield method.parse(None)
 
 
 def _faster_links(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -323,7 +408,7 @@ def _planned(subject: Subject, strategy: Strategy, num_micro_batches: int) -> Pl
 
 def _best(plans: Iterable[Plan | None], objective: Objective) -> Plan | None:
     fitting = [plan for plan in plans if plan is not None and plan.fits and plan.forecast is not None]
-    return min(fitting, key=lambda plan: figure_of_plan(plan, objective), default=None)
+    return min(fitting, key=lambda plan: rank_of_plan(plan, objective), default=None)
 
 
 def _samples_per_s(plan: Plan) -> float:

@@ -18,13 +18,19 @@ from meshwright.planner.explain.plan_figures import plan_entry
 from meshwright.planner.explain.plan_reasons import WhatIf, Why, sentences
 from meshwright.planner.plans import MEMORY_CLASSES, Plan, building_rows, number, part_name, percent, seconds
 
-_BINDS = {"tensor or sequence collectives": "blocks' collectives", "pipeline bubble": "bubble"}
+_BOTTLENECKS = {
+    "tensor or sequence collectives": "layers' collectives",
+    "data collectives": "communication",
+    "copies between memories": "offload copies",
+    "pipeline bubble": "bubble",
+}
 _LEAST_S = 1e-6  # smaller differences are not shown
 _WIDE = 120
-_DISPENSABLE = ("per device", "allocated", "$/1e9 tokens", "batch")  # left out on narrow terminals, in this order
-# Characters for a strategy in two or three lines, for what binds, and between columns; and the least of each.
-_STRATEGY, _BINDING, _GAP = 34, 10, 2
-_LEAST_STRATEGY, _LEAST_BINDING, _LEAST_GAP = 18, 7, 3
+# Left out on narrow terminals, in this order.
+_DISPENSABLE = ("bubble", "comm.", "per device", "allocated", "$/1e9 tokens", "batch")
+# Characters for a strategy in two or three lines, for the bottleneck, and between columns; and the least of each.
+_STRATEGY, _BINDING, _GAP = 34, 12, 2
+_LEAST_STRATEGY, _LEAST_BINDING, _LEAST_GAP = 18, 10, 3
 _LABELS = dict(MEMORY_CLASSES)
 
 
@@ -47,16 +53,17 @@ def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", wi
     columns = _fitting({name: cells for name, cells in _columns(entries).items() if any(cells)}, width)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("binds", overflow="fold")
+    table.add_column("bottleneck", overflow="fold")
     for number_of_row, entry in enumerate(entries):
         cells = (column[number_of_row] for column in columns.values())
         style = "bold" if number_of_row == 0 else ""
         cut = "" if "batch" in columns else f"; {_cut(entry)}"
-        table.add_row(str(number_of_row + 1), entry["summary"] + cut, *cells, _binds(entry), style=style)
+        table.add_row(str(number_of_row + 1), entry["summary"] + cut, *cells, _bottleneck(entry), style=style)
     limits = {entry["memory"]["limit_bytes"] for entry in entries}
     if len(limits) == 1 and None not in limits:
         limit = readable_bytes(limits.pop())
-        table.caption = f"a x b: a micro-batches of b samples; usable device memory: {limit}"
+        shares = "; comm.: communication not overlapped" if "comm." in columns else ""
+        table.caption = f"a x b: a micro-batches of b samples{shares}; memory that a plan may take of a device: {limit}"
         table.caption_justify = "left"
     return table
 
@@ -92,6 +99,8 @@ def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     for name, (figure, text) in figures.items():
         values = [_of(entry, figure) for entry in entries]
         found[name] = ["" if value is None else text(value) for value in values]
+    found["comm."] = [_share(entry, "inline_s", "exposed_s") for entry in entries]
+    found["bubble"] = [_share(entry, "bubble_s") for entry in entries]
     for kind in ("allocated", "reserved"):
         found[kind] = [_most(entry, f"{kind}_bytes") for entry in entries]
     found["memory"] = (
@@ -113,11 +122,19 @@ def _of(entry: Mapping[str, Any], figure: str) -> Any:
     return entry["time"][figure] if entry["time"] is not None else None
 
 
-def _binds(entry: Mapping[str, Any]) -> str:
+def _share(entry: Mapping[str, Any], *parts: str) -> str:
+    """Return the share of some parts in the step; empty if there are none."""
+    if entry["time"] is None:
+        return ""
+    spent = sum(entry["time"]["parts_s"].get(part, 0.0) for part in parts)
+    return percent(spent / entry["time"]["step_time_s"]) if spent else ""
+
+
+def _bottleneck(entry: Mapping[str, Any]) -> str:
     if not entry["fits"]:
         return "memory"
-    binds = _of(entry, "binds")
-    return "" if binds is None else _BINDS.get(binds, binds)
+    largest = _of(entry, "binds")
+    return "" if largest is None else _BOTTLENECKS.get(largest, largest)
 
 
 def reasons(why: Why, what_ifs: Sequence[WhatIf] = (), most: int = 5, building: Plan | None = None) -> Group:

@@ -17,6 +17,7 @@ from meshwright.planner.plans import Subject
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.search_space import Branch, Candidates, Mesh, axes_text, replicas_of
 from meshwright.planner.search.search_state import Headroom, Objective, SearchState, rank_of_plan, rounded
+from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,12 @@ class Engine:
         *,
         limited: bool = True,
         any_will_do: bool = False,
+        time_limit: TimeLimit | None = None,
     ) -> None:
         self.subject, self.candidates, self.bounds, self.objective = subject, candidates, bounds, objective
         self.top, self.max_predictions, self.progress, self.limited = top, max_predictions, progress, limited
         self.any_will_do = any_will_do
+        self.time_limit = time_limit or TimeLimit()
         self.state = SearchState(top)
         self._probes_before = bounds.num_probes if bounds is not None else 0
         self._heap: list[tuple[float, int, int, Item]] = []
@@ -78,10 +81,13 @@ class Engine:
         """
         self.state = before or self.state
         meshes = sorted(self.candidates.meshes(), key=lambda mesh: len(mesh.inner))
-        for _, alike in itertools.groupby(meshes, key=lambda mesh: len(mesh.inner)):
-            for mesh in alike:
-                self._bound_mesh(mesh, probed=False)
-            self._look()
+        try:
+            for _, alike in itertools.groupby(meshes, key=lambda mesh: len(mesh.inner)):
+                for mesh in alike:
+                    self._bound_mesh(mesh, probed=False)
+                self._look()
+        except OutOfTimeError:
+            self.state.stopped = True
         return self.state
 
     def _look(self) -> None:
@@ -89,12 +95,14 @@ class Engine:
             bound, _, _, item = heapq.heappop(self._heap)
             if self._is_settled(bound):
                 self._heap.clear()
-            elif self.state.num_predicted + self._num_probes >= self.max_predictions:
+            elif self.state.num_predicted + self._num_probes >= self.max_predictions or self.time_limit.is_over:
                 self.state.stopped = True
             elif isinstance(item, Mesh):
                 self._bound_mesh(item, probed=True)
             elif isinstance(item, Probed):
                 self._unfold_mesh(item.mesh)
+            elif self.state.has_better_of((item if isinstance(item, Branch) else item.branch).family, rounded(bound)):
+                continue
             elif isinstance(item, Branch):
                 self._unfold_branch(item)
             elif not item.close:
@@ -139,6 +147,8 @@ class Engine:
                 headroom = self._headroom(branch)
                 if not self._has_blocks(branch) or self._is_settled(bound := self._roughly(branch)):
                     continue
+                if self.state.has_better_of(branch.family, rounded(bound)):
+                    continue
                 headroom.bound = bound
                 if self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
                     continue
@@ -180,7 +190,8 @@ class Engine:
             return self.bounds.held_bytes(branch, 0, 1)
         if micro_batches is None:
             micro_batches = self.candidates.micro_batches(branch.mesh)[-1] or self._number(branch, None)
-        return self._per_sample(self.bounds.roughly_s(branch, samples, micro_batches), branch.mesh, samples)
+        seconds = self.bounds.roughly_s(branch, samples, micro_batches) * (1 + branch.surcharge)
+        return self._per_sample(seconds, branch.mesh, samples)
 
     def _samples(self, mesh: Mesh) -> int:
         return (self.subject.batch_size or replicas_of(mesh)) // replicas_of(mesh)
@@ -240,7 +251,8 @@ class Engine:
         assert self.bounds is not None
         if self.objective == "memory":
             return self.bounds.held_bytes(branch, samples // micro_batches, micro_batches)
-        return self._per_sample(self.bounds.step_s(branch, samples, micro_batches), branch.mesh, samples)
+        seconds = self.bounds.step_s(branch, samples, micro_batches) * (1 + branch.surcharge)
+        return self._per_sample(seconds, branch.mesh, samples)
 
     def _cannot_fit(self, branch: Branch, micro_batch: int, micro_batches: int) -> bool:
         if not self.limited or self.bounds is None:
@@ -274,8 +286,10 @@ class Engine:
             self.progress(self.state.num_predicted, self.state.num_considered)
 
     def _is_too_large(self, branch: Branch, micro_batches: int | None, micro_batch: int) -> bool:
-        """Return whether one rank alone shows that a leaf cannot fit."""
-        if self._exceeds is None or not self.limited or not self._exceeds(branch.strategy(), micro_batches):
+        """Return whether one rank alone of a pipeline shows that a leaf cannot fit."""
+        if self._exceeds is None or not self.limited or branch.schedule is None:
+            return False
+        if not self._exceeds(branch.strategy(), micro_batches):
             return False
         self._note_too_large(branch, micro_batch)
         return True

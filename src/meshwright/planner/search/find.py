@@ -19,9 +19,11 @@ from meshwright.methods import Phase, Role, SearchScope, find_method, method_of_
 from meshwright.planner.plans import Plan, Subject, method_names
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.branch_and_bound import Engine
+from meshwright.planner.search.choice import MODEL_ERROR
 from meshwright.planner.search.constraints import constrained, names_role, read_constraints
 from meshwright.planner.search.search_space import Candidates, Choice, Space, default_space, offloads, on_axis
 from meshwright.planner.search.search_state import FollowUp, Found, Objective, SearchState, check_objective
+from meshwright.planner.search.time_limit import TimeLimit
 from meshwright.runtime.lazy import paused_collection
 from meshwright.strategy import Strategy
 
@@ -120,6 +122,18 @@ def ended_early(max_predictions: int) -> StrategyError:
     )
 
 
+def out_of_time(limit: TimeLimit) -> StrategyError:
+    """Return the error for a search whose time was up before it found anything."""
+    where = f"; it was running {limit.place}" if limit.place else ""
+    return StrategyError(
+        "The time was up before a strategy was found that fits",
+        expected=f"a strategy within {limit.seconds:g} s of processor time",
+        got=f"none{where}",
+        fix="give it more time (limit_s, --limit-s), or name a strategy to predict that alone. A module that computes "
+        "its tokens one after the other in Python takes minutes to trace: shorten seq, or install its kernels",
+    )
+
+
 def _largest_class(held: Memory) -> tuple[str, int]:
     on_device = (each.name for each in fields(held) if not each.name.startswith(("disk_", "host_")))
     sizes = {name: getattr(held, name) or 0 for name in on_device}
@@ -150,6 +164,8 @@ def search(
     progress: Progress | None = None,
     follow_ups: Sequence[FollowUp] = (),
     growing: Space | None = None,
+    reach: float | None = None,
+    limit_s: float | None = None,
 ) -> Found:
     """Find the strategies that do best among those that fit into memory.
 
@@ -169,6 +185,9 @@ def search(
         progress: Called after every prediction.
         follow_ups: Where it goes on after ``space``, in this order.
         growing: What is tried on more devices, where nothing fits on these; None: the last that was tried here.
+        reach: Keep only the best plan of each family (see ``family_of``), of those that are at most so many times worse
+            than the best of all; None: every plan counts.
+        limit_s: Seconds of processor time after which the search ends with the best so far; None: no limit.
 
     Raises:
         StrategyError: When nothing fits, with the smallest, what binds, and how many devices would do; when nothing can
@@ -184,9 +203,13 @@ def search(
     given = constrain(space or default_space(subject))
     decided = given.offload != ((),) or names_role(Role.OFFLOADING, (*excluded, *required))
     offload = () if decided else offloads(subject.world)
-    passes = _Passes(subject, cluster, node, objective, top, max_predictions, progress)
-    given, state = passes.first(given, may_lower=not names_role(Role.PRECISION, required))
-    tried, state = passes.follow(given, state, follow_ups, constrain, offload)
+    limit = TimeLimit(limit_s)
+    passes = _Passes(subject, cluster, node, objective, top, max_predictions, progress, limit, reach)
+    with limit.watched():
+        given, state = passes.first(given, may_lower=not names_role(Role.PRECISION, required))
+        tried, state = passes.follow(given, state, follow_ups, constrain, offload)
+    if not state.plans and limit.is_over:
+        raise out_of_time(limit)
     if not state.plans:
         raise passes.failure(tried, state, offload, required, None if growing is None else constrain(growing))
     return Found(
@@ -197,6 +220,7 @@ def search(
         num_predicted=passes.num_predicted,
         seconds=time.perf_counter() - start,
         is_complete=not state.ever_stopped,
+        out_of_time=state.ever_stopped and limit.is_over,
     )
 
 
@@ -212,7 +236,10 @@ class _Passes:
         top: int,
         max_predictions: int,
         progress: Progress | None,
+        limit: TimeLimit,
+        reach: float | None,
     ) -> None:
+        self.limit, self.reach = limit, reach
         self.subject, self.cluster, self.node, self.objective = subject, cluster, node, objective
         self.top, self.max_predictions, self.progress = top, max_predictions, progress
         self.bounds = None if cluster is None else Bounds(subject, cluster)
@@ -273,6 +300,7 @@ class _Passes:
         return state
 
     def _through(self, space: Space, before: SearchState | None = None) -> SearchState:
+        before = before or SearchState(self.top, reach=self.reach)
         return self._pass(space, self.objective, self.top, limited=True, before=before)
 
     def _pass(
@@ -280,8 +308,9 @@ class _Passes:
     ) -> SearchState:
         candidates = Candidates(space, self.subject.world, self.node, self.subject.batch_size)
         engine = Engine(
-            self.subject, candidates, self.bounds, objective, top, self.max_predictions, self.progress, limited=limited
-        )
+            self.subject, candidates, self.bounds, objective, top, self.max_predictions, self.progress, limited=limited,
+            time_limit=self.limit,
+        )  # fmt: skip
         state = engine.run(before)
         self.refused = candidates.refused | self.refused  # the reason is shown with the simplest strategy that met it
         self.num_considered += state.num_considered
@@ -414,6 +443,8 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
         StrategyError: As ``search`` does for the whole space.
     """
     options = {"max_predictions": _MAX_PREDICTIONS, **options}
+    if options.get("reach") is not None:
+        options["reach"] = min(options["reach"], 1 + MODEL_ERROR)
     small = space.replace(
         sizes={axis: sizes for axis, sizes in space.sizes.items() if axis not in ("pipeline", *_DIVIDE_TOKENS)},
         axis_methods={**space.axis_methods, "tensor": on_axis("tensor", _SLOW)[:1]},

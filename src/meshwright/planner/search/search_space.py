@@ -16,6 +16,7 @@ from meshwright.methods import Method, Role, SearchScope, in_phase_order, mesh_m
 from meshwright.methods.base import INNER_AXES
 from meshwright.methods.composition import check_rules, shard_axis_of
 from meshwright.planner.plans import Subject
+from meshwright.planner.search.choice import Family, family_of, methods_surcharge
 from meshwright.strategy import MethodConfig, Strategy
 from meshwright.strategy.value import METHOD_CONFIGS
 
@@ -176,6 +177,16 @@ class Branch:
         return (
             *self.mesh.inner_methods, *pipeline, *self.sharding, *self.precision, *self.recompute, *self.rest,
         )  # fmt: skip
+
+    @functools.cached_property
+    def surcharge(self) -> float:
+        """Return the share by which it must be faster to be worth its methods."""
+        return methods_surcharge(self.methods)
+
+    @functools.cached_property
+    def family(self) -> Family:
+        """Return the family of its strategy."""
+        return family_of(self.axes, self.methods)
 
     @property
     def but_for_groups(self) -> object:

@@ -9,12 +9,13 @@ from typing import Literal
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.methods import Role, find_method
 from meshwright.planner.plans import Plan
+from meshwright.planner.search.choice import Family, family_of, surcharge
 from meshwright.planner.search.search_space import Space
 
 Objective = Literal["tokens_per_s", "price", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("tokens_per_s", "price", "memory")
 Rank = tuple[float, int, str]
-"""Smaller is better: the objective's number, then the number of methods, then the strategy's text."""
+"""Smaller is better: the objective's number with surcharges, then the number of methods, then the strategy's text."""
 
 _DIGITS = 4  # a prediction cannot tell smaller differences
 _SMALLEST_KEPT = 5  # plans that do not fit
@@ -42,7 +43,8 @@ def rank_of_plan(plan: Plan, objective: Objective) -> Rank:
         ConfigError: When the plan does not know what the objective needs.
     """
     parts = f"{plan.step.num_micro_batches:06d}"  # of equal strategies, the one with fewer micro-batches
-    return rounded(figure_of_plan(plan, objective)), len(plan.strategy), f"{plan.strategy} {parts}"
+    figure = figure_of_plan(plan, objective) * (1.0 if objective == "memory" else 1.0 + surcharge(plan))
+    return rounded(figure), len(plan.strategy), f"{plan.strategy} {parts}"
 
 
 def rounded(number: float) -> float:
@@ -90,7 +92,8 @@ class Found:
         num_considered: Candidates considered, including those that a bound or a twin ruled out.
         num_predicted: Candidates that were simulated.
         seconds: How long the search took.
-        is_complete: Whether no other candidate of the space can be among the best; False: the predictions ran out.
+        is_complete: Whether no other candidate of the space can be among the best; False: predictions or time ran out.
+        out_of_time: Whether it was the time.
     """
 
     plans: tuple[Plan, ...]
@@ -100,6 +103,7 @@ class Found:
     num_predicted: int = 0
     seconds: float = 0.0
     is_complete: bool = True
+    out_of_time: bool = False
 
 
 @dataclass(slots=True)
@@ -132,6 +136,7 @@ class SearchState:
         headrooms_before: The same of the pass through the same space that did not offload.
         only_better: Whether to look only for plans that beat the best so far, not for all that may be among ``top``.
         stopped_before: Whether an earlier pass used up its predictions.
+        reach: Keep only the best plan of each family, up to so many times the figure of the best; None: all alike.
     """
 
     top: int
@@ -144,6 +149,8 @@ class SearchState:
     headrooms_before: dict[object, Headroom] = field(default_factory=dict)
     only_better: bool = False
     stopped_before: bool = False
+    reach: float | None = None
+    _figures: dict[Family, float] = field(default_factory=dict)  # of the best plan of each family
 
     def for_other_space(self) -> SearchState:
         """Return the state from which a pass through another space looks for something better."""
@@ -153,6 +160,8 @@ class SearchState:
             [*self.too_large],
             only_better=True,
             stopped_before=self.stopped or self.stopped_before,
+            reach=self.reach,
+            _figures=dict(self._figures),
         )
 
     def for_offloading(self, without: SearchState) -> SearchState:
@@ -162,7 +171,8 @@ class SearchState:
             without: The state after the pass through the same space that did not offload.
         """
         state = self.for_other_space()
-        state.only_better = without.only_better
+        # Families that offload are shown where they win; there are as many again, and each is slower than its like.
+        state.only_better = without.only_better or (self.reach is not None and bool(self.plans))
         # Candidates that were left out when the predictions ran out may have been short of memory, too.
         state.headrooms_before = {} if without.stopped else without.headrooms
         return state
@@ -176,7 +186,14 @@ class SearchState:
     def to_beat(self) -> float:
         """Return the figure that a candidate must not exceed: of the last plan kept, or of the best."""
         last = 1 if self.only_better else self.top
-        return self.plans[last - 1][0][0] if len(self.plans) >= last else math.inf
+        worst = self.plans[last - 1][0][0] if len(self.plans) >= last else math.inf
+        return min(worst, self.plans[0][0][0] * self.reach) if self.reach is not None and self.plans else worst
+
+    def has_better_of(self, family: Family, figure: float) -> bool:
+        """Return whether only one plan of a family is kept, and the one at hand has a smaller figure."""
+        if self.reach is None:
+            return False
+        return self._figures.get(family, math.inf) < figure
 
     @property
     def ever_stopped(self) -> bool:
@@ -192,6 +209,13 @@ class SearchState:
         """Note a plan that fits."""
         self.plans.append((rank, plan))
         self.plans.sort(key=lambda each: each[0])
+        if self.reach is not None:
+            firsts: dict[Family, tuple[Rank, Plan]] = {}
+            for each in self.plans:
+                firsts.setdefault(_family(each[1]), each)
+            farthest = self.plans[0][0][0] * self.reach
+            self.plans = [each for each in firsts.values() if each[0][0] <= farthest]
+            self._figures = {family: first[0] for family, (first, _) in firsts.items()}
         del self.plans[self.top :]
 
     def add_too_large(self, plan: Plan) -> None:
@@ -199,6 +223,10 @@ class SearchState:
         self.too_large.append(plan)
         self.too_large.sort(key=lambda each: (each.needed_bytes, str(each.strategy)))
         del self.too_large[_SMALLEST_KEPT:]
+
+
+def _family(plan: Plan) -> Family:
+    return family_of(plan.step.axes, plan.strategy.methods)
 
 
 @dataclass(frozen=True)

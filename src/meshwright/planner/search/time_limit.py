@@ -1,0 +1,54 @@
+"""Stop a search when its time is up, also while a model is traced."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+USUAL_LIMIT_S = 20.0
+"""Seconds of processor time after which a search that a user starts ends with the best so far."""
+
+
+class OutOfTimeError(BaseException):
+    """The time is up. No plain exception: what traces a model takes every such for a failure of the model."""
+
+
+class TimeLimit:
+    """A span of this process's processor time, which other programs on the machine do not shorten.
+
+    Args:
+        seconds: How long; None: for ever.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = seconds
+        self._end = math.inf if seconds is None else time.process_time() + seconds
+        self.place = ""  # the module that was about to run as time was up
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the time is up."""
+        return time.process_time() > self._end
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raise :class:`OutOfTimeError` as soon as a module is called after the time is up."""
+        if self._end == math.inf:
+            yield
+            return
+        hook = register_module_forward_pre_hook(self._check)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _check(self, module: nn.Module, _: Any) -> None:
+        if self.is_over:
+            self.place = type(module).__name__
+            raise OutOfTimeError

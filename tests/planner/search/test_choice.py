@@ -1,0 +1,95 @@
+"""Within the error of predictions the simpler plan comes first, and one plan stands for each family."""
+
+import contextlib
+import itertools
+import math
+
+import pytest
+
+from meshwright.cost import find_cluster
+from meshwright.errors import ConfigError, MeshwrightError, StrategyError
+from meshwright.planner import FamilyWorkload, PlanRequest, parse_family
+from meshwright.planner.family_workload import FamilyModel
+from meshwright.planner.plans import usable_bytes
+from meshwright.planner.search import default_space, search
+from meshwright.planner.search.choice import MODEL_ERROR, MOST, family_of, methods_surcharge, surcharge
+from meshwright.planner.search.search_space import Candidates
+from meshwright.planner.search.search_state import rank_of_plan
+from meshwright.planner.search.time_limit import TimeLimit
+from meshwright.strategy import Strategy
+from tests.planner.search.test_search import workload
+
+
+def request(model="llama-3-1b:seq=2048", cluster="a100-40x8", batch=32, **options):
+    return PlanRequest(FamilyModel(model, parse_family(model)), find_cluster(cluster), batch, **options)
+
+
+def test_surcharges_of_methods_that_published_runs_use_stay_within_the_error():
+    common = Strategy([("tensor_parallel", {"sequence": True}), "pipeline_parallel", "context_parallel", "fsdp"])
+    assert 0 < methods_surcharge(common.methods) <= MODEL_ERROR + 1e-12
+    assert methods_surcharge(Strategy(["fsdp", "checkpoint"]).methods) == 0
+    every = Strategy([*common.methods, ("offload", {"activations": 1.0})])
+    assert methods_surcharge(every.methods) <= MOST
+
+
+def test_a_fuller_device_counts_a_little():
+    subject = workload()
+    whole, half = (subject.plan(Strategy(["fsdp"]), parts) for parts in (1, 4))
+    assert whole.needed_bytes > half.needed_bytes
+    assert surcharge(whole) > surcharge(half) > 0
+
+
+def test_the_best_of_each_family_is_what_looking_at_everything_finds():
+    subject = workload(batch=8)
+    space = default_space(subject).replace(hybrid=False)
+    sizes = {axis: space.sizes[axis] for axis in ("tensor", "pipeline")}
+    space = space.replace(sizes=sizes, precision=space.precision[:1])
+    found = search(subject, space=space, top=10, reach=1.2, excluded=["offload"])
+    best = {}
+    candidates = Candidates(space, subject.world, subject.cluster.devices_per_node, subject.batch_size)
+    for mesh in candidates.meshes():
+        for branch, number in itertools.product(candidates.branches(mesh), candidates.micro_batches(mesh)):
+            with contextlib.suppress(MeshwrightError):
+                plan = subject.plan(branch.strategy(), number)
+                figure = rank_of_plan(plan, "tokens_per_s")[0]
+                if plan.fits:
+                    best[branch.family] = min(figure, best.get(branch.family, math.inf))
+    within = sorted(figure for figure in best.values() if figure <= 1.2 * min(best.values()))
+    assert [rank_of_plan(plan, "tokens_per_s")[0] for plan in found.plans] == within[:10]
+    families = [family_of(plan.step.axes, plan.strategy.methods) for plan in found.plans]
+    assert len(set(families)) == len(families) > 1
+
+
+def test_a_search_leaves_headroom_and_what_is_given_is_taken_as_it_is():
+    usable = usable_bytes(find_cluster("a100-40x8").device)
+    found = request(top=1).found()
+    assert found.plans[0].limit_bytes == round(0.94 * usable)
+    assert request(top=1, headroom=0.0).found().plans[0].limit_bytes == usable
+    assert request(strategy=["fsdp"]).found().plans[0].limit_bytes == usable
+    assert request(top=1, memory_limit="30 GiB").found().plans[0].limit_bytes == 30 * 2**30
+    for options in ({"headroom": 1.0}, {"headroom": -0.1}, {"limit_s": 0}):
+        with pytest.raises(ConfigError, match=r"headroom|limit_s"):
+            request(**options)
+
+
+def test_when_the_time_is_up_the_best_so_far_counts_or_an_error_says_so():
+    with pytest.raises(StrategyError, match=r"(?s)time was up.*limit_s"):
+        request(limit_s=1e-9).found()
+    seen = []
+    subject = FamilyWorkload(parse_family("llama-3-8b"), find_cluster("h100x64"), 256)
+
+    class Short(TimeLimit):
+        @property
+        def is_over(self):
+            return len(seen) >= 3
+
+    from meshwright.planner.search import find
+
+    before, find.TimeLimit = find.TimeLimit, Short
+    try:
+        found = search(subject, progress=lambda *numbers: seen.append(numbers), limit_s=1e9)
+    finally:
+        find.TimeLimit = before
+    assert found.plans
+    assert found.out_of_time
+    assert not found.is_complete
