@@ -16,7 +16,7 @@ def best_of(looked, subject, **options):
     [
         ("gpt2-large", "l4x8", 2, "pipeline_parallel"),  # 11 % slower without pipelines
         ("gpt2-xl", "a100-40x8", 2, "pipeline_parallel"),  # nothing fits with data and tensor parallelism alone
-        ("llama-2-13b", "a100-40x8", 8, "tensor_parallel"),  # 13 % slower with all tokens between the layers
+        ("llama-2-13b", "a100-40x8", 2, "tensor_parallel"),  # with tokens divided between the layers
         ("gpt2-xl", "a100-40x8", 32, "zero1"),
     ],
 )

@@ -245,7 +245,7 @@ def test_a_search_finds_what_looking_at_everything_finds_that_may_offload(object
 
 
 def test_offloading_is_among_the_plans_where_it_is_faster_than_what_fits_without():
-    subject = workload(limit_bytes=1800 * 2**20, cluster="a100x2")
+    subject = workload(limit_bytes=1500 * 2**20, cluster="a100x2")
     both, without = (quick(subject, excluded=names, top=3) for names in ((), ("offload",)))
     assert "offload" in both.plans[0].strategy
     assert both.plans[0].forecast.time.step_time_s < without.plans[0].forecast.time.step_time_s
@@ -273,9 +273,9 @@ def test_what_is_offloaded_has_to_fit_into_host_memory():
 
 
 def test_a_cluster_that_is_too_small_is_told_what_binds_and_how_many_would_do():
-    subject = workload(limit_bytes=300 * 2**20, cluster="a100x2")
+    subject = workload(limit_bytes=80 * 2**20, cluster="a100x2")
     with pytest.raises(
-        StrategyError, match=r"(?s)No strategy fits.*Expected at most 300.*smallest.*holds.*of .*take \d+ of these"
+        StrategyError, match=r"(?s)No strategy fits.*Expected at most 80.*smallest.*holds.*of .*take \d+ of these"
     ):
         quick(subject, top=1)
 
