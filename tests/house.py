@@ -40,7 +40,10 @@ FLOORS = [
 ]
 INTERNALS = "runtime/torch_internals/"
 # Names with an underscore that are of Python and of transformers.
-NOT_OF_TORCH = {"_replace", "_exit", "_current_frames", "_lru_cache_wrapper", "_attn_implementation", "_model_mapping"}
+NOT_OF_TORCH = {
+    "_replace", "_exit", "_current_frames", "_lru_cache_wrapper", "_attn_implementation", "_model_mapping",
+    "_grouped_linear",
+}  # fmt: skip
 JOURNEYS = ("accelerate(fsdp) to the first step", "one step", "a peak predicted", "a checkpoint saved")
 _BEGIN, _END = "<!-- journeys -->", "<!-- end of journeys -->"
 # A first line that begins so hangs on the name above it.

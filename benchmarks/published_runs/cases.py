@@ -65,8 +65,8 @@ class Case:
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """Return the model and the cluster: runs of one setting differ by strategy."""
-        return (self.row.source, self.row.text("model"), self.shape.seq, self.row.text("gpu"), self.cluster.num_devices)
+        """Return the model and the cluster: runs of one setting differ by strategy, and maybe by batch."""
+        return (self.row.source, self.row.text("model"), self.shape, self.row.text("gpu"), self.cluster.num_devices)
 
 
 # --- Memory

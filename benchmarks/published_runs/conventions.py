@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.planner.family_ops import PYTORCH, Implementation
+from meshwright.planner.family_ops import Implementation
 from published_runs.table_rows import Row
+
+FLASH2 = Implementation(attention="flash2")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Convention:
 
     words: tuple[str, ...] = ()
     family: Literal["gpt", "llama"] = "llama"
-    impl: Implementation = PYTORCH
+    impl: Implementation = FLASH2
     reentrant: bool = False
     reduce: Literal["half", "fp32"] = "fp32"
     wide_gradients: bool = False
@@ -90,7 +92,7 @@ class Convention:
 # exponentials, a sum and a quotient, each in a kernel; backward multiplies and casts.
 _STEPWISE_LOSS = (38, 14)
 # Transformer Engine brings cuDNN's attention, and saves the inputs of products in 8 bits.
-_TRANSFORMER_ENGINE = Implementation(attention="vendor", saves_narrow=True)
+_TRANSFORMER_ENGINE = Implementation(attention="torch", saves_narrow=True)
 _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divided but where it is said
     words=("korthikanti", "2205.05198", "vtrain"),
     family="gpt",
@@ -194,6 +196,7 @@ _KNOWN = (
         async_tensor=True,
         latency_s=3e-5,  # AWS's network (EFA)
         impl=Implementation(
+            attention="flash2",
             # Inferred from this table's peaks: no public run says so.
             copies_heads=True,
             keeps_gathered=True,
@@ -243,7 +246,7 @@ _KNOWN = (
         expandable=True,
         gathers_fp8=True,
         splits_local_batch=True,
-        impl=Implementation(logit_bytes=(2, 2)),
+        impl=Implementation(attention="flash2", logit_bytes=(2, 2)),
         vocab=128256,
         default_zero=3,
     ),
@@ -251,7 +254,7 @@ _KNOWN = (
         words=("torchtitan", "torchao"),
         early_on=("B200",),  # torch and cuBLAS of 2025
         expandable=True,
-        impl=Implementation(plain_norms=True),
+        impl=Implementation(attention="flash2", plain_norms=True),
         gathers_fp8=True,  # ``enable_fsdp_float8_all_gather``, ``Float8ColwiseParallel``
         loss_parallel=True,
         keeps_stages=True,
@@ -262,7 +265,7 @@ _KNOWN = (
     Convention(words=("fms-fsdp", "fms_fsdp", "ibm"), reduce="half", vocab=32000, default_zero=3),
     Convention(
         words=("llama 3 paper", "2407.21783"),
-        impl=Implementation(compiled=True, fused_loss=True),
+        impl=Implementation(attention="flash2", compiled=True, fused_loss=True),
         wide_gradients=True,
         stages=8,  # §3.3.2: interleaved, a stage is one layer
         default_ac="never",  # §3.3.2: without recomputation at 8K tokens
@@ -271,7 +274,7 @@ _KNOWN = (
     Convention(words=("nanochat", "picotron"), default_zero=1),
     Convention(  # FlashAttention's loss; gradients are reduced in bf16
         words=("internevo", "internlm"),
-        impl=Implementation(fused_loss=True),
+        impl=Implementation(attention="flash2", fused_loss=True),
         reentrant=True,
         reduce="half",
         default_zero=1,
@@ -333,7 +336,7 @@ def _dated(row: Row, convention: Convention) -> Convention:
 
 def _of_its_year(row: Row, convention: Convention) -> Convention:
     # NVIDIA's containers are numbered by year and month; Blackwell's first devices came in February 2025.
-    if convention.impl.attention == "vendor" and _OF_2025.search(row.source):
+    if convention.impl.attention == "torch" and _OF_2025.search(row.source):
         return dataclasses.replace(convention, early_on=(*convention.early_on, "B200"))
     return convention
 

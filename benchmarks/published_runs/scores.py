@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.cost import Calibration, StepTime, simulate
+from published_runs.as_user import user_plan
 from published_runs.cases import Case, NotCovered, RankMemory, case_of, rank_memory
 from published_runs.table_rows import Row, flops_per_s, peak_bytes, tokens_per_s
 
@@ -56,7 +57,6 @@ def predict_case(case: Case, calibration: Calibration | None = None) -> Predicti
     time = simulate(case.steps, case.cluster, calibration, in_turn=case.in_turn)
     memory = rank_memory(case)
     published = published_tokens_per_s(case)
-    oom = True if case.row.ran_out_of_memory else False if _ran(case.row) else None
     return Prediction(
         case=case,
         time=time,
@@ -65,8 +65,34 @@ def predict_case(case: Case, calibration: Calibration | None = None) -> Predicti
         memory=memory,
         published_peak_bytes=_published_peak(case),
         out_of_memory=not memory.fits,
-        published_out_of_memory=oom,
+        published_out_of_memory=_published_oom(case.row),
     )
+
+
+def predict_as_user(row: Row) -> Prediction:
+    """Predict one row as a user would, see ``as_user``.
+
+    Raises:
+        NotCovered: Saying why it cannot be.
+    """
+    planned = user_plan(row)
+    case, known = planned.case, planned.plan.forecast
+    assert known is not None
+    assert known.tokens_per_s is not None
+    return Prediction(
+        case=case,
+        time=known.time,
+        tokens_per_s_per_gpu=known.tokens_per_s / case.cluster.num_devices,
+        published_tokens_per_s_per_gpu=published_tokens_per_s(case),
+        memory=planned.memory,
+        published_peak_bytes=_published_peak(case),
+        out_of_memory=not planned.memory.fits,
+        published_out_of_memory=_published_oom(case.row),
+    )
+
+
+def _published_oom(row: Row) -> bool | None:
+    return True if row.ran_out_of_memory else False if _ran(row) else None
 
 
 def _published_peak(case: Case) -> float | None:
@@ -132,7 +158,8 @@ class Scores:
         ``time_mape`` and ``time_median`` are of tokens per second, which weigh what is predicted too fast more than
         ``step_time_mape`` and ``step_time_median`` of the same runs do; ``memory_mape`` and ``memory_median`` are of
         peak memory. All are fractions. ``oom`` counts rows that are published as having run or not: ``tp`` predicted
-        and published as out of memory, ``fn`` false "fits".
+        and published as out of memory, ``fn`` false "fits". ``cells`` says how well strategies are told apart, see
+        :func:`of_cells`.
         """
         whole = _figures(self.predictions, self.rows)
         sources = dict.fromkeys([p.row.source for p in self.predictions] + [row.source for row, _ in self.not_covered])
@@ -148,6 +175,7 @@ class Scores:
         worst = sorted(timed, key=lambda p: -abs(_speed(p) - 1))[:_WORST]
         return {
             **whole,
+            "cells": of_cells(self.predictions),
             "per_source": per_source,
             "worst": [
                 {
@@ -160,12 +188,12 @@ class Scores:
         }
 
 
-def score(rows: Sequence[Row], calibration: Calibration | None = None) -> Scores:
+def score(rows: Sequence[Row], calibration: Calibration | None = None, *, as_user: bool = False) -> Scores:
     """Predict every row of a table; one that cannot be predicted is not covered, and never an error."""
     scores = Scores(len(rows))
     for row in rows:
         try:
-            scores.predictions.append(predict_row(row, calibration))
+            scores.predictions.append(predict_as_user(row) if as_user else predict_row(row, calibration))
         except NotCovered as why:
             scores.not_covered.append((row, str(why)))
         except Exception as error:  # numbers nobody would publish: one row must not cost the table
@@ -181,17 +209,17 @@ def merged(parts: Sequence[Scores]) -> Scores:
     return whole
 
 
-def kendall_tau(predictions: Sequence[Prediction]) -> float | None:
+def kendall_tau(predictions: Sequence[Prediction], *, of_batch: bool = False) -> float | None:
     """Return the rank correlation (tau-b) of strategies within one model and cluster, pooled over all such settings.
 
     Pairs of runs of one setting (model, length of a sample, devices) count whose published speeds differ by more than
     1 %: those that the prediction orders alike less those it orders otherwise, over the root of the pairs that are not
-    tied on either side. None: no such pairs.
+    tied on either side. None: no such pairs. ``of_batch`` compares runs of equal batches alone.
     """
     settings: dict[Any, list[Prediction]] = {}
     for each in predictions:
         if each.published_tokens_per_s_per_gpu:
-            settings.setdefault(each.case.setting, []).append(each)
+            settings.setdefault((each.case.setting, of_batch and each.case.global_batch), []).append(each)
     alike = untied_published = untied_predicted = 0
     for runs in settings.values():
         for a, b in itertools.combinations(runs, 2):
@@ -201,6 +229,47 @@ def kendall_tau(predictions: Sequence[Prediction]) -> float | None:
             untied_published += published != 0
             untied_predicted += predicted != 0
     return alike / (untied_published * untied_predicted) ** 0.5 if untied_published and untied_predicted else None
+
+
+_FEWEST = 4  # runs of a cell in which a choice says something
+
+
+def of_cells(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Return how well strategies are told apart in cells: runs of one model, batch and cluster, four or more.
+
+    A table that holds the whole field of strategies, bad ones too, has runs that wait for causes of their own (a
+    broken link, a congested network), up to ten times as long as others of the same layout. So the step times of the
+    fastest quarter of each cell are scored apart. ``regret`` is by how much the run that is predicted to be the
+    fastest is slower than the fastest of its cell.
+    """
+    cells: dict[Any, list[Prediction]] = {}
+    for each in predictions:
+        if each.published_tokens_per_s_per_gpu:
+            cells.setdefault((each.case.setting, each.case.global_batch), []).append(each)
+    several = [runs for runs in cells.values() if len(runs) >= _FEWEST]
+    fastest = [each for runs in several for each in sorted(runs, key=_published)[-(len(runs) // 4) :]]
+    errors = [abs(1 / _speed(each) - 1) for each in fastest]
+    regrets = [
+        _published(max(runs, key=_published)) / _published(max(runs, key=lambda each: each.tokens_per_s_per_gpu)) - 1
+        for runs in several
+    ]
+    return {
+        "cells": len(several),
+        "fastest_rows": len(fastest),
+        "fastest_step_time_mape": _mean(errors),
+        "fastest_step_time_median": _median(errors),
+        "kendall_tau": kendall_tau([each for runs in several for each in runs], of_batch=True),
+        "regret_median": _median(regrets),
+        "regret_mean": _mean(regrets),
+        "regret_within_5_percent": _mean([float(each <= _SMALL_REGRET) for each in regrets]),
+    }
+
+
+_SMALL_REGRET = 0.05
+
+
+def _published(prediction: Prediction) -> float:
+    return prediction.published_tokens_per_s_per_gpu or 0.0
 
 
 def _order(a: float, b: float, equal: float) -> int:

@@ -65,7 +65,7 @@ _VIRTUAL = re.compile(r"\b(?:vp+|v=|virtual)[ \w-]*?[ =:]*(\d+)", re.IGNORECASE)
 _NOTHING = re.compile(r"^(?:no|n|none|0|w/o)\b|false|disabled|\boff\b|without")
 _EVERYTHING = re.compile(r"^(?:true|yes|y|1|on|enabled)$|block|uniform|ckpt|checkpoint|recompu")
 _EIGHTHS = tuple(eighth / 8 for eighth in range(1, 8))
-_ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
+ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
 
 def shard_axis_of(stage: int) -> str | None:
@@ -144,6 +144,11 @@ def is_compiled(row: Row) -> bool:
     return said is not None and _NOTHING.search(text) is None
 
 
+def says_uncompiled(row: Row) -> bool:
+    """Return whether a cell says that the model is not compiled."""
+    return bool(row.text("compile")) and not is_compiled(row)
+
+
 def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
     """Return over how many data-parallel ranks parameters are sharded: all, or under HSDP those of a group or node."""
     found = re.search(r"\b(?:HSDP|hybrid[ _-]?shard)(?: (\d+))?\b", f"{row.text('zero_stage')} {row.notes}", re.I)
@@ -174,18 +179,27 @@ def strategy_of(
         methods.append(("checkpoint", {"wrap_class": freed.recomputed, "no_reentrant": not convention.reentrant}))
     methods.append("half" if stage == 0 or convention.reduce == "half" else "amp_native")
     if stage:
-        methods.append(_ZERO[stage])
+        methods.append(ZERO[stage])
     if freed.offloaded:
         methods.append(("offload", {"activations": freed.offloaded}))
     return Strategy(methods)
 
 
+def virtual_stages_of(row: Row) -> int:
+    """Return the stages of a pipeline's rank that a row says; 1 where it does not."""
+    found = _VIRTUAL.search(_noted(row))
+    virtual = int(found.group(1)) if found else 1
+    return 2 if "interleaved" in row.notes.lower() and virtual == 1 else virtual
+
+
+def _noted(row: Row) -> str:
+    return f"{row.notes} {row.text('model')}"
+
+
 def pipeline_of(ranks: int, run: FamilyRun, convention: Convention, shape: Shape, row: Row) -> dict[str, Any]:
     """Return the keys of ``pipeline_parallel``."""
-    found = _VIRTUAL.search(f"{row.notes} {row.text('model')}")
-    virtual = int(found.group(1)) if found else 1
-    if "interleaved" in row.notes.lower() and virtual == 1:
-        virtual = 2
+    found = _VIRTUAL.search(_noted(row))
+    virtual = virtual_stages_of(row)
     if not found and ranks > 1:
         virtual = max(virtual, _usual_stages(shape.layers // ranks, convention.stages))
     if not found and "2205.05198" in row.source and shape.layers // ranks >= 3 and shape.layers // ranks % 3 == 0:

@@ -71,7 +71,8 @@ def runs(tmp_path_factory):
     """Two runs of one project: eight steps on one rank; four on two ranks, which one rank resumes."""
     folder = tmp_path_factory.mktemp("finetune")
     project(folder, '\n[eval]\nsource = "val.jsonl"\nevery = 4\nkeep_best = true\n')
-    shown = _train(folder, "one").stdout
+    told = _train(folder, "one")
+    shown = told.stdout + told.stderr
     _train(folder, "two", nproc=2, more=("--steps", 4))
     _train(folder, "two", more=("--resume", "--steps", 8))
     return folder, shown
@@ -183,3 +184,10 @@ def test_bad_lines_are_left_out_and_counted(runs, capfd):
 def test_validation_that_is_refused(table, words):
     with pytest.raises(ConfigError, match=words):
         parse_config({"model": {"source": "a:b"}, "eval": table}, "file")
+
+
+def test_a_run_tells_its_plan_once_and_nothing_foreign(runs):
+    _, shown = runs
+    assert shown.count("Plan: ") == 1
+    assert "measured" in shown
+    assert not [line for line in shown.splitlines() if "torchao" in line or "Warning" in line]

@@ -5,7 +5,7 @@ import pytest
 from meshwright.cost import DEVICES, Constants, Efficiency, Op
 from meshwright.cost.device_time import Machine, backward_s, forward_s
 
-NO_GAP = Constants(gap_s=0.0, narrow=0.5, flash1=0.5, vendor=0.5, tile=2.0)
+NO_GAP = Constants(gap_s=0.0, narrow=0.5, flash1=0.5, tile=2.0)
 MACHINE = Machine(DEVICES["A100-80"], Efficiency(matmul=0.5, attention=0.25, memory=0.5), NO_GAP)
 PEAK, BANDWIDTH = 312e12, 2.039e12
 
@@ -34,8 +34,11 @@ def test_attention_by_hand():
     assert forward_s(first, MACHINE) == pytest.approx(slower)
     assert backward_s(first, MACHINE) == pytest.approx(2.5 / 0.7 * slower)  # Dao 2023, §4.1
     assert forward_s(dataclasses.replace(first, k=32, batch=128), MACHINE) == pytest.approx(slower)
-    vendors = dataclasses.replace(op, variant="vendor")
-    assert forward_s(vendors, MACHINE) == pytest.approx(op.flops / (0.5 * PEAK) + moved / (0.5 * BANDWIDTH))
+    named = dataclasses.replace(op, variant="flash2")
+    assert forward_s(named, MACHINE) == forward_s(op, MACHINE)  # what torch takes by itself
+    other = dataclasses.replace(MACHINE, efficiency=dataclasses.replace(MACHINE.efficiency, flash2=0.125))
+    assert forward_s(named, other) == pytest.approx(op.flops / (0.125 * PEAK) + moved / (0.5 * BANDWIDTH))
+    assert forward_s(op, other) == forward_s(op, MACHINE)
 
 
 def test_kernels_bound_by_memory_and_gaps():

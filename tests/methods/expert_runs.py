@@ -124,6 +124,8 @@ def hf(name, layers):
         config = transformers.DeepseekV3Config(**{**sizes, **LATENT}, intermediate_size=24)
         return transformers.DeepseekV3ForCausalLM(config)
     if name == "gptoss":
+        # Four heads: the counter of bytes takes two sinks in a bucket of their own for a norm.
+        sizes["num_attention_heads"] = 4
         config = transformers.GptOssConfig(**sizes, num_local_experts=EXPERTS, intermediate_size=24, head_dim=8)
         return transformers.GptOssForCausalLM(config)
     if name == "qwen3":

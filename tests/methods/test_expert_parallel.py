@@ -23,6 +23,19 @@ CASES = {
     "stacked": (2, "stacked", {"expert": 2}, ["fsdp"], "adamw", 1),
     "eager": (2, "eager", {"expert": 2}, ["zero2"], "sgd", 1),
     "qwen3": (2, "qwen3", {"expert": 2}, [("checkpoint", {"no_reentrant": False})], "sgd", 1),
+    "replaced": (4, "qwen3", {"expert": 2, "zero": 2}, [("module_replace", ["experts"]), "fsdp"], "sgd", 2),
+    "replaced tensor": (
+        4, "mixtral", {"tensor": 2, "expert": 2}, [("module_replace", ["experts"]), "tensor_parallel"], "sgd", 1
+    ),
+    # Latent attention with a dense block; attention with sinks.
+    **{
+        f"{name} {axis}": (4, name, {axis: 2, "expert": 2} if axis == "tensor" else {"expert": 2, axis: 2}, methods,
+                           "sgd", micro)
+        for name in ("deepseek3", "gptoss")
+        for axis, methods, micro in (
+            ("tensor", ["tensor_parallel"], 1), ("pipeline", [scheduled("1f1b")], 2), ("zero", ["fsdp"], 1)
+        )
+    },
     "half": (2, "mixtral", {"expert": 2}, [("half", "bf16")], "bf16", 1),
     "amp": (2, "mixtral", {"expert": 2}, ["zero1", ("amp_native", "bf16")], "bf16", 1),
     "amp listed": (2, "listed", {"expert": 2}, [("amp_native", "bf16")], "bf16", 1),
@@ -103,11 +116,26 @@ def test_parity(ranks, case):
 
 def check_traffic(every):
     """All-to-alls as predicted in the mean over the ranks; other collectives on each."""
-    exchanged = [sent.pop("all_to_all") for sent, _ in every]
-    predicted = [expected.pop("all_to_all") for _, expected in every]
+    exchanged = [sent.pop("all_to_all", 0) for sent, _ in every]  # a stage may have no experts
+    predicted = [expected.pop("all_to_all", 0) for _, expected in every]
     assert sum(exchanged) == sum(predicted)
     for sent, expected in every:
         assert sent == expected
+
+
+def sent_per_token():
+    """Bytes of a token's rows in the all-to-alls of a layer and step, and the least possible."""
+    spec = importlib.util.spec_from_file_location("experts", tiny.ROOT / "benchmarks" / "experts.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    divided = ("parallel_mode", {"expert": 2}), "expert_parallel"
+    result = module.job(module.QUICK, "grouped_mm", *divided)
+    return module.bytes_per_token(result, module.batch(1)), module.least_bytes(module.QUICK)
+
+
+def test_a_token_is_sent_once_to_each_of_its_experts(ranks):
+    for sent, least in ranks(2).run(sent_per_token):
+        assert sent == least
 
 
 def test_ranks_and_experts_without_tokens(ranks):

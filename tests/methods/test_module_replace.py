@@ -15,7 +15,7 @@ from meshwright.methods.replace.fused_layers import proven_forward
 from meshwright.methods.replace.user_pairs import _PAIRS
 from meshwright.strategy import Strategy
 from tests import tiny
-from tests.methods import split_runs
+from tests.methods import expert_runs, split_runs
 from tests.methods.test_checkpoint import job
 from tests.methods.test_parity import STEPS, check_weights, full_weights
 
@@ -131,6 +131,51 @@ def test_a_norm_is_replaced_where_it_is_proven_to_be_one(kind, found):
     assert isinstance(copy.deepcopy(model)[0], Rms)
     torch.testing.assert_close(model(x), module(x), rtol=1e-5, atol=1e-6)
     assert calls  # the hook is still there
+
+
+def runs_of(model):
+    """Logits and gradients of a small batch."""
+    ids = torch.arange(2 * tiny.SEQ_LEN).view(2, -1) % 60
+    logits = model(input_ids=ids).logits
+    model.zero_grad()
+    logits.square().mean().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "eager", "deepseek3", "gptoss"])
+def test_experts_weigh_before_their_last_product(name):
+    model = expert_runs.build(name)
+    before = runs_of(model)
+    _, said = replaced(model, ["experts"])
+    assert "weigh before their last product" in said
+    for got, expected in zip(runs_of(model), before, strict=True):
+        assert (got - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gptoss"])
+def test_experts_are_as_exact_in_half_precision(name):
+    experts = expert_runs.build(name).model.layers[-1].mlp.experts
+    hidden, weights = torch.randn(9, expert_runs.WIDTH), torch.rand(9, 2)
+    index = torch.rand(9, expert_runs.EXPERTS).topk(2).indices
+    exact = experts(hidden, index, weights)
+    own = experts.to(torch.bfloat16)(hidden.bfloat16(), index, weights) - exact
+    new = replaced(nn.ModuleList([experts]), ["experts"])[0][0](hidden.bfloat16(), index, weights)
+    assert new.dtype == torch.bfloat16
+    assert (new - exact).norm() < 1.2 * own.norm()
+
+
+def test_experts_that_compute_something_else_are_left():
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    class Doubled(Qwen3MoeExperts):
+        def forward(self, *args):
+            return 2 * super().forward(*args)
+
+    model = expert_runs.build("qwen3")
+    for block in model.model.layers:
+        block.mlp.experts.__class__ = Doubled
+    assert "no stacked experts" in replaced(model, ["experts"])[1]
+    assert "experts" not in replaced(tiny.plain())[1]
 
 
 class Old(nn.Linear):

@@ -196,4 +196,4 @@ def test_the_implementation_that_is_simulated_can_be_chosen():
     )
     assert scores.needed_bytes > usual.needed_bytes > fused.needed_bytes
     assert scores.forecast.time.step_time_s > usual.forecast.time.step_time_s > fused.forecast.time.step_time_s
-    assert fused.step == planned(["fsdp"], dtype="bf16", fused_loss=True).step
+    assert fused.step == planned(["fsdp"], dtype="bf16", implementation=Implementation(), fused_loss=True).step

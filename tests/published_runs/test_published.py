@@ -8,6 +8,7 @@ from benchmarks.fit import cross_validated
 from hypothesis import given, settings, strategies as st
 from published_runs.cases import rank_memory
 from published_runs.conventions import convention_of, convention_of_row
+from published_runs.scores import predict_as_user
 
 from meshwright.errors import DataError
 from published_runs import COLUMNS, NotCovered, Row, case_of, kendall_tau, predict_row, read_rows, score
@@ -57,6 +58,56 @@ def test_runs_that_came_last_are_predicted_as_well():
     assert figures["covered"] == figures["rows"] == 16
     assert figures["time_mape"] < 0.1
     assert figures["time_median"] < 0.08
+
+
+@pytest.mark.parametrize(
+    ("table", "every", "mean", "median", "not_fitting"),
+    [(TABLE, 8, 0.19, 0.12, 2), (OTHERS, 20, 0.24, 0.23, 0), (LATE, 10, 0.11, 0.10, 6)],
+)
+def test_what_a_user_gets_is_no_worse_than_recorded(table, every, mean, median, not_fitting):
+    figures = score(read_rows(table)[::every], as_user=True).as_json()
+    assert figures["rows"] - figures["covered"] <= 1  # products in 4 bits
+    assert figures["step_time_mape"] < mean
+    assert figures["step_time_median"] < median
+    assert figures["oom"]["fp"] <= not_fitting
+
+
+def test_a_user_says_a_strategy_in_our_own_methods():
+    megatron = {"source": "Megatron-LM", "model": "Llama-3-70B", "gpu": "H100-80GB", "n_gpus": "64", "tp": "4"}
+    split = {"pp": "4", "zero_stage": "1", "micro_batch": "1", "global_batch": "64", "precision": "fp8", "ac": "none"}
+    said = predict_as_user(row(**megatron, **split))
+    names = {method.method_name for method in said.case.strategy.methods}
+    wanted = {"parallel_mode", "tensor_parallel", "pipeline_parallel", "half", "fp8", "compile", "zero1"}
+    assert names == wanted
+    assert said.case.strategy.get("tensor_parallel").sequence
+    eager = predict_as_user(row(**megatron, zero_stage="3", micro_batch="1", compile="False", ac="full"))
+    assert "compile" not in eager.case.strategy
+    assert eager.case.strategy.get("checkpoint").policy == "full"
+    with pytest.raises(NotCovered, match="4 bits"):
+        predict_as_user(row(**{**megatron, "gpu": "GB200"}, precision="NVFP4", micro_batch="1"))
+
+
+def test_what_a_user_gets_does_not_depend_on_whose_run_it_is():
+    cells = {"zero_stage": "3", "micro_batch": "1", "seq": "4096", "ac": "full", "compile": "True", "vocab": "32000"}
+    theirs, others = (predict_as_user(row(source=name, **cells)) for name in ("TorchTitan", "nobody"))
+    assert theirs.tokens_per_s_per_gpu == others.tokens_per_s_per_gpu
+    assert theirs.memory.needed_bytes == others.memory.needed_bytes
+
+
+def test_strategies_of_one_cell_are_told_apart():
+    speeds = {"1": "4000", "2": "3500", "4": "3000", "8": "900"}
+    rows = [
+        Row(
+            index,
+            {**row(seq="4096", global_batch="64", micro_batch="1").cells, "tp": tp, "tokens_per_s_per_gpu": speed},
+        )
+        for index, (tp, speed) in enumerate(speeds.items())
+    ]
+    cells = score(rows).as_json()["cells"]
+    assert (cells["cells"], cells["fastest_rows"]) == (1, 1)
+    assert cells["kendall_tau"] == 1.0
+    assert cells["regret_median"] == 0.0
+    assert cells["regret_within_5_percent"] == 1.0
 
 
 def test_json_has_the_agreed_keys(scores):

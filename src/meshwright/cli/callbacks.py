@@ -12,7 +12,7 @@ EVENTS = ("on_step", "on_eval", "on_checkpoint", "on_stop")
 
 
 class Callbacks:
-    """What ``run.callbacks`` names, on every rank.
+    """The objects that ``run.callbacks`` names, made on every rank.
 
     Each name is a class or a function that returns an object with some of the methods ``on_step(step, result)``,
     ``on_eval(step, figures)``, ``on_checkpoint(step, path)`` and ``on_stop(step)``. It is called with ``job``, the

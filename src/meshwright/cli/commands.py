@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -213,8 +214,14 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 
 
+# What they log on import is of libraries that were built for other machines, and of calls among themselves.
+_TALKATIVE = ("torchao", "torch.utils._pytree")
+
+
 def main() -> None:
     """Run the program ``meshwright``."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     app()
 
 

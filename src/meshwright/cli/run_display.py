@@ -148,10 +148,10 @@ class Observer:
     def __enter__(self) -> Self:
         table = plan_table(self._plan)
         self._keep_plan(table)
-        if self._progress.visible and len(self._console.render_lines(table)) < self._console.height - _LINES_BELOW:
-            self._progress.above = table  # until the first step has measured the memory
-        else:
-            self._console.print(table)
+        # Until the first step has measured the memory; without a terminal it is printed then, or when the run fails.
+        self._progress.above = table
+        if self._progress.visible and len(self._console.render_lines(table)) >= self._console.height - _LINES_BELOW:
+            self._print_instead(table)
         self._progress.start()
         return self
 

@@ -23,7 +23,7 @@ PROJECT = "meshwright"
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told of a run when it begins or goes on."""
+    """The description of a run that a tracker is given."""
 
     run_dir: Path
     config: Mapping[str, Any]

@@ -77,6 +77,7 @@ def learned_from(data: Mapping[str, Any]) -> Learned:
 
 FORMAT = "meshwright.efficiencies"
 _LEAST = 1e-12  # efficiencies are divided by
+_RETIRED = ("vendor",)  # constants of earlier files that nothing reads any more
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class Efficiency:
         matmul: Fraction of the peak of half-precision (and fp32) matrix products, in large ones.
         fp8: Fraction of the peak of fp8 products, in large ones.
         fp4: Fraction of the peak of 4-bit products, in large ones; None: as ``fp8``.
-        attention: Fraction of the half-precision peak, in fused attention with heads of width 128.
+        attention: Fraction of the half-precision peak, in the fused attention that torch takes by itself, with heads of
+            width 128, forward and backward together: cuDNN's on Hopper and Blackwell, else FlashAttention-2.
+        flash2: The same of FlashAttention-2, where torch takes another by itself; None: as ``attention``.
         memory: Fraction of the memory bandwidth, in kernels that are bound by it.
         intra: Fraction of the bandwidth of links inside a node.
         inter: Fraction of the bandwidth of links between nodes.
@@ -103,6 +106,7 @@ class Efficiency:
     fp8: float = 0.55
     fp4: float | None = None
     attention: float = 0.45
+    flash2: float | None = None
     memory: float = 0.8
     intra: float = 0.75
     inter: float = 0.7
@@ -150,8 +154,6 @@ class Constants:
         p2p_s: Seconds of a send to the next pipeline stage beside its bytes: ranks wait for each other.
         narrow: Exponent by which attention slows down with heads narrower than 128.
         flash1: Speed of the first generation of fused attention (Triton's) beside the second, in forward.
-        vendor: Of the half-precision peak, what fused attention reaches that is written for its generation of devices
-            (cuDNN's; FlashAttention-3 on Hopper: Shah et al. 2024, Fig. 5 and 6).
         early: Speed of products beside today's in the first year of a generation of devices, before libraries knew it.
         blocks: Speed of fp8 products with a scale for each 32 elements beside those with one for each tensor (6.8 and
             7.2 ms for the same products on B300: Transformer Engine's documentation, gemm_profiling).
@@ -188,7 +190,6 @@ class Constants:
     p2p_s: float = 2e-4
     narrow: float = 0.2
     flash1: float = 0.71
-    vendor: float = 0.53
     host_s: float = 5e-5
     operator_s: float = 1.5e-5
     early: float = 0.9
@@ -270,7 +271,8 @@ def calibration_from(data: Mapping[str, Any]) -> Calibration:
     if machine is not None and not isinstance(machine, str):
         raise ValueError(f"calibration.machine is {machine!r}")
     devices = {name: Efficiency(**_numbers(entry, _LEAST)) for name, entry in data["devices"].items()}
-    known = Calibration(devices, Constants(**_numbers(data["constants"])), machine)
+    constants = {name: value for name, value in _numbers(data["constants"]).items() if name not in _RETIRED}
+    known = Calibration(devices, Constants(**constants), machine)
     return learned_from(data["learned"]).applied(known) if "learned" in data else known
 
 

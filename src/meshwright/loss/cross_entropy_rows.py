@@ -143,6 +143,7 @@ def check_class_weight(class_weight: Tensor | None, num_classes: int, name: str)
 # --- Losses and gradients of rows.
 
 # Elements processed at a time: about as many as fit a core's cache, or fill a GPU (64 MiB in fp32).
+_FAKE_SLICES = 16
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
 
 
@@ -246,10 +247,12 @@ def mean(total: Tensor, rows: Rows) -> Tensor:
 def rows_at_a_time(logits_NC: Tensor) -> int:
     """Return the number of rows of logits to process at once."""
     num_rows, num_classes = logits_NC.shape
-    # All of them for a compiler, which fuses everything into one pass, and for fake tensors, which need no memory.
-    if torch.compiler.is_compiling() or isinstance(logits_NC, FakeTensor):
+    # All of them for a compiler, which fuses everything into one pass.
+    if torch.compiler.is_compiling():
         return max(num_rows, 1)
-    return max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
+    each = max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
+    # A pass over fake tensors, which predicts memory and time, takes a few slices for many.
+    return max(each, -(-num_rows // _FAKE_SLICES)) if isinstance(logits_NC, FakeTensor) else each
 
 
 def slices(num_rows: int, rows_at_a_time: int) -> Iterator[slice]:

@@ -182,7 +182,8 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
         raise _needs_sample(f"{type(module).__name__}, the decoder alone of a model with an encoder")
     seq = _checked_seq(config, seq)
     ids = token_batch(seq)
-    batch = {"input_ids": ids, "labels": ids}
+    # ``meshwright train`` takes its own loss of next tokens, too: the model's would copy the logits in fp32.
+    batch = {"input_ids": ids} if predicts_next_token(module, config) else {"input_ids": ids, "labels": ids}
     return ModuleModel(_name(config, path), module, batch, model_input_format="unpack_dict", seq=seq)
 
 

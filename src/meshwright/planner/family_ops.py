@@ -18,6 +18,8 @@ PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy saves attention's 
 # means (4), multiplies (4 + 4), casts back (4 + 2) and multiplies by the weight (2 + 2); rotary positions cast,
 # multiply complex numbers and cast back.
 _PLAIN_NORM, _PLAIN_ROTARY = 18, 10
+# Bytes per element that an eager norm saves beside its input: it in fp32, and in half precision before the weight.
+_PLAIN_NORM_SAVED = 6
 _NARROW = (FP8, "fp4")
 
 
@@ -25,13 +27,14 @@ _NARROW = (FP8, "fp4")
 class Implementation:
     """The implementation of a family's blocks, loss and products that is simulated.
 
-    The default is PyTorch with FlashAttention-2 and eager kernels. A strategy decides some of it, whatever is set here:
-    ``split_tokens``, ``keeps_gathered``, ``scaling`` and ``casts_weights`` follow ``tensor_parallel`` and ``fp8``, and
-    ``compile`` fuses.
+    The default is PyTorch with its own choice of fused attention and eager kernels. A strategy decides some of it,
+    whatever is set here: ``split_tokens``, ``keeps_gathered``, ``scaling`` and ``casts_weights`` follow
+    ``tensor_parallel`` and ``fp8``, and ``compile`` fuses.
 
     Args:
-        attention: ``scores`` materializes them; ``flash1`` and ``flash2`` are the generations of FlashAttention (Dao et
-            al. 2022, in Triton; Dao 2023), ``vendor`` is written for each generation of devices (cuDNN's).
+        attention: ``torch`` is the fused attention that torch 2.11 takes by itself: cuDNN's on Hopper and Blackwell,
+            else FlashAttention-2. ``flash1`` and ``flash2`` are the generations of FlashAttention on any device (Dao et
+            al. 2022, in Triton; Dao 2023), ``scores`` materializes them.
         dropout: Whether dropout's masks are saved.
         compiled: Whether chains of elementwise kernels are one.
         plain_norms: Whether norms and rotary positions are chains of kernels in fp32 where nothing fuses them.
@@ -53,7 +56,7 @@ class Implementation:
             comes nearest to their share, or that goes beyond it.
     """
 
-    attention: Literal["scores", "flash1", "flash2", "vendor"] = "flash2"
+    attention: Literal["torch", "scores", "flash1", "flash2"] = "torch"
     dropout: bool = False
     compiled: bool = False
     plain_norms: bool = False
@@ -76,6 +79,10 @@ class Implementation:
 
 
 PYTORCH = Implementation()
+# Our own loss writes an fp32 copy of a few rows, takes their maximum, shifts, exponentiates and sums them; backward
+# does so again and writes the gradient (``loss/fused.py``).
+OWN = Implementation(plain_norms=True, fused_loss=True, logit_moves=(20, 20))
+"""What our engine runs by itself for a known family: eager norms and rotary positions in fp32, and its own loss."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
     queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
     dtype = HALF if run.dtype in _NARROW else run.dtype
     if run.impl.attention != "scores":
-        variant: Literal["", "flash1", "vendor"] = "" if run.impl.attention == "flash2" else run.impl.attention
+        variant: Literal["", "flash1", "flash2"] = "" if run.impl.attention == "torch" else run.impl.attention
         fused = _matmul(run, queries, keys, width)
         return (
             dataclasses.replace(
@@ -195,7 +202,7 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
     activation = (3 if run.impl.compiled else 5) * f if shape.gated else 2 * f
     if run.impl.compiled:
         plain = (2 * 2 + 2) * h
-    elif run.impl.plain_norms:
+    elif run.impl.plain_norms and shape.gated:  # torch has one kernel for the norms of GPT
         plain += 2 * (_PLAIN_NORM - 2) * h
     if run.impl.dropout:
         plain += h  # masks of one byte, written by the kernel that adds the residual
@@ -222,6 +229,8 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
     plain = 2 * h * size  # the input, and the sum in the middle
     narrow = run.impl.saves_narrow and run.dtype in _NARROW
+    if run.impl.plain_norms and not run.impl.compiled and shape.gated and size < 4:
+        plain += 2 * _PLAIN_NORM_SAVED * h
     entering = 2 * h * (1 if narrow else size)  # both norms' outputs, which split layers take
     split = (h + 2 * kv) * size * (
         2 if run.impl.copies_heads else 1

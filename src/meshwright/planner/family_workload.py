@@ -23,7 +23,7 @@ from meshwright.methods import (
     resolve,
 )
 from meshwright.methods.pipeline.schedules import live_peaks
-from meshwright.planner.family_ops import PYTORCH, FamilyRun, Implementation
+from meshwright.planner.family_ops import OWN, FamilyRun, Implementation
 from meshwright.planner.family_steps import family_step, with_experts
 from meshwright.planner.memory_budget import fit_budget
 from meshwright.planner.model_shapes import BLOCK, Shape
@@ -178,7 +178,7 @@ class FamilyWorkload:
     limit_bytes: int | None = None
     calibration: Calibration | None = None
     fused_loss: bool = False
-    implementation: Implementation = PYTORCH
+    implementation: Implementation = OWN
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.dtype not in (*_HALF, None):
@@ -331,7 +331,7 @@ class FamilyModel:
 
     name: str
     shape: Shape
-    implementation: Implementation = PYTORCH
+    implementation: Implementation = OWN
 
     def describe(self) -> dict[str, Any]:
         """See :class:`~meshwright.planner.plans.PlannedModel`."""

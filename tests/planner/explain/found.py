@@ -14,7 +14,7 @@ STRATEGIES = (
     ([("parallel_mode", {"zero": 16}), "fsdp", BF16], 2),
     ([("parallel_mode", {"zero": 16}), "fsdp", BF16], 1),
     ([("parallel_mode", {"zero": 16}), "fsdp", BF16, RECOMPUTE], 1),
-    ([("parallel_mode", {"tensor": 8, "zero": 2}), "tensor_parallel", "fsdp", BF16], 2),
+    ([("parallel_mode", {"tensor": 8, "zero": 2}), "tensor_parallel", "fsdp", BF16], 4),
     (
         [
             ("parallel_mode", {"tensor": 2, "zero": 2, "pipeline": 4}),

@@ -335,6 +335,7 @@ class ExpertParallel(Method):
         have_equal_tokens = job.size("tensor") > 1 and not _divides_tokens(job.strategy)
         beside = TensorAxis(job.require_mesh()["tensor"]) if have_equal_tokens else None
         axis = ExpertAxis(job.mesh_axes.flat_mesh(AXIS, "tensor"), job.size(AXIS), beside)
+        assert job.expert_load is not None, "_balance has made it"
         job.experts = divide(here, axis, job.device, job.expert_load)
         job.is_split = True
         if job.shard_axis is None:

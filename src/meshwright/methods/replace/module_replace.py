@@ -15,6 +15,7 @@ from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.methods.gradient_averaging import broadcast_tensors
 from meshwright.methods.replace.attention_backends import replace_attention
 from meshwright.methods.replace.fused_layers import LIGER, replace_by_liger, replace_head, replace_rms_norms
+from meshwright.methods.replace.grouped_experts import replace_experts
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.methods.replace.user_pairs import ATORCH_NAMES, BUILT_IN, registered_pairs, replace_pairs
 from meshwright.runtime import check_equal
@@ -25,8 +26,8 @@ class ModuleReplace(Method):
     """Replaces modules by faster or smaller ones that compute the same; weights, names, hooks and modes stay.
 
     Config: None for all pairs, built-in and registered; a list of names; or keys. Built in are ``attention``,
-    ``rms_norm``, ``layer_norm``, ``swiglu`` and ``rotary``, and, on request, ``fused_loss``. Users add their own with
-    :func:`~meshwright.methods.register_replace_pair`.
+    ``rms_norm``, ``experts``, ``layer_norm``, ``swiglu`` and ``rotary``, and, on request, ``fused_loss``. Users add
+    their own with :func:`~meshwright.methods.register_replace_pair`.
     """
 
     method_name: ClassVar[str] = "module_replace"
@@ -122,6 +123,8 @@ class ModuleReplace(Method):
             replace_attention(model, self.attention, dtype, device, found, only_sdpa=only_sdpa)
         if self.wants("rms_norm"):
             replace_rms_norms(model, found)
+        if self.wants("experts"):
+            replace_experts(model, found, by_name=self.include is not None)
         for name in filter(self.wants, LIGER):
             replace_by_liger(name, model, device, found)
         if self.fuses_loss:

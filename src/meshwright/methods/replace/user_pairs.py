@@ -17,7 +17,7 @@ from meshwright.nn import outermost
 from meshwright.runtime import preserved_rng
 from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 
-BUILT_IN = ("attention", "rms_norm", "layer_norm", "swiglu", "rotary", "fused_loss")
+BUILT_IN = ("attention", "rms_norm", "experts", "layer_norm", "swiglu", "rotary", "fused_loss")
 """Names of the built-in replacements."""
 
 ATORCH_NAMES = {

@@ -387,7 +387,7 @@ class LiveBytes:
                 self._is_other(tensor)
             else:
                 storage = tensor.untyped_storage()
-                watch = weakref.ref(storage, lambda _, key=key: self._expired.append(key))
+                watch = weakref.ref(storage, self._expiry_of(key))
                 own = place if during == "backward" else None
                 self._live[key] = _Made(StorageWeakRef(storage), watch, size, len(self.moments), own)
                 self._held += size
@@ -398,6 +398,9 @@ class LiveBytes:
             before = len(self.moments)
             self._before_backward = {key: made for key, made in self._live.items() if made.operator < before}
         self.moments.append(_Moment(place, during, self._held, self._made_behind(place, during)))
+
+    def _expiry_of(self, key: int) -> Callable[[object], None]:
+        return lambda _: self._expired.append(key)
 
     def settle(self) -> int:
         """Forget what is free by now, and return the bytes held."""

@@ -1,0 +1,134 @@
+"""Predict a published run as a user would: a strategy in our own methods, and what our own engine runs by default.
+
+What a row says is what a user can say at the door: the model's dimensions, the device, the axes, ZeRO's stage, the
+batch and how it is cut, the precision, what is recomputed, whether kernels are compiled, and the stages of a
+pipeline's rank. Nothing that is simulated depends on whose run it is. How cells are read (dimensions that a name
+stands for, units, whose micro-batch a cell counts, what a memory figure counts) is the table's business, and the same
+as in ``cases.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from meshwright.cost import make_cluster
+from meshwright.errors import MeshwrightError
+from meshwright.planner.family_workload import FamilyModel
+from meshwright.planner.plans import CONTEXT_BYTES, Plan
+from meshwright.strategy import Strategy
+from published_runs.cases import Case, NotCovered, RankMemory, case_of
+from published_runs.conventions import OTHER
+from published_runs.strategies import PER_OP, ZERO, dtype_of, recompute_of, says_uncompiled, virtual_stages_of
+from published_runs.table_rows import Row
+
+_RECIPES = {"row": "rowwise", "mx": "mxfp8", "tensor": "tensorwise"}
+
+
+@dataclasses.dataclass(frozen=True)
+class UserPlan:
+    """A row beside the plan that a user gets for it."""
+
+    case: Case  # how the table is read
+    plan: Plan
+    memory: RankMemory
+
+
+def user_plan(row: Row) -> UserPlan:
+    """Predict a row by the door that users have.
+
+    Raises:
+        NotCovered: When the row gives too little, or our methods cannot run it.
+    """
+    case = case_of(row)
+    if case.run.dtype == "fp4":
+        raise NotCovered("no method of ours has products in 4 bits")
+    assumed: list[str] = []
+    candidates = recompute_of(row, OTHER, assumed)
+    try:
+        plans = (_planned(case, recomputed) for recomputed in candidates)
+        first = next(plans)
+        plan = first if first.fits else next((each for each in plans if each.fits), first)
+    except MeshwrightError as error:
+        raise NotCovered(str(error).split("\n")[0]) from error
+    case = dataclasses.replace(case, strategy=plan.strategy, assumed=(*case.assumed, *assumed))
+    return UserPlan(case, plan, _memory_of(case, plan))
+
+
+def _planned(case: Case, recomputed: str) -> Plan:
+    cluster = case.cluster
+    # The latency of a source's network is its own; a user has that of the preset.
+    plain = make_cluster(cluster.device, cluster.num_devices, cluster.devices_per_node)
+    cluster = dataclasses.replace(cluster, inter=dataclasses.replace(cluster.inter, latency_s=plain.inter.latency_s))
+    subject = FamilyModel(case.row.text("model"), case.shape).subject(cluster, _samples(case), None)
+    return subject.plan(user_strategy(case, recomputed), case.run.num_micro_batches)
+
+
+def _samples(case: Case) -> int:
+    """Return the samples of a step: whole micro-batches on every replica."""
+    axes = dict(case.strategy.get("parallel_mode").axes)  # type: ignore[union-attr]
+    replicas = axes.get("zero", 1) * axes.get("data", 1) // axes.get("context", 1)
+    return case.run.micro_batch * case.run.num_micro_batches * replicas
+
+
+def user_strategy(case: Case, recomputed: str) -> Strategy:
+    """Return the strategy of a row in our methods, as a user writes it."""
+    sizes = dict(case.strategy.get("parallel_mode").axes)  # type: ignore[union-attr]
+    tensor, pipeline, context = (sizes.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+    nearby, others = sizes.get("zero", 1), sizes.get("data", 1)
+    if nearby % context == 0:
+        nearby //= context
+    else:
+        others //= context
+    axes = (("tensor", tensor), ("context", context), ("zero", nearby), ("data", others), ("pipeline", pipeline))
+    stage = case.zero_stage
+    methods: list[Any] = [("parallel_mode", {"axes": [each for each in axes if each[1] > 1]})]
+    methods += [("tensor_parallel", {"sequence": True})] if tensor > 1 else []
+    methods += ["context_parallel"] if context > 1 else []
+    methods += [("pipeline_parallel", _pipeline(case, pipeline))] if pipeline > 1 else []
+    if recomputed:
+        methods.append(("checkpoint", {"policy": "every_second" if recomputed == PER_OP else "full"}))
+    methods += _precision(case)
+    # Published speeds are of fused kernels, compiled or written by hand, unless their table says otherwise.
+    if not says_uncompiled(case.row):
+        methods.append("compile")
+    if stage and (nearby > 1 or others > 1):
+        methods.append(ZERO[stage])
+    return Strategy(methods)
+
+
+def _precision(case: Case) -> list[Any]:
+    dtype = dtype_of(case.row, [])
+    if dtype == "fp32":
+        return []
+    text = case.row.text("precision").lower()
+    half = "fp16" if "fp16" in text and case.cluster.device.half_dtype == "fp16" else case.cluster.device.half_dtype
+    # Weights in half precision with fp32 copies where only states are sharded; else fp32 shards, cast to be gathered.
+    methods: list[Any] = [("amp_native" if case.zero_stage >= 2 else "half", half)]
+    if dtype == "fp8":
+        recipe = next((recipe for word, recipe in _RECIPES.items() if word in text), "delayed")
+        methods.append(("fp8", recipe))
+    return methods
+
+
+def _pipeline(case: Case, ranks: int) -> dict[str, Any]:
+    stages, micro_batches = virtual_stages_of(case.row), case.run.num_micro_batches
+    stages = min(stages, case.shape.layers // ranks)
+    rounds = max(1, micro_batches // ranks)
+    if stages < 2 or micro_batches % rounds:
+        return {"schedule": "1f1b" if micro_batches >= ranks else "gpipe"}
+    return {"schedule": "interleaved", "num_stages_per_rank": stages}
+
+
+def _memory_of(case: Case, plan: Plan) -> RankMemory:
+    assert plan.forecast is not None
+    peaks = plan.forecast.peaks
+    counted = max(peaks, key=lambda each: each.reserved_bytes)
+    reported = peaks[0] if case.convention.first_rank else counted
+    reserved = case.convention.memory == "reserved"
+    return RankMemory(
+        peak=counted,
+        counted_bytes=plan.needed_bytes if reserved and not case.convention.first_rank else reported.allocated_bytes,
+        needed_bytes=plan.needed_bytes + CONTEXT_BYTES,
+        fits=plan.fits,
+    )
