@@ -24,8 +24,8 @@ def test_the_first_plan_is_explained_by_time_and_memory():
     assert "computing" in reasons.chosen[2]
     reserved = readable_bytes(best.forecast.peak.reserved_bytes)
     needed = readable_bytes(best.needed_bytes)
-    assert f"The peak is {reserved}, with the gaps that an allocator leaves {needed} of the" in reasons.chosen[3]
-    assert "activations" in reasons.chosen[3]
+    assert f"The peak is {reserved}, with the gaps that an allocator leaves {needed} of the" in reasons.chosen[4]
+    assert "activations" in reasons.chosen[4]
 
 
 def test_what_offloading_needs_of_the_host_is_said():
