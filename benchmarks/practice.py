@@ -67,7 +67,7 @@ def _interleaved(stages: int) -> tuple[str, dict[str, Any]]:
 _TP = ("tensor_parallel", {"sequence": True})
 _QWEN = "mixtral:layers=94,hidden=4096,heads=32,kv_heads=4,ffn=1536,vocab=151936,experts=128,experts_per_token=8"
 _NEMO_70B = (_TP, "context_parallel", _interleaved(5), "zero1", _BF16)
-_LLAMA = (_TP, "pipeline_parallel", "zero2", _BF16)
+_LLAMA = (_TP, _interleaved(4), "zero1", _BF16)
 CASES = {
     "Llama 3 70B, 64 H100": Case(
         "llama-3-70b", "h100x64", 128, (("tensor", 4), ("context", 2), ("zero", 2), ("pipeline", 4)), _NEMO_70B, 64,

@@ -46,7 +46,9 @@ def test_trace_and_strategy_are_those_of_the_first_plan(planned):
     again = run("plan", *FOR, "--strategy", folder / "strategy.json", "--json")
     (only,) = json.loads(again.stdout)["plans"]
     assert only["time"] == best["time"]
-    assert only["memory"] == best["memory"]
+    # A search leaves headroom; a strategy that is given is held against all that is usable.
+    assert only["memory"].pop("limit_bytes") > best["memory"]["limit_bytes"]
+    assert only["memory"] == {name: value for name, value in best["memory"].items() if name != "limit_bytes"}
 
 
 def test_the_terminal_shows_table_and_reasons():

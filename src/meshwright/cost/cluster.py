@@ -106,6 +106,8 @@ _BARE = (
     _A100_40,
     _pcie(_A100_80, "A800-PCIe", 1.935e12, 0.75, "A800-80GB-PCIe", "A800-PCIe"),
     dataclasses.replace(_A100_80, name="A800", aliases=("A800",)),
+    Device("MI355X", 288 * _GIB, 2516.6e12, 157.3e12, 8.0e12, 5033.2e12, "MI300X", aliases=("MI355X",)),
+    Device("MI350X", 288 * _GIB, 2307e12, 144.2e12, 8.0e12, 4614e12, "MI300X", aliases=("MI350X",)),
     Device("MI325X", 256 * _GIB, 1307.4e12, 163.4e12, 6.0e12, 2614.9e12, "MI300X", aliases=("MI325X", "MI325")),
     Device("MI300X", 192 * _GIB, 1307.4e12, 163.4e12, 5.3e12, 2614.9e12, "MI300X", aliases=("MI300X", "MI300")),
     Device("MI250X", 64 * _GIB, 191.5e12, 47.9e12, 1.6e12, None, "MI300X", aliases=("MI250X", "MI250")),  # one die
@@ -335,13 +337,14 @@ _INTRA = {
     "V100-PCIe": 16e9, "V100S": 16e9, "V100": 150e9, "A100-PCIe": 32e9, "A100": 300e9, "A800-PCIe": 32e9, "A800": 200e9,
     "H100-PCIe": 64e9, "H100-NVL": 64e9, "H100": 450e9, "H800-PCIe": 64e9, "H800": 200e9, "H200": 450e9, "H20": 450e9,
     "B200": 900e9, "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9,
-    "MI300X": 448e9, "MI325X": 448e9, "MI250X": 200e9,
+    "MI355X": 538e9, "MI350X": 538e9, "MI300X": 448e9, "MI325X": 448e9, "MI250X": 200e9,
     "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
     "RTX-A6000": 25e9, "RTX-6000-Ada": 25e9, "RTX-PRO-6000": 50e9, "RTX-3090": 18e9, "RTX-4090": 18e9, "RTX-5090": 32e9,
 }  # fmt: skip
 _NODE_GBPS = {
     "V100": 400, "A100": 1600, "A800": 1600, "H100": 3200, "H800": 3200, "H200": 3200, "B200": 3200, "GB200": 3200,
     "GB300": 6400, "B300": 6400, "GH200": 3200, "H20": 3200, "MI300X": 3200, "MI325X": 3200, "MI250X": 800,
+    "MI350X": 3200, "MI355X": 3200,
     "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10, "RTX": 100, "RTX-PRO-6000": 400,
 }  # fmt: skip
 # NVL72: NVLink joins a rack's devices, and not those of a tray alone. Jobs over several racks take 64 of each where

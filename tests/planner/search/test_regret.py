@@ -5,6 +5,7 @@ import pytest
 from meshwright.cost import find_cluster
 from meshwright.planner import FamilyWorkload, default_space, parse_family
 from meshwright.planner.search import search, search_in_stages
+from meshwright.planner.search.search_state import rank_of_plan
 
 
 def best_of(looked, subject, **options):
@@ -16,14 +17,15 @@ def best_of(looked, subject, **options):
     [
         ("gpt2-large", "l4x8", 2, "pipeline_parallel"),  # 11 % slower without pipelines
         ("gpt2-xl", "a100-40x8", 2, "pipeline_parallel"),  # nothing fits with data and tensor parallelism alone
-        ("llama-2-13b", "a100-40x8", 2, "tensor_parallel"),  # with tokens divided between the layers
+        ("llama-2-13b", "a100-40x8", 8, "fsdp"),  # on paper 3 % slower than a tensor axis of 4, and simpler
         ("gpt2-xl", "a100-40x8", 32, "zero1"),
     ],
 )
 def test_stages_find_what_the_whole_space_has(model, cluster, batch, method):
     subject = FamilyWorkload(parse_family(model), find_cluster(cluster), batch)
     best, staged = best_of(search, subject), best_of(search_in_stages, subject)
-    assert staged.forecast.time.step_time_s <= 1.03 * best.forecast.time.step_time_s
+    # By the figure that plans are ranked by: seconds with surcharges.
+    assert rank_of_plan(staged, "tokens_per_s")[0] <= 1.03 * rank_of_plan(best, "tokens_per_s")[0]
     assert method in staged.strategy
 
 
