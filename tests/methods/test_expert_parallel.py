@@ -1,7 +1,6 @@
 """``expert_parallel`` against one plain process, and both twins; what it cannot work on is refused."""
 
 import functools
-import importlib.util
 
 import pytest
 import torch
