@@ -38,7 +38,7 @@ def _prepare(tmp_path, *changes, world=2, **options):
 def test_a_request_finds_everything_relative_to_its_file(tmp_path):
     prepared = _prepare(tmp_path)
     assert prepared.strategy is None
-    assert [file.name for file in prepared.corpus.files] == ["corpus.txt"]
+    assert [file.name for part in prepared.corpus.parts for file in part.files] == ["corpus.txt"]
     assert prepared.corpus.cache_dir == tmp_path / "cache"
     model = prepared.model.build(257, 16)
     assert model(torch.zeros(2, 16, dtype=torch.long)).shape == (2, 16, 257)

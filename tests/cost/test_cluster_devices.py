@@ -100,8 +100,8 @@ def test_every_preset_has_a_price_but_where_none_is_listed():
     unpriced = {name for name, device in DEVICES.items() if device.price_per_hour is None}
     assert unpriced == {
         "A100-PCIe-40", "A100-PCIe-80", "A800", "A800-PCIe", "B300", "GB200", "GB300", "GH200", "H20", "H800",
-        "H800-PCIe", "MI250X", "MI325X", "RTX-6000-Ada", "RTX-A6000", "RTX-PRO-6000", "V100-PCIe-16",
-        "V100-PCIe-32", "V100S-PCIe",
+        "H800-PCIe", "MI250X", "MI325X", "MI350X", "MI355X", "RTX-6000-Ada", "RTX-A6000", "RTX-PRO-6000",
+        "V100-PCIe-16", "V100-PCIe-32", "V100S-PCIe",
     }  # fmt: skip
     assert DEVICES["B200"].price_per_hour > DEVICES["H100-SXM"].price_per_hour > DEVICES["L4"].price_per_hour > 0
     wanted = "V100-16 V100-32 A100-40 A100-80 H100-SXM H100-PCIe H200 B200 MI300X L4 A10 CPU"

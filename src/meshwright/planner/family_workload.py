@@ -164,6 +164,7 @@ class FamilyWorkload:
         num_micro_batches: Micro-batches per step; None: 1, or as many as a pipeline takes.
         zero_level: Which method a ``zero`` axis means when none is named.
         limit_bytes: Usable device memory of a rank; None: what its device has for tensors.
+        limit_is_free: Whether ``limit_bytes`` is what is free, of which communicators of the mesh will take some.
         calibration: Efficiencies of the cluster's kernels and links; None: the cluster's own.
         fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.
         implementation: Which kernels run the family, and what they save.
@@ -176,6 +177,7 @@ class FamilyWorkload:
     num_micro_batches: int | None = None
     zero_level: int = 3
     limit_bytes: int | None = None
+    limit_is_free: bool = False
     calibration: Calibration | None = None
     fused_loss: bool = False
     implementation: Implementation = OWN
@@ -246,7 +248,7 @@ class FamilyWorkload:
 
     def _communicator_bytes(self, step: Step) -> int:
         # A limit that somebody gives is for tensors alone.
-        return communicator_bytes(step) if self.limit_bytes is None else 0
+        return communicator_bytes(step) if self.limit_bytes is None or self.limit_is_free else 0
 
     def on(self, num_devices: int) -> FamilyWorkload:
         """Return the workload on another number of the same devices."""
@@ -337,9 +339,12 @@ class FamilyModel:
         """See :class:`~meshwright.planner.plans.PlannedModel`."""
         return {"name": self.name, "num_parameters": self.shape.num_parameters, "seq": self.shape.seq}
 
-    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None, limit_is_free: bool = False) -> Subject:
         """See :class:`~meshwright.planner.plans.PlannedModel`."""
-        return FamilyWorkload(self.shape, cluster, samples, limit_bytes=limit_bytes, implementation=self.implementation)
+        return FamilyWorkload(
+            self.shape, cluster, samples, limit_bytes=limit_bytes, limit_is_free=limit_is_free,
+            implementation=self.implementation,
+        )  # fmt: skip
 
 
 def _is_lowered(strategy: Strategy) -> bool:

@@ -91,12 +91,13 @@ class PlanRequest:
         A search leaves headroom. A strategy that is given, and a limit that is, are taken at their word.
         """
         limit = read_size(self.memory_limit, "memory_limit")
+        is_given = limit is not None
         if limit is not None:
             # The same share of a device that has more memory, or less.
             limit = round(limit * (cluster.device.memory_bytes / self.cluster.device.memory_bytes))
         elif self.strategy is None:
             limit = round(usable_bytes(cluster.device) * (1 - self.headroom))
-        return self.model.subject(cluster, samples, limit)
+        return self.model.subject(cluster, samples, limit, not is_given)
 
     @functools.cached_property
     def subject(self) -> Subject:

@@ -231,13 +231,14 @@ class PlannedModel(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return plain values that describe it, as reports and ``--json`` show them."""
 
-    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None, limit_is_free: bool = False) -> Subject:
         """Return the subject of its plans.
 
         Args:
             cluster: Cluster that it runs on.
             samples: Samples per step over all ranks.
             limit_bytes: Bytes that tensors may take of a device; None: all usable ones.
+            limit_is_free: Whether communicators of the mesh take some of the limit, as they do of all usable bytes.
         """
 
 

@@ -459,13 +459,13 @@ class ModuleModel:
         found = {"name": self.name, "class": type(self.module).__name__, "num_parameters": count}
         return found | ({"seq": self.seq} if self.seq is not None else {})
 
-    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None, limit_is_free: bool = False) -> Subject:
         """See :class:`~meshwright.planner.plans.PlannedModel`. The module is traced once for CPUs and once for GPUs."""
-        is_given = limit_bytes is not None  # for tensors alone
+        is_free = limit_bytes is None or limit_is_free  # otherwise it is for tensors alone
         limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
         if cluster.device.is_host not in self._traced:
             self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
-        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes, not is_given)
+        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes, is_free)
 
     @functools.cached_property
     def _traced(self) -> dict[bool, Workload]:

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.methods import Method, Role
+from meshwright.planner.plans import Plan, usable_bytes
 
 if TYPE_CHECKING:
-    from meshwright.planner.plans import Plan
     from meshwright.strategy import MethodConfig
 
 MODEL_ERROR = 0.08
@@ -43,7 +43,10 @@ def methods_surcharge(methods: Iterable[MethodConfig]) -> float:
 
 def surcharge(plan: Plan) -> float:
     """Return the share by which a plan must be faster than one without methods on an empty device."""
-    full = min(plan.needed_bytes / plan.limit_bytes, 1.0) if plan.limit_bytes else 0.0
+    # A limit that somebody gives is not a fuller device.
+    usable = 0 if plan.forecast is None else usable_bytes(plan.forecast.cluster.device)
+    usable = max(usable, plan.limit_bytes or 0)
+    full = min(plan.needed_bytes / usable, 1.0) if usable else 0.0
     return min(methods_surcharge(plan.strategy.methods) + FULL_DEVICE * full, MOST)
 
 
