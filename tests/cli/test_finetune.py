@@ -1,6 +1,7 @@
 """Fine-tuning from the command line: conversations in files, packed and padded, mixtures, validation."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -93,6 +94,16 @@ def test_losses_do_not_depend_on_the_ranks_or_on_a_resume(runs):
     assert "validation at step 8: loss" in shown
     for out in (folder / "one", folder / "two"):
         assert [path.name for path in (out / "best").glob("step-*")] == ["step-00000008"]
+
+
+def test_a_run_that_goes_over_its_best_step_again_keeps_it(runs):
+    """As when it was killed after the best checkpoint, and before the next ordinary one."""
+    folder, _ = runs
+    shutil.copytree(folder / "two", folder / "again")
+    shutil.rmtree(folder / "again" / "checkpoints" / "step-00000008")
+    _train(folder, "again", more=("--resume", "--steps", 8))
+    assert _losses(folder / "again") == pytest.approx(_losses(folder / "two"), rel=1e-5)
+    assert [path.name for path in (folder / "again" / "best").glob("step-*")] == ["step-00000008"]
 
 
 def test_packed_padded_and_single_samples_have_one_loss(runs):

@@ -11,14 +11,14 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.errors import ConfigError, did_you_mean, join_names
 
 PROJECT = "meshwright"
-"""What runs are filed under where no environment variable of a tracker names a project."""
+"""The project of runs where no environment variable of a tracker names one."""
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,15 @@ class Trackers:
     """All trackers of a run, on rank 0; one that fails is reported once, and left alone from then on."""
 
     def __init__(self, names: Sequence[str], info: RunInfo) -> None:
-        self._names, self._info = names, info
-        self._open: dict[str, Tracker] = {}
-        for name in names:
-            self._call(name, functools.partial(self._begin, name))
+        self._names, self._open = names, dict[str, Tracker]()
+        self._begin(info)
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, info: RunInfo) -> None:
+        self._info = info
+        for name in self._names:
+            self._call(name, functools.partial(self._begin_one, name))
+
+    def _begin_one(self, name: str) -> None:
         self._open[name] = _TRACKERS[name](self._info)
 
     def log(self, figures: Mapping[str, object], step: int) -> None:
@@ -208,7 +211,7 @@ class Trackers:
     def rewind(self, step: int) -> None:
         """Begin anew after a step, for the steps behind it are repeated."""
         self.close()
-        self.__init__(self._names, RunInfo(self._info.run_dir, self._info.config, step))  # type: ignore[misc]
+        self._begin(replace(self._info, first_step=step))
 
     def close(self) -> None:
         """Write what is pending."""

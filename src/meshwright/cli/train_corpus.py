@@ -35,7 +35,7 @@ from meshwright.data import (
     trained_labels,
 )
 from meshwright.data.chat import is_conversation, is_tokenizer_folder
-from meshwright.data.records import holds_records, open_text
+from meshwright.data.records import holds_records, open_text, text_of
 from meshwright.data.tokenizer import BYTES
 from meshwright.errors import ConfigError, DataError
 from meshwright.runtime import print_rank, rank, same_on_every_rank
@@ -160,14 +160,7 @@ class Corpus:
     def _sample(self, record: Record) -> Tokens:
         if self.chat is not None and is_conversation(record.value):
             return self.chat.encode(record)
-        text = record.value.get(self.table.text_key)
-        if not isinstance(text, str):
-            raise DataError(
-                f"{record.where} has neither a text nor a conversation",
-                expected=f"text under the key {self.table.text_key!r} (data.text_key), or messages",
-                got=f"keys {', '.join(map(str, record.value))}",
-                fix="name the key with the text, or leave the record out",
-            )
+        text = text_of(record, self.table.text_key, "a conversation")
         ids = np.append(self.tokenizer.encode(text.encode()).astype(np.int64), self.tokenizer.end_of_text)
         return Tokens(ids, np.ones(len(ids), dtype=bool))
 
@@ -277,9 +270,7 @@ def find_validation(table: EvalTable, data: DataTable, corpus: Corpus, folder: P
     """
     if table.source is None and not table.mixture:
         return None
-    own = {"source": table.source} if table.source is not None else {"mixture": table.mixture}
-    rest = data.model_dump(include=data.model_fields_set - {"source", "mixture", "args"})
-    parts = _parts(DataTable.model_validate({**rest, **own}), folder)
+    parts = _parts(table, folder)
     if _hold_conversations(parts, BadLines(data.bad_lines)) and corpus.chat is None:
         raise ConfigError(
             "Texts are trained, and conversations shall validate them",
@@ -290,8 +281,8 @@ def find_validation(table: EvalTable, data: DataTable, corpus: Corpus, folder: P
     return Corpus(tuple(parts), corpus.table, corpus.tokenizer, corpus.chat, corpus.cache_dir, corpus.layout)
 
 
-def _parts(table: DataTable, folder: Path) -> list[Part]:
-    if not table.mixture:
+def _parts(table: DataTable | EvalTable, folder: Path) -> list[Part]:
+    if table.source is not None and not table.mixture:
         return [_part(table.source, folder, None, 1.0)]
     found = [_part(each.source, folder, each.name, each.weight) for each in table.mixture]
     names = [part.name for part in found]

@@ -19,6 +19,7 @@ from meshwright.data import SampleRows
 from meshwright.errors import DataError
 from meshwright.runtime import preserved_rng, same_on_every_rank
 from meshwright.store import CheckpointStore, TrainingState
+from meshwright.store.manifest import step_name
 from meshwright.training.accelerated import Accelerated
 
 _STATE = "validation"  # the key in a checkpoint's extra
@@ -29,7 +30,7 @@ class Batch(NamedTuple):
 
     rows: tuple[int | None, ...]
     weight: float
-    """What the mean loss of the batch counts in that of its source."""
+    """The number of trained tokens, or of sequences, that its mean loss is over."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,14 @@ class Validation:
         is_best = loss < self.lowest
         self.lowest, self.without_a_lower = (loss, 0) if is_best else (self.lowest, self.without_a_lower + 1)
         self._state.extra[_STATE] = {"lowest": self.lowest, "without_a_lower": self.without_a_lower}
-        if is_best and self._best is not None:
+        if is_best and self._best is not None and not self._holds_a_later(self._best):
             self._best.save(self._state)
         return Result(self._state.step, loss, by_source, is_best)
+
+    def _holds_a_later(self, best: CheckpointStore) -> bool:
+        """Return whether this run had come further before it was resumed, and kept a checkpoint that was better yet."""
+        newest = best.newest()
+        return newest is not None and newest.name >= step_name(self._state.step)
 
     def _losses(self, shown: Callable[[int, int], None]) -> tuple[dict[str, float], dict[str, float]]:
         job, done, total = self._accelerated, 0, sum(len(source.batches) for source in self._sources)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from meshwright.errors import ConfigError, DataError, printable
+from meshwright.errors import ConfigError, DataError, join_names, printable
 
 _MAGIC_BYTES = 10
 # What compressed files begin with.
@@ -67,6 +67,28 @@ def read_records(path: Path, bad_lines: BadLines | None = None) -> Iterator[Reco
     if path.is_dir():
         return _of_dataset(path)
     return _of_parquet(path) if path.suffix == ".parquet" else _of_json_lines(path, bad_lines or BadLines())
+
+
+def text_of(record: Record, key: str, otherwise: str = "") -> str:
+    """Return the text of a record.
+
+    Args:
+        record: The record.
+        key: Its key.
+        otherwise: What else it could have held, for the error.
+
+    Raises:
+        DataError: When there is none under the key.
+    """
+    text = record.value.get(key)
+    if not isinstance(text, str):
+        raise DataError(
+            f"{record.where} has {f'neither a text nor {otherwise}' if otherwise else 'no text'}",
+            expected=f"text under the key {key!r} (data.text_key)",
+            got=f"keys {join_names(map(str, record.value), limit=8)}",
+            fix="name the key with the text, or leave the record out",
+        )
+    return text
 
 
 # --- Text, which may be compressed

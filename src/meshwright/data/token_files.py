@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from meshwright.data.records import BadLines, compression_of, holds_records, open_text, read_records
+from meshwright.data.records import BadLines, compression_of, holds_records, open_text, read_records, text_of
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import ConfigError, DataError, join_names
+from meshwright.errors import ConfigError, DataError
 
 STDLIB = "stdlib"
 """Source name of the Python standard library's own ``.py`` files."""
@@ -273,15 +273,7 @@ def _documents(path: Path, text_key: str, bad_lines: BadLines) -> Iterator[Itera
         yield _pieces(path)
         return
     for record in read_records(path, bad_lines):
-        text = record.value.get(text_key)
-        if not isinstance(text, str):
-            raise DataError(
-                f"{record.where} has no text",
-                expected=f"text under the key {text_key!r} (data.text_key)",
-                got=f"keys {join_names(map(str, record.value), limit=8)}",
-                fix="name the key with the text, or leave the record out",
-            )
-        yield iter([(text.encode(), 0.0)])
+        yield iter([(text_of(record, text_key).encode(), 0.0)])
 
 
 def _pieces(path: Path) -> Iterator[_Piece]:
