@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,8 @@ from typing import Any
 
 _CALL_TIMEOUT_S = 180.0
 _STRAGGLER_TIMEOUT_S = 20.0  # how long the others may go on after one rank has failed
+_KILLED = (-9, 255)  # by SIGKILL; with the fork server, which alone knows how its workers end
+_EXIT_TIMEOUT_S = 5.0  # between the end of a worker's pipe and that of the worker
 _CALLS_IN_A_WORLD = 8  # gloo polls for every process group that was ever made, a hundred times a second
 _PAUSES = sys.platform == "linux"  # where the kernel ends paused workers with their parent, whatever ended it
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -29,8 +32,12 @@ class RemoteFailure(AssertionError):
     """A worker raised: carries its traceback."""
 
 
+class _Killed(RemoteFailure):
+    """Something outside killed a worker."""
+
+
 class Pool:
-    """``size`` gloo ranks that stay alive between calls, paused; rebuilt after a call that hung.
+    """``size`` gloo ranks that stay alive between calls, paused; rebuilt after a call that failed or hung.
 
     Paused, since gloo's threads poll between calls, too: four idle ranks take a tenth of two cores.
     """
@@ -43,6 +50,14 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Runs a module-level function on every rank; returns one result per rank, in rank order."""
+        try:
+            return self._run(function, *args, **kwargs)
+        except _Killed:  # by the system, not by the test: the fork server takes all workers with it
+            return self._run(function, *args, **kwargs)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        if not all(worker.is_alive() for worker in self._workers):
+            self.stop()
         if not self._workers:
             self._start()
         if self._calls == _CALLS_IN_A_WORLD:
@@ -59,12 +74,14 @@ class Pool:
         self._signal("SIGSTOP")
         errors = [(rank, answer[1]) for rank, answer in enumerate(answers) if answer and not answer[0]]
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
-        if silent:
-            self.stop()
+        killed = any(worker.exitcode in _KILLED for worker in self._workers)
+        if silent or errors:
+            self.stop()  # groups may be out of step, or a rank dead: one failure stays one
         if errors:
             others = "".join(f"rank {rank}, too: …{text[-600:]}" for rank, text in errors[1:])
             unheard = f"ranks {silent} did not answer\n" if silent else ""
-            raise RemoteFailure(f"rank {errors[0][0]} of {self.size} failed:\n{errors[0][1]}{others}{unheard}")
+            text = f"rank {errors[0][0]} of {self.size} failed:\n{errors[0][1]}{others}{unheard}"
+            raise _Killed(text) if killed else RemoteFailure(text)
         if silent:
             raise RemoteFailure(f"ranks {silent} of {self.size} did not answer")
         return [answer[1] for answer in answers if answer]
@@ -85,7 +102,8 @@ class Pool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = (False, "the process died")
+                    self._workers[rank].join(_EXIT_TIMEOUT_S)
+                    answers[rank] = (False, f"the process died with exit code {self._workers[rank].exitcode}\n")
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + _STRAGGLER_TIMEOUT_S)
         return answers
@@ -138,6 +156,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )  # fmt: skip
+    faulthandler.enable()  # where a worker was that died of a signal
     import torch
 
     import meshwright.runtime as runtime
