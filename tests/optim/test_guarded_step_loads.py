@@ -10,7 +10,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.optim import AdamOptimizer, GuardedOptimizer, MasterWeights
-from meshwright.optim.guarded_step import follow_loads
+from meshwright.optim.loaded_weights import follow_loads
 from meshwright.runtime import gather_objects
 from meshwright.store import CheckpointStore, TrainingState
 from tests import tiny

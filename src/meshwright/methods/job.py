@@ -202,6 +202,8 @@ class OptimizerRequests:
     master_weights: bool = False
     make_host_weights: Callable[[], MasterWeights] | None = None  # offload: in place of master weights
     before_update: list[Callable[[], None]] = field(default_factory=list)  # called before each step of the optimizer
+    # Called before each step, perhaps also one that is skipped: a device may decide so without the host.
+    before_update_or_skip: list[Callable[[], None]] = field(default_factory=list)
     after_update: list[Callable[[], None]] = field(default_factory=list)  # and after it; never for a skipped step
     wrappers: list[Callable[[Optimizer], Optimizer]] = field(default_factory=list)  # wrap it, the first innermost
 
@@ -338,6 +340,7 @@ class Job:
             params = list(params) or [{"params": []}]
         master = self._make_master()
         inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
+        call_around(inner, asked.before_update_or_skip, may_be_skipped=True)
         call_around(inner, asked.before_update, asked.after_update)
         if self.stages is not None and master is not None:
             self.stages = self.stages.with_masters(master.of)

@@ -280,7 +280,7 @@ class AveragedGradients:
         """Check before each step of an optimizer from now on; return it."""
         guard = guard_of(optimizer)
         stepped = guard.inner if guard is not None else optimizer
-        call_around(stepped, before=[lambda: self._check(stepped)])
+        call_around(stepped, before=[lambda: self._check(stepped)], may_be_skipped=True)
         return optimizer
 
     def _check(self, optimizer: Optimizer) -> None:

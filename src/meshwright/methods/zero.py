@@ -365,7 +365,7 @@ def _reshard_around_steps(job: Job) -> None:
     sharded = [module for module in job.model.modules() if isinstance(module, FSDPModule)]
     reshard_at_updates(sharded)
     # The hook above goes by the shards that an optimizer updates. One over master weights has others.
-    job.optimizer.before_update.append(functools.partial(reshard_units, sharded))
+    job.optimizer.before_update_or_skip.append(functools.partial(reshard_units, sharded))
     if job.pipeline is None:  # a pipeline cleans up after itself
         recover_in_forward(job.model)
 
@@ -439,7 +439,7 @@ def _check_gather_order(job: Job, ignored: set[nn.Parameter], blocks: list[str])
     experts = job.experts.parameters() if job.experts is not None else set()  # other ranks have other experts
     log = CollectiveLog(job.model, ignored | experts, offloaded, gathers=job.size(job.shard_axis) > 1)
     job.gather_order_check = check = GatherOrderCheck(job.mesh_axes, log)
-    job.optimizer.before_update.append(check.before_update)
+    job.optimizer.before_update_or_skip.append(check.before_update)
 
 
 class GatherOrderCheck:
@@ -484,7 +484,7 @@ class GatherOrderCheck:
         """Compare the ranks in a loop written by hand, which adds up no losses; a collective of its own."""
         if self._log.is_any():
             device = self._ranks.require_mesh().device_type
-            numbers = torch.tensor(self.numbers(), dtype=torch.float32, device=device)
+            numbers = torch.tensor(self.numbers(), dtype=torch.float32).to(device, non_blocking=True)
             self.check(sum_over(self._ranks, numbers, STEP_AXES))
 
     def _hashes(self, order: bytes) -> list[int]:

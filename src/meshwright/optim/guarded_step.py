@@ -1,4 +1,4 @@
-"""Wrap optimizers: guard the step, clip through the wrappers or in the kernel, and follow weights that are loaded.
+"""Wrap optimizers: guard the step, and clip through the wrappers or in the kernel.
 
 An accelerated model's optimizer is, from the outside in: perhaps an outer optimizer over replicas, perhaps a
 :class:`GuardedOptimizer` (loss scale, fp32 master weights, non-finite gradients), and the optimizer that holds the
@@ -7,26 +7,31 @@ states. The functions here find their way through these layers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.dtensors import Stages, clip_divisor, clip_grad_norm_, clip_grad_value_, divide_, local_tensor
 from meshwright.optim.full_state_dict import gathered_state_dict, laid_out_like, load_laid_out
-from meshwright.optim.mixed_precision import MASTER, MasterWeights, ScaleGradient, take_over
-from meshwright.runtime import agreed
+from meshwright.optim.fused_kernels import KERNELS, step_unless, use_fused
+from meshwright.optim.mixed_precision import MasterWeights, ScaleGradient
+from meshwright.runtime import HostCopy, agreed
 from meshwright.runtime.torch_internals.modules import children_of, parameters_of
-from meshwright.runtime.torch_internals.optim import found_inf_of, global_step_pre_hooks, step_pre_hooks_of
+from meshwright.runtime.torch_internals.optim import (
+    found_inf_of,
+    global_step_post_hooks,
+    global_step_pre_hooks,
+    step_post_hooks_of,
+    step_pre_hooks_of,
+)
 
 AVERAGE = "_weight_average"
 """The attribute under which an optimizer carries the average of its weights."""
@@ -109,7 +114,11 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def call_around(
-    optimizer: Optimizer, before: Sequence[Callable[[], None]] = (), after: Sequence[Callable[[], None]] = ()
+    optimizer: Optimizer,
+    before: Sequence[Callable[[], None]] = (),
+    after: Sequence[Callable[[], None]] = (),
+    *,
+    may_be_skipped: bool = False,
 ) -> None:
     """Call functions around every step of an optimizer.
 
@@ -117,6 +126,7 @@ def call_around(
         optimizer: With or without wrappers.
         before: Called before the step; they must not look at gradients, which kernels may clip later.
         after: Called after the step.
+        may_be_skipped: They may be called around a step that leaves the weights as they were.
     """
     # A wrapper has no hooks of its own, and its inner optimizer may take several steps in one.
     if isinstance(optimizer, WrappedOptimizer) and (before or after):
@@ -132,15 +142,15 @@ def call_around(
         optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
         return
     for call in before:
-        optimizer.register_step_pre_hook(_Hook(call))
+        optimizer.register_step_pre_hook(_Hook(call, may_be_skipped))
     for call in after:
-        optimizer.register_step_post_hook(_Hook(call))
+        optimizer.register_step_post_hook(_Hook(call, may_be_skipped))
 
 
 class _Hook:
     # A class of its own, by which `shows_gradients` tells our hooks from the user's.
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], None], may_be_skipped: bool) -> None:
+        self._call, self.may_be_skipped = call, may_be_skipped
 
     def __call__(self, *_: Any) -> None:
         self._call()
@@ -150,6 +160,15 @@ def shows_gradients(optimizer: Optimizer) -> bool:
     """Return whether a user's hook may look at the gradients before the optimizer's kernel does."""
     hooks = (*step_pre_hooks_of(optimizer).values(), *global_step_pre_hooks.values())
     return not all(isinstance(hook, _Hook) for hook in hooks)
+
+
+def _has_hooks_of_real_steps(optimizer: Optimizer) -> bool:
+    """Return whether a hook must not be called around a step that the device skips: one of a user, or of a method."""
+    own = (*step_pre_hooks_of(optimizer).values(), *step_post_hooks_of(optimizer).values())
+    return any(
+        not (isinstance(hook, _Hook) and hook.may_be_skipped)
+        for hook in (*own, *global_step_pre_hooks.values(), *global_step_post_hooks.values())
+    )
 
 
 def average_of(optimizer: Optimizer | None) -> Any:
@@ -201,7 +220,7 @@ class GuardedOptimizer(WrappedOptimizer):
         self._scaled = False  # a loss went through ``scaled`` since the last step
         self._prepared = False  # gradients collected and unscaled since the last step or zero_grad
         self._norm: torch.Tensor | None = None  # of the prepared gradients, once it has been computed
-        self._skips_next = False
+        self._skips_next: bool | torch.Tensor = False
         self.loss: torch.Tensor | None = None
         """Loss of the next step, equal on all ranks that decide together. May be set before each step: a loss that is
         not finite then counts like gradients that are not."""
@@ -217,9 +236,22 @@ class GuardedOptimizer(WrappedOptimizer):
         """Expect scaled gradients in this step, where another pipeline stage computes the loss."""
         self.scaled(torch.zeros((), device=self.stages.device if self.stages else None, requires_grad=True))
 
-    def leave_out(self) -> None:
-        """Make the next ``step`` leave the weights as they are, whatever the gradients; every rank must call it."""
-        self._skips_next = True
+    def leave_out(self, where: bool | torch.Tensor = True) -> None:
+        """Make the next ``step`` leave the weights as they are, whatever the gradients; every rank must call it.
+
+        Args:
+            where: Whether to; a 0-dim tensor of a device that skips by itself, see :meth:`skips_on_device`.
+        """
+        self._skips_next = where
+
+    def skips_on_device(self) -> bool:
+        """Return whether a device decides by itself if the next step is skipped: the host learns it after the step.
+
+        The kernels of torch's fused optimizers can. On the CPU the host knows the numbers already.
+        """
+        parameters = self._parameters()
+        on_device = bool(parameters) and all(parameter.device.type == "cuda" for parameter in parameters)
+        return on_device and use_fused(self.inner) and not _has_hooks_of_real_steps(self.inner)
 
     def prepare_gradients(self) -> None:
         """Collect gradients into the master weights and remove the loss scale. Repeated calls in a step do nothing.
@@ -278,32 +310,49 @@ class GuardedOptimizer(WrappedOptimizer):
         self._skips_next, self.loss = False, None
 
     def _step_unless_nonfinite(self) -> bool:
-        if self._skips_next:
-            if self.scaler is not None:
-                self.scaler.update()  # it has seen the gradients
-            return True
+        wrong = self._wrong()
+        if self._skips_next is True or wrong is None:
+            skipped = self._skips_next is True
+            if not skipped:
+                self.inner.step()
+        elif self.skips_on_device():
+            # The copy is under way before the kernels are: the host waits while the device has the update to do.
+            known = HostCopy(wrong)
+            step_unless(self.inner, wrong)
+            skipped = known.tolist() > 0.0
+        else:
+            skipped = bool(wrong)
+            # Not left to torch's scaler: it would call a fused optimizer, which skips by itself, with all hooks of
+            # its step, and read the number once more.
+            if not skipped:
+                self.inner.step()
         if self.scaler is not None:
-            # Read before the scale moves: from the scale one cannot tell, as it may rest at its lower bound.
-            found = found_inf_of(self.scaler)(self.inner).values()
-            overflowed = any(bool(each.item()) for each in found)
-            # Not left to torch: it would call a fused optimizer, which skips by itself, with all hooks of its step.
-            if not overflowed:
-                self.scaler.step(self.inner)
-            self.scaler.update()
-            return overflowed
-        if self.skip_nonfinite:
-            norm = self._norm
-            if norm is None:
-                norm = clip_grad_norm_(self._parameters(), float("inf"), stages=self.stages)
-            if not bool(torch.isfinite(norm)) or not (self.loss is None or bool(torch.isfinite(self.loss))):
-                self._raise_if_stopping(norm)
-                return True
-        self.inner.step()
-        return False
+            self.scaler.update()  # it has seen the gradients
+        elif skipped and not bool(self._skips_next):
+            self._raise_if_stopping()
+        return skipped
 
-    def _raise_if_stopping(self, norm: torch.Tensor) -> None:
+    def _wrong(self) -> torch.Tensor | None:
+        """Return 1 on the device (0-dim fp32) if the step is to be skipped, else 0; None where nothing is checked."""
+        if self._skips_next is True:
+            return None
+        found = [] if self._skips_next is False else [self._skips_next]
+        if self.scaler is not None:
+            # Before the scale moves: from the scale one cannot tell, as it may rest at its lower bound.
+            found += [each.reshape(()) > 0 for each in found_inf_of(self.scaler)(self.inner).values()]
+        elif self.skip_nonfinite:
+            if self._norm is None:
+                self._norm = clip_grad_norm_(self._parameters(), float("inf"), stages=self.stages)
+            found += [~torch.isfinite(each) for each in (self._norm, self.loss) if each is not None]
+        if len(found) < 2:
+            return found[0].float() if found else None
+        return torch.stack([each.to(found[0].device) for each in found]).any().float()
+
+    def _raise_if_stopping(self) -> None:
         if not self.stop_nonfinite:
             return
+        norm = self._norm
+        assert norm is not None, "it was found wrong"
         self._prepared, self._scaled, self._norm = False, False, None
         loss = "" if self.loss is None else f" and a loss of {float(self.loss)}"
         self.loss = None
@@ -425,8 +474,6 @@ def _prepared_guard(optimizer: Optimizer | None) -> GuardedOptimizer | None:
 
 # --- Clipping inside the optimizer's kernel: gradients are divided where the update reads them anyway
 
-# Their kernels divide by ``grad_scale``, and write the quotients back.
-_FUSED = (Adam, AdamW, SGD)
 _INFINITY = float("inf")
 
 
@@ -486,7 +533,8 @@ def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
     if guarded and optimizer.scaler is not None:  # type: ignore[attr-defined]
         return None
     inner: Optimizer = optimizer.inner if guarded else optimizer  # type: ignore[attr-defined]
-    if type(inner) not in _FUSED or not all(group["fused"] for group in inner.param_groups):
+    # Their kernels divide by ``grad_scale``, and write the quotients back.
+    if type(inner) not in KERNELS or not use_fused(inner):
         return None
     if shows_gradients(inner) or hasattr(inner, "grad_scale"):
         return None
@@ -513,82 +561,3 @@ def _divide_and_step(
         optimizer.step()
     finally:
         del fused.grad_scale  # type: ignore[attr-defined]
-
-
-# --- Loaded weights: an optimizer's copies of them (fp32 masters, host copies, global weights) have to follow
-
-# Beside the modules and not in them: modules may be copied and pickled, and must not keep an optimizer alive.
-_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
-_is_restoring = False
-
-
-def follow_loads(model: nn.Module, optimizer: Optimizer) -> None:
-    """Make ``load_state_dict`` of the model, or of a module in it, also change the optimizer's copies of weights.
-
-    Updates start from these copies (fp32 masters, host copies, global weights of replicas): without this, the next step
-    would write the old weights over the loaded ones.
-
-    Args:
-        model: The model, after all methods were applied.
-        optimizer: The model's optimizer, with all its wrappers. It is not kept alive.
-    """
-    if not _may_keep_copies(optimizer):
-        return
-    for module in model.modules():
-        if module not in _OPTIMIZERS:
-            module.register_load_state_dict_post_hook(_refresh)
-        _OPTIMIZERS[module] = weakref.ref(optimizer)
-
-
-def weights_were_loaded(model: nn.Module) -> None:
-    """Make the optimizer that follows a model, if any, take over weights that were set without ``load_state_dict``."""
-    for module in model.modules():
-        _refresh(module)
-
-
-def masters_of(model: nn.Module) -> MasterWeights | None:
-    """Return the fp32 masters that an accelerated model's optimizer updates; None if it updates the parameters."""
-    known = next((_OPTIMIZERS[module] for module in model.modules() if module in _OPTIMIZERS), None)
-    guard = guard_of(known()) if known is not None else None
-    masters = guard.master if guard is not None else None
-    if masters is not None:
-        masters.take_changes()  # loading some of the weights must not undo what was written to the others
-    return masters
-
-
-@contextlib.contextmanager
-def restoring() -> Iterator[None]:
-    """Let loaded weights leave the optimizer's copies alone inside the block, which loads these as well."""
-    global _is_restoring
-    before, _is_restoring = _is_restoring, True
-    try:
-        yield
-    finally:
-        _is_restoring = before
-
-
-def _may_keep_copies(optimizer: Optimizer) -> bool:
-    guard = guard_of(optimizer)
-    masters = guard is not None and guard.master is not None
-    # Ours make masters in their first step; torch's update the parameters themselves.
-    ours = not type(inner_optimizer(optimizer)).__module__.startswith("torch.optim.")
-    return is_outer(optimizer) or masters or ours
-
-
-def _refresh(module: nn.Module, _: Any = None) -> None:
-    """Update the copies of a module's own parameters. The hook runs for each of its submodules, too."""
-    known = _OPTIMIZERS.get(module)
-    optimizer = known() if known is not None else None
-    if optimizer is not None and not _is_restoring:
-        _take_over(list(module.parameters(recurse=False)), optimizer)
-
-
-def _take_over(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-    guard, states = guard_of(optimizer), inner_optimizer(optimizer).state
-    for parameter in parameters:
-        copies = [guard.master.of.get(parameter)] if guard is not None and guard.master is not None else []
-        for copy in (*copies, states.get(parameter, {}).get(MASTER)):
-            if isinstance(copy, torch.Tensor):
-                take_over(copy, parameter)
-    if is_outer(optimizer) and any(parameter.requires_grad for parameter in parameters):
-        optimizer.synchronizer.weights_were_loaded()

@@ -282,7 +282,7 @@ class LossScaler(torch.amp.GradScaler):
             )
         super().__init__(device, initial_scale, growth_factor, backoff_factor, growth_interval)
         self.hysteresis, self.min_scale, self.max_scale = hysteresis, min_scale, max_scale
-        self._overflows = 0  # since the scale last grew
+        self._overflows: int | torch.Tensor = 0  # since the scale last grew
         self._group: dist.ProcessGroup | None = None  # None: the world
         self._num_peers: int | None = None  # None: all ranks
 
@@ -307,24 +307,22 @@ class LossScaler(torch.amp.GradScaler):
         if new_scale is not None or (self.hysteresis, self.min_scale, self.max_scale) == (1, 0.0, None):
             super().update(new_scale)
             return
-        before, overflowed = self.get_scale(), self._overflowed()
+        assert self._scale is not None, "unscaling needs it too"
+        before, overflowed = self._scale.clone(), self._overflowed()
         super().update()
-        if overflowed:
-            self._overflows += 1
-        elif growth_tracker_of(self) == 0:  # it has just grown
-            self._overflows = 0
-        scale = before if overflowed and self._overflows < self.hysteresis else self.get_scale()
-        highest = self.max_scale if self.max_scale is not None else scale
-        assert self._scale is not None, "super().update() needs it too"
-        self._scale.fill_(min(max(scale, self.min_scale), highest))
+        # All on the device: the host does not know whether this step overflowed.
+        has_grown = (growth_tracker_of(self) == 0) & ~overflowed
+        self._overflows = (self._overflows + overflowed.to(torch.int64)) * ~has_grown
+        keeps = overflowed & (self._overflows < self.hysteresis)
+        self._scale.copy_(torch.where(keeps, before, self._scale).clamp(self.min_scale, self.max_scale))
 
-    def _overflowed(self) -> bool:
+    def _overflowed(self) -> torch.Tensor:
         found = (each for state in scaler_states_of(self).values() for each in state["found_inf_per_device"].values())
-        return any(bool(each.item()) for each in found)
+        return torch.stack([each.reshape(()) > 0 for each in found]).any()
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's entries, and the overflows that count towards ``hysteresis``."""
-        return {**super().state_dict(), "overflows": self._overflows}
+        return {**super().state_dict(), "overflows": int(self._overflows)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` of this class or of torch's scaler returned."""

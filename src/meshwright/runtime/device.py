@@ -215,8 +215,8 @@ class HostCopy:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def tolist(self) -> list[float]:
-        """Return the numbers, once they have arrived."""
+    def tolist(self) -> Any:
+        """Return the numbers, once they have arrived: a list, or one number of a 0-dim tensor."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor.tolist()

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
-from meshwright.optim.guarded_step import masters_of, weights_were_loaded
+from meshwright.optim.loaded_weights import masters_of, weights_were_loaded
 from meshwright.optim.mixed_precision import MasterWeights
 from meshwright.runtime import broadcast_object, rank, require_distributed, same_on_every_rank, wait_for_all_ranks
 from meshwright.store.entries import ModelEntries, in_model_order, model_entries, stored_name, to_rank_order_

@@ -20,7 +20,7 @@ from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim import OuterOptimizer, average_of, guard_of, inner_optimizer, spike_watch_of
 from meshwright.optim.dtensors import local_tensor, wrapped_like
-from meshwright.optim.guarded_step import restoring
+from meshwright.optim.loaded_weights import restoring
 from meshwright.optim.outer.synchronizer import check_flags, flags_of, load_flags, own_flags_of
 from meshwright.runtime.agreement import gather_distinct
 from meshwright.store.entries import (

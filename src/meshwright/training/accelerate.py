@@ -31,7 +31,8 @@ from meshwright.methods.job import KnownParameters, guards_are_on
 from meshwright.nn import check_initialized, check_model, check_no_renorm, is_on_meta, without_caches
 from meshwright.nn.initial_values import record, remembered
 from meshwright.optim import Stages, clip_gradients
-from meshwright.optim.guarded_step import follow_loads, inner_optimizer
+from meshwright.optim.guarded_step import inner_optimizer
+from meshwright.optim.loaded_weights import follow_loads
 from meshwright.planner import Plan
 from meshwright.runtime import (
     Difference,
@@ -466,7 +467,7 @@ def check_remainder(job: Job, dataloader: GlobalBatchLoader | None) -> None:
 def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRScheduler | None]:
     """Build optimizer and scheduler over the model as the methods have left it; collective."""
     job.check_unchanged = known = KnownParameters(job.model)
-    job.optimizer.before_update.append(known)
+    job.optimizer.before_update_or_skip.append(known)
     with same_on_every_rank():
         optim = job.build_optimizer()
     # Ranks that hold different layers, or different experts, may have different groups.

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 import numbers
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.errors import ConfigError, DataError, LossSpikeError, UnsoundStepError
+from meshwright.errors import ConfigError, DataError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
 from meshwright.methods.job import MAX_EXACT_SUM, SAMPLED, STEP_AXES, guards_are_on, mean_over, sum_over
 from meshwright.nn import reshard
@@ -33,18 +32,17 @@ from meshwright.optim.guarded_step import is_outer
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import (
     HostCopy,
-    agreed,
     peak_memory_bytes,
     preserved_rng,
-    print_rank,
     synchronize_device,
 )
 from meshwright.strategy import Strategy
+from meshwright.training.step_verdict import judge_loss, restored_buffers
 
 if TYPE_CHECKING:
     from meshwright.methods import PipelineEngine
     from meshwright.methods.expert.balance import ExpertLoad
-    from meshwright.optim import GuardedOptimizer, SpikeAction, SpikeWatch, Stages, WeightAverage
+    from meshwright.optim import GuardedOptimizer, SpikeAction, Stages, WeightAverage
 
 
 @dataclass(frozen=True)
@@ -155,14 +153,16 @@ class Accelerated:
         with restored_buffers(self.model, self._may_skip) as restore_buffers:
             loss = self._mean_loss(self._forward_backward(self._parts(batch)))
             grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
-            # The verdict comes before the update, which the guard then skips.
-            spike = judge_loss(loss, self._guard, self._job.optimizer.spikes)
+            # The verdict comes before the update, which the guard then skips. The host may learn it after the update.
+            spikes, is_alone = self._job.optimizer.spikes, not is_outer(optim)
+            find_spike = judge_loss(loss, self._guard, spikes, may_be_late=is_alone)
             update()
+            spike = find_spike()
             skipped = self._guard is not None and self._guard.step_was_skipped
             if skipped:
                 restore_buffers()
         # Under an outer optimizer, replicas skip steps on their own, but their learning rates must stay the same.
-        if self.lr_scheduler is not None and not (skipped and not is_outer(optim)):
+        if self.lr_scheduler is not None and not (skipped and is_alone):
             self.lr_scheduler.step()
         return StepResult(loss, grad_norm, skipped, spike)
 
@@ -496,7 +496,8 @@ def _as_number(value: Any, device: torch.device) -> torch.Tensor:
     """Return a value as a 0-dim tensor on the device; nan for anything but a number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.reshape(()).to(device, torch.float32)
-    return torch.tensor(float(value) if isinstance(value, numbers.Real) else math.nan, device=device)
+    # Filled on the device: a tensor of a number is made on the host, and its copy waited for.
+    return torch.full((), float(value) if isinstance(value, numbers.Real) else math.nan, device=device)
 
 
 def _weight_error(wrong: list[Any]) -> ConfigError:
@@ -511,82 +512,4 @@ def _weight_error(wrong: list[Any]) -> ConfigError:
         got=got,
         fix="return how many items the loss of this model input is the mean over, "
         'such as (inputs["labels"] != -100).sum()',
-    )
-
-
-# --- Between backward and update: steps that must not reach the weights
-
-
-@contextlib.contextmanager
-def restored_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable[[], None]]:
-    """Copy buffers, and yield a function that restores them: running statistics never lose a nan again.
-
-    An :class:`UnsoundStepError` restores them, too.
-
-    Args:
-        model: Its buffers are copied on entry.
-        needed: False copies nothing.
-    """
-    copies = {name: buffer.clone() for name, buffer in model.named_buffers()} if needed else {}
-
-    @torch.no_grad()
-    def restore() -> None:
-        now = dict(model.named_buffers())
-        for name, before in copies.items():
-            now[name].copy_(before)
-
-    try:
-        yield restore
-    except UnsoundStepError:
-        restore()
-        raise
-
-
-def judge_loss(loss: torch.Tensor, guard: GuardedOptimizer | None, spikes: SpikeWatch | None) -> SpikeAction | None:
-    """Judge the loss of a step, and make the guard skip its update where that is the policy.
-
-    Args:
-        loss: The mean over all ranks that decide together; 0-dim, equal on all of them.
-        guard: The optimizer's guard; given where ``spikes`` are.
-        spikes: The earlier losses.
-
-    Returns:
-        The action for a spike; None where the loss is none.
-
-    Raises:
-        LossSpikeError: On every rank that decides; nothing was changed.
-    """
-    if guard is not None:
-        guard.loss = loss
-    if spikes is None:
-        return None
-    assert guard is not None, "the job builds one"
-    value, limit, policy = float(loss), spikes.limit, spikes.policy
-    if guard.scaler is not None and not math.isfinite(value):
-        return None  # the gradients are not finite either, and the loss scale skips the step
-    if not spikes.is_spike(value):
-        return None
-    if policy.action == "stop" or (policy.action == "skip" and spikes.out_of_patience):
-        raise agreed(_spike_error(value, limit, spikes))
-    if policy.action != "warn":
-        guard.leave_out()
-    done = {"skip": "its step is skipped", "warn": "its step is taken", "rollback": "its step is skipped"}
-    text = f"the loss of {value:.4g} is a spike, above {limit:.4g}: {done[policy.action]}"
-    print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
-    return policy.action
-
-
-def _spike_error(value: float, limit: float, spikes: SpikeWatch) -> LossSpikeError:
-    if spikes.policy.action == "skip":
-        return LossSpikeError(
-            f"The loss has been up for {spikes.in_a_row} steps in a row, which is no spike",
-            expected=f"at most {limit:.4g} within patience={spikes.policy.patience} steps",
-            got=f"{value:.4g}; the weights are as they were before these steps",
-            fix="look for what has changed in the data, or resume from an earlier checkpoint",
-        )
-    return LossSpikeError(
-        "The loss of a step is a spike",
-        expected=f"at most {limit:.4g}, by the {spikes.policy.window} losses before",
-        got=f"{value:.4g}; the weights are as they were",
-        fix='look for the cause in this batch, or skip such steps: ("loss_spike", "skip")',
     )

@@ -35,8 +35,9 @@ from meshwright.nn.batches import (
     to_device,
 )
 from meshwright.optim import check_steps_alone
+from meshwright.optim.fused_kernels import fused_where_possible
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, described_cluster, fitting, only_configs
-from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
+from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, settings as settings_in_use, world_size
 from meshwright.runtime.agreement import value_text
 from meshwright.runtime.torch_internals.tensors import storage_identity
 from meshwright.strategy import Strategy
@@ -169,7 +170,10 @@ class Request:
         if self._built is not None:
             return self._built.take
         assert not isinstance(build, Optimizer)
-        return None if build is None else lambda params: check_steps_alone(build(params, **args))
+        if build is None:
+            return None
+        chosen = fused_where_possible(build, settings_in_use().device)
+        return lambda params: check_steps_alone(chosen(params, **args))
 
     @property
     def _choose_parameters(self) -> Callable[[nn.Module], Any] | None:

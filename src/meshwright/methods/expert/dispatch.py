@@ -534,9 +534,10 @@ class ListedDispatch:
         whole = torch.cat(rows or [like.new_empty((0, features))])
         numbers = [asked[each][0] for each in order]
         counts = _counts(numbers, rows, len(self._experts), axis.part(len(whole)))
-        every = torch.tensor(_counts(numbers, rows, len(self._experts), range(len(whole))), device=like.device)
-        self._count(every.clamp(min=0))
-        arriving = axis.counts(torch.tensor(counts, device=like.device).view(axis.size, -1)).tolist()
+        every = torch.tensor(_counts(numbers, rows, len(self._experts), range(len(whole))))
+        self._count(every.clamp(min=0).to(like.device, non_blocking=True))
+        leaving = torch.tensor(counts).view(axis.size, -1).to(like.device, non_blocking=True)
+        arriving = axis.counts(leaving).tolist()  # the only wait for the device, beside those of the block itself
         sent = [sum(max(count, 0) for count in part) for part in torch.tensor(counts).view(axis.size, -1).tolist()]
         received = [sum(max(count, 0) for count in part) for part in arriving]
         grad = torch.is_grad_enabled() and (self._trains or any(part.requires_grad for part in (*rows, like)))

@@ -60,7 +60,7 @@ class AllReduce(Flight):
         for bucket in message.buckets:
             if not takes_part:
                 bucket.flat.zero_()  # values that are not finite must not travel
-            bucket.extras[-1] = float(takes_part)
+            bucket.extras[-1:].fill_(float(takes_part))
             self._works.append(replicas.all_reduce(bucket.flat))
 
     def finish(self) -> int:

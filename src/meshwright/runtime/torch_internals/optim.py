@@ -4,10 +4,13 @@ The functions on lists (``torch._foreach_*``) and the fused kernels are what tor
 are documented (``torch._foreach_add_`` and the others), but have no names without an underscore.
 """
 
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks as global_step_post_hooks,
+    _global_optimizer_pre_hooks as global_step_pre_hooks,
+)
 
 __all__ = [
     "FOREACH_DEVICES",
@@ -30,6 +33,7 @@ __all__ = [
     "found_inf_of",
     "fused_adam_",
     "fused_adamw_",
+    "global_step_post_hooks",
     "global_step_pre_hooks",
     "growth_tracker_of",
     "init_group_of",
@@ -62,7 +66,8 @@ fused_adamw_ = torch._fused_adamw_
 # What ``GradScaler.unscale_`` runs: divides gradients and notes infinities without the host reading them.
 non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
-# Hooks that users have registered on one optimizer, and on all (``global_step_pre_hooks``): torch can only register
+# Hooks that users have registered on one optimizer, and on all (``global_step_pre_hooks``,
+# ``global_step_post_hooks``): torch can only register
 # them. A wrapper calls them itself, or does not fuse what they want to see.
 step_pre_hooks_of = attrgetter("_optimizer_step_pre_hooks")
 step_post_hooks_of = attrgetter("_optimizer_step_post_hooks")
@@ -78,5 +83,5 @@ FOREACH_DEVICES = "_get_foreach_kernels_supported_devices"
 
 # What a GradScaler has found: ``torch.amp`` shows the scale, but not whether a step overflowed.
 found_inf_of = attrgetter("_found_inf_per_device")
-growth_tracker_of = methodcaller("_get_growth_tracker")
+growth_tracker_of = attrgetter("_growth_tracker")
 scaler_states_of = attrgetter("_per_optimizer_states")
