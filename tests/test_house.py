@@ -94,6 +94,7 @@ def test_journeys_are_short_and_stand_in_the_manual():
 
 def test_a_wheel_has_every_file_that_modules_read():
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
-    packed = {path for glob in project["tool"]["setuptools"]["package-data"]["meshwright"] for path in SOURCE.glob(glob)}
+    globs = project["tool"]["setuptools"]["package-data"]["meshwright"]
+    packed = {path for glob in globs for path in SOURCE.glob(glob)}
     files = {path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert files == packed
