@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -141,8 +141,8 @@ class _Device:
     index = 0
     makes_buckets = False  # DDP makes its buckets in C++, on the device that it takes the tensors to be on
     ledger: Ledger | None = None
-    pending: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies to the host that have not arrived
-    pinned: dict[int, Any] = {}  # storages
+    pending: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []  # copies to the host that have not arrived
+    pinned: ClassVar[dict[int, Any]] = {}  # storages
 
 
 @dataclass
@@ -163,7 +163,7 @@ def _place() -> str:
         here = f"{Path(name).name}:{frame.f_code.co_name}"
         if name.startswith(_SOURCE) and not name.endswith("runtime/device.py"):
             return f"{Path(name).relative_to(_SOURCE)}:{frame.f_code.co_name}" + (f" < {deepest}" if deepest else "")
-        if not deepest and not any(each in name for each in _THROUGH):
+        if not deepest and not any(each in name for each in (*_THROUGH, "runtime/device.py")):
             deepest = here
         frame = frame.f_back  # type: ignore[assignment]
     return deepest
@@ -247,9 +247,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_waits(func: Any, name: str, args: Any, on_host: list[torch.Tensor]) -> None:
-    if name in _READS:
-        _note(name)
-    elif name in _SHAPED_BY_DATA or (name == "repeat_interleave" and len(args) < 2):
+    if name in _READS or name in _SHAPED_BY_DATA or (name == "repeat_interleave" and len(args) < 2):
         _note(name)
     elif name in ("index", "index_put_", "index_put", "_index_put_impl_"):
         if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]):
@@ -560,11 +558,11 @@ def stand_in_cuda(local_rank: int = 0) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in _patches(local_rank).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()))
+        stack.enter_context(mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()))
         # Traces hold tensors without numbers, whose autograd would ask CUDA: they run as on a machine without it.
         stack.enter_context(mock.patch.object(lazy_logits, "make_wrapper", _wrapper_on_cpu))
         for module in (aten_kernels, model_state):
-            stack.enter_context(mock.patch.object(module, "device_here", lambda device: torch.device("cpu")))
+            stack.enter_context(mock.patch.object(module, "device_here", return_value=torch.device("cpu")))
         for name in ("_ddp_init_helper", "_pre_forward"):
             function = getattr(DistributedDataParallel, name)
             stack.enter_context(mock.patch.object(DistributedDataParallel, name, _making_buckets(function)))

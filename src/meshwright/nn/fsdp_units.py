@@ -23,6 +23,7 @@ from meshwright.comm.transport import members_of, reduced
 from meshwright.nn.module_structure import outside_compiled
 from meshwright.optim import local_tensor
 from meshwright.optim.dtensors import by_kind
+from meshwright.optim.guarded_step import MAY_BE_SKIPPED
 from meshwright.runtime import tensor_mesh
 from meshwright.runtime.torch_internals.autograd import current_graph_task_id, queue_callback
 from meshwright.runtime.torch_internals.fsdp import (
@@ -100,6 +101,9 @@ def _reshard_updated(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for unit in gathered:
         if any(id(each.sharded_param) in updated for group in parameter_groups(unit) for each in group.fsdp_params):
             unit.reshard()
+
+
+setattr(_reshard_updated, MAY_BE_SKIPPED, True)
 
 
 @contextlib.contextmanager

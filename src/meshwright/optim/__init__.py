@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         SpikeAction as SpikeAction,
         SpikePolicy as SpikePolicy,
         SpikeWatch as SpikeWatch,
+        judge_loss as judge_loss,
         watch_spikes as watch_spikes,
     )
     from meshwright.optim.mixed_precision import LossScaler as LossScaler, MasterWeights as MasterWeights

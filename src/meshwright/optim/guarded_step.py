@@ -16,12 +16,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.dtensors import Stages, clip_divisor, clip_grad_norm_, clip_grad_value_, divide_, local_tensor
 from meshwright.optim.full_state_dict import gathered_state_dict, laid_out_like, load_laid_out
-from meshwright.optim.fused_kernels import KERNELS, step_unless, use_fused
 from meshwright.optim.mixed_precision import MasterWeights, ScaleGradient
 from meshwright.runtime import HostCopy, agreed
 from meshwright.runtime.torch_internals.modules import children_of, parameters_of
@@ -33,6 +32,8 @@ from meshwright.runtime.torch_internals.optim import (
     step_pre_hooks_of,
 )
 
+MAY_BE_SKIPPED = "may_be_skipped"
+"""The attribute of a step's hook that is harmless around a step which leaves the weights as they were."""
 AVERAGE = "_weight_average"
 """The attribute under which an optimizer carries the average of its weights."""
 SPIKE_WATCH = "_spike_watch"
@@ -166,7 +167,7 @@ def _has_hooks_of_real_steps(optimizer: Optimizer) -> bool:
     """Return whether a hook must not be called around a step that the device skips: one of a user, or of a method."""
     own = (*step_pre_hooks_of(optimizer).values(), *step_post_hooks_of(optimizer).values())
     return any(
-        not (isinstance(hook, _Hook) and hook.may_be_skipped)
+        not getattr(hook, MAY_BE_SKIPPED, False)
         for hook in (*own, *global_step_pre_hooks.values(), *global_step_post_hooks.values())
     )
 
@@ -431,6 +432,15 @@ def guard_of(optimizer: Optimizer | None) -> GuardedOptimizer | None:
     return inner if isinstance(inner, GuardedOptimizer) else None
 
 
+def may_keep_copies(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer may have copies of weights, which must follow loaded ones."""
+    guard = guard_of(optimizer)
+    masters = guard is not None and guard.master is not None
+    # Ours make masters in their first step; torch's update the parameters themselves.
+    ours = not type(inner_optimizer(optimizer)).__module__.startswith("torch.optim.")
+    return is_outer(optimizer) or masters or ours
+
+
 def clip_gradients(
     parameters: Iterable[torch.Tensor],
     optimizer: Optimizer | None,
@@ -470,6 +480,32 @@ def _prepared_guard(optimizer: Optimizer | None) -> GuardedOptimizer | None:
     if is_outer(optimizer):
         optimizer.prepare_gradients()
     return guard_of(optimizer)
+
+
+# --- torch's fused kernels: they can skip a step, and clip, by numbers that the host does not know
+
+KERNELS = (Adam, AdamW, SGD)
+"""Classes whose kernels divide gradients by ``grad_scale``, and leave everything as it is where ``found_inf`` is 1."""
+
+
+def use_fused(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer, and no subclass of it, updates all its parameters with the fused kernels."""
+    return type(optimizer) in KERNELS and all(group["fused"] for group in optimizer.param_groups)
+
+
+def step_unless(optimizer: Optimizer, skipped: torch.Tensor) -> None:
+    """Take a step that the device skips where a number is 1; the host does not wait for it.
+
+    Args:
+        optimizer: See :func:`use_fused`.
+        skipped: 0 or 1, 0-dim fp32 on the device.
+    """
+    kernels: Any = optimizer
+    kernels.found_inf = skipped
+    try:
+        kernels.step()
+    finally:
+        del kernels.found_inf
 
 
 # --- Clipping inside the optimizer's kernel: gradients are divided where the update reads them anyway

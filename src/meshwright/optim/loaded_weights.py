@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.optim.guarded_step import guard_of, inner_optimizer, is_outer
+from meshwright.optim.guarded_step import guard_of, inner_optimizer, is_outer, may_keep_copies
 from meshwright.optim.mixed_precision import MASTER, MasterWeights, take_over
 
 # Beside the modules and not in them: modules may be copied and pickled, and must not keep an optimizer alive.
@@ -29,7 +29,7 @@ def follow_loads(model: nn.Module, optimizer: Optimizer) -> None:
         model: The model, after all methods were applied.
         optimizer: The model's optimizer, with all its wrappers. It is not kept alive.
     """
-    if not _may_keep_copies(optimizer):
+    if not may_keep_copies(optimizer):
         return
     for module in model.modules():
         if module not in _OPTIMIZERS:
@@ -62,14 +62,6 @@ def restoring() -> Iterator[None]:
         yield
     finally:
         _is_restoring = before
-
-
-def _may_keep_copies(optimizer: Optimizer) -> bool:
-    guard = guard_of(optimizer)
-    masters = guard is not None and guard.master is not None
-    # Ours make masters in their first step; torch's update the parameters themselves.
-    ours = not type(inner_optimizer(optimizer)).__module__.startswith("torch.optim.")
-    return is_outer(optimizer) or masters or ours
 
 
 def _refresh(module: nn.Module, _: Any = None) -> None:

@@ -31,7 +31,7 @@ from meshwright.methods.job import KnownParameters, guards_are_on
 from meshwright.nn import check_initialized, check_model, check_no_renorm, is_on_meta, without_caches
 from meshwright.nn.initial_values import record, remembered
 from meshwright.optim import Stages, clip_gradients
-from meshwright.optim.guarded_step import inner_optimizer
+from meshwright.optim.guarded_step import inner_optimizer, may_keep_copies
 from meshwright.optim.loaded_weights import follow_loads
 from meshwright.planner import Plan
 from meshwright.runtime import (
@@ -223,7 +223,8 @@ def accelerate(
     seed_replica(world.seed, job.mesh_axes.replica)
     if optim is not None:
         _OPTIMIZERS[job.model] = (weakref.ref(optim), job.stages)
-        follow_loads(job.model, optim)
+        if may_keep_copies(optim):  # most runs need none of it
+            follow_loads(job.model, optim)
     return accelerated
 
 

@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, UnsoundStepError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
 from meshwright.methods.job import MAX_EXACT_SUM, SAMPLED, STEP_AXES, guards_are_on, mean_over, sum_over
 from meshwright.nn import reshard
 from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batches, shares_of
-from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
+from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of, judge_loss
 from meshwright.optim.guarded_step import is_outer
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import (
@@ -37,7 +37,6 @@ from meshwright.runtime import (
     synchronize_device,
 )
 from meshwright.strategy import Strategy
-from meshwright.training.step_verdict import judge_loss, restored_buffers
 
 if TYPE_CHECKING:
     from meshwright.methods import PipelineEngine
@@ -154,10 +153,10 @@ class Accelerated:
             loss = self._mean_loss(self._forward_backward(self._parts(batch)))
             grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
             # The verdict comes before the update, which the guard then skips. The host may learn it after the update.
-            spikes, is_alone = self._job.optimizer.spikes, not is_outer(optim)
-            find_spike = judge_loss(loss, self._guard, spikes, may_be_late=is_alone)
+            is_alone = not is_outer(optim)
+            find_spike = self._judge(loss, may_be_late=is_alone)
             update()
-            spike = find_spike()
+            spike = find_spike() if find_spike is not None else None
             skipped = self._guard is not None and self._guard.step_was_skipped
             if skipped:
                 restore_buffers()
@@ -165,6 +164,13 @@ class Accelerated:
         if self.lr_scheduler is not None and not (skipped and is_alone):
             self.lr_scheduler.step()
         return StepResult(loss, grad_norm, skipped, spike)
+
+    def _judge(self, loss: torch.Tensor, *, may_be_late: bool) -> Callable[[], SpikeAction | None] | None:
+        guard, spikes = self._guard, self._job.optimizer.spikes
+        if guard is None:
+            return None
+        guard.loss = loss
+        return judge_loss(loss, guard, spikes, may_be_late=may_be_late) if spikes is not None else None
 
     def measured_step(self, batch: Any) -> tuple[StepResult, dict[str, int]]:
         """Run a :meth:`step` and measure the bytes on this rank, by the classes of ``plan.memory``.
@@ -513,3 +519,31 @@ def _weight_error(wrong: list[Any]) -> ConfigError:
         fix="return how many items the loss of this model input is the mean over, "
         'such as (inputs["labels"] != -100).sum()',
     )
+
+
+# --- Steps that must not reach the weights
+
+
+@contextlib.contextmanager
+def restored_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable[[], None]]:
+    """Copy buffers, and yield a function that restores them: running statistics never lose a nan again.
+
+    An :class:`UnsoundStepError` restores them, too.
+
+    Args:
+        model: Its buffers are copied on entry.
+        needed: False copies nothing.
+    """
+    copies = {name: buffer.clone() for name, buffer in model.named_buffers()} if needed else {}
+
+    @torch.no_grad()
+    def restore() -> None:
+        now = dict(model.named_buffers())
+        for name, before in copies.items():
+            now[name].copy_(before)
+
+    try:
+        yield restore
+    except UnsoundStepError:
+        restore()
+        raise

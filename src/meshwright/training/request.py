@@ -20,7 +20,7 @@ from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.methods import Job
 from meshwright.methods.birth import Birth
-from meshwright.methods.job import MeshAxes, OptimizerRequests
+from meshwright.methods.job import MeshAxes, OptimizerRequests, fused_where_possible
 from meshwright.nn import check_model
 from meshwright.nn.batches import (
     batch_size_of,
@@ -35,7 +35,6 @@ from meshwright.nn.batches import (
     to_device,
 )
 from meshwright.optim import check_steps_alone
-from meshwright.optim.fused_kernels import fused_where_possible
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, described_cluster, fitting, only_configs
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, settings as settings_in_use, world_size
 from meshwright.runtime.agreement import value_text
@@ -166,14 +165,12 @@ class Request:
     @property
     def build_optimizer(self) -> Callable[[Any], Optimizer] | None:
         """A function that builds the optimizer from parameters; None without one."""
-        build, args = self.optim_func, dict(self.optim_args or {})
-        if self._built is not None:
-            return self._built.take
-        assert not isinstance(build, Optimizer)
-        if build is None:
-            return None
-        chosen = fused_where_possible(build, settings_in_use().device)
-        return lambda params: check_steps_alone(chosen(params, **args))
+        args = dict(self.optim_args or {})
+        if self._built is not None or self.optim_func is None:
+            return self._built.take if self._built is not None else None
+        assert not isinstance(self.optim_func, Optimizer)
+        build = fused_where_possible(self.optim_func, settings_in_use().device)
+        return lambda params: check_steps_alone(build(params, **args))
 
     @property
     def _choose_parameters(self) -> Callable[[nn.Module], Any] | None:
