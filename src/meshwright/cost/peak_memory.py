@@ -14,6 +14,7 @@ from meshwright.cost.rank_memory import (
     Memory,
     held_bytes,
     memory,
+    unsharded_gradients,
     whole_gradients,
     whole_weights,
     whole_weights_bytes,
@@ -61,9 +62,11 @@ def exchanged_in_memory(step: Step) -> int:
     if not step.shards_in_memory:
         return 0
     gathered = sorted(
-        size for block, size in whole_weights(step) for _ in range(1 if block.name == "outside" else block.count)
+        size
+        for block, size in whole_weights(step, by_unit=True)
+        for _ in range(1 if block.name == "outside" else block.count)
     )
-    reduced = max((size for _, size in whole_gradients(step)), default=0)
+    reduced = max((size for _, size in whole_gradients(step, by_unit=True)), default=0)
     return sum(gathered[-3:]) // step.size(step.shard_axis) + reduced
 
 
@@ -334,7 +337,7 @@ class _Gradients:
         every = whole_gradients(self.step)
         if self.step.whole_gradients and self.step.num_micro_batches > 1:
             if any(self.now.accumulated):
-                return 0, sum(block.count * size for block, size in every)
+                return unsharded_gradients(self.step), sum(block.count * size for block, size in every)
             return 0, later
         total = sum(each.gradients for each in self.known.transients)
         behind = self.known.transients[-1]
@@ -364,7 +367,8 @@ def _exchanged_bytes(step: Step) -> int:
     """
     if not step.on_cpu or step.whole_gradients or step.size(step.shard_axis) == 1:
         return 0
-    largest = max((size for block, size in whole_gradients(step) if block.name != "outside"), default=0)
+    every = whole_gradients(step, by_unit=True)
+    largest = max((size for block, size in every if block.name != "outside"), default=0)
     return (0 if step.shards_in_memory else 2 * largest) + largest // step.size(step.shard_axis)
 
 
@@ -464,6 +468,8 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
     shards_last = _has_accumulated(step) and not step.whole_gradients
     lasting = whole.gradients if shards_last or step.shard_axis is None else 0
+    if step.whole_gradients and _has_accumulated(step):
+        lasting = unsharded_gradients(step)
 
     def at(gradients: int, gathered: int, activations: int, recomputation: int = 0) -> Memory:
         return dataclasses.replace(
