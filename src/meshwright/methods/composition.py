@@ -21,7 +21,6 @@ from meshwright.methods.base import SHARD_AXES, SHARDING, Conflict, Job, Method,
 from meshwright.methods.birth import give_parameters
 from meshwright.methods.gradient_averaging import GradientHooks, broadcast_states
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
-from meshwright.methods.job import AVERAGED
 from meshwright.methods.planner_hooks import Role
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.nn import class_with, move_to, part_of_whole, rank_orders, wrap_method
@@ -223,13 +222,6 @@ class Resolved:
     axes: Axes
     shard_axis: str | None
     notices: tuple[str, ...]
-
-    @property
-    def is_averaged_by_ddp(self) -> bool:
-        """Return whether DDP averages gradients: of a model that nothing shards, divides or cuts."""
-        sizes = dict(self.axes)
-        is_whole = all(sizes.get(axis, 1) == 1 for axis in ("tensor", "expert", "pipeline"))
-        return self.shard_axis is None and is_whole and any(sizes.get(axis, 1) > 1 for axis in AVERAGED)
 
 
 def resolve(

@@ -108,7 +108,6 @@ class Workload:
         calibration: Efficiencies of kernels and links; None takes the cluster's own.
         one_host: Whether all ranks share one host, if there is no cluster to tell.
         copies_input: Whether the model input is made anew from each micro-batch, also where no device needs a copy.
-        copies_output: Whether DDP copies what the model returns, as it does to find unused parameters.
         limit_is_free: Whether ``limit_bytes`` is what is free, of which communicators of the mesh will take some.
     """
 
@@ -127,7 +126,6 @@ class Workload:
     calibration: Calibration | None = None
     one_host: bool = True
     copies_input: bool = False
-    copies_output: bool = False
     limit_is_free: bool = False
 
     @property
@@ -255,8 +253,7 @@ class Workload:
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
         blocks = pipeline.blocks if pipeline is not None else ()
         in_parts = any(getattr(each, "splits_backward", False) for each in resolved.strategy.methods)
-        copies = self.copies_output and resolved.is_averaged_by_ddp
-        return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, in_parts, _widens(resolved), copies)
+        return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, in_parts, _widens(resolved))
 
     def _smaller(
         self, resolved: Resolved, micro_batches: int, conditions: Conditions, local: int

@@ -228,7 +228,6 @@ class Request:
             cluster=cluster,
             one_host=settings.local_world_size >= world_size(),
             copies_input=settings.device.type == "cpu" and self._copies_input(),
-            copies_output=self.find_unused_parameters,
             limit_is_free=True,
         )
 

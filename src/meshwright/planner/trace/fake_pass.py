@@ -201,7 +201,6 @@ class Pass:
         device: Device that it will train on; None: that of its parameters.
         views_batch: Whether the model input is views of a batch in the same memory.
         splits_backward: Whether backward runs in two parts, first for inputs and later for weights.
-        copies_output: Whether tensors with gradients that the model returns are copied.
     """
 
     model: nn.Module
@@ -216,7 +215,6 @@ class Pass:
     device: torch.device | None = None
     views_batch: bool = False
     splits_backward: bool = False
-    copies_output: bool = False
 
     def predict(self) -> Predicted:
         """Run the whole model.
@@ -297,7 +295,7 @@ class Pass:
 
             def pass_of(model: nn.Module, inputs: Any) -> tuple[tuple[Boundary, ...], Placed, bool]:
                 cutting = parts.cutting() if parts is not None else ends.watching()
-                with self._as_one_rank(saved.log), work.counting(), self._changing_output(model), cutting:
+                with self._as_one_rank(saved.log), work.counting(), self._casting_output(model), cutting:
                     loss = self.forward(model, inputs)
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
                 saved.complete = True
@@ -344,19 +342,13 @@ class Pass:
         return self.split.running(log) if self.split is not None else _nothing()
 
     @contextlib.contextmanager
-    def _changing_output(self, model: nn.Module) -> Iterator[None]:
-        """Copy or cast what the model returns behind all other hooks, where the loss begins."""
-        if self.output_dtype is None and not self.copies_output:
+    def _casting_output(self, model: nn.Module) -> Iterator[None]:
+        """Cast what the model returns behind all other hooks, where the loss begins."""
+        if self.output_dtype is None:
             yield
             return
         dtype = self.output_dtype
-
-        def change(module: nn.Module, args: Any, output: Any) -> Any:
-            if self.copies_output:
-                output = map_tree(_copied, output)
-            return output if dtype is None else cast_floating(output, dtype)
-
-        hook = model.register_forward_hook(change)
+        hook = model.register_forward_hook(lambda module, args, output: cast_floating(output, dtype))
         try:
             yield
         finally:
@@ -432,10 +424,6 @@ class _FakeInputs:
             beside = storage_of(like)[1] if self._run.views_batch else 0
             self.sizes = now._replace(copied_bytes=now.copied_bytes + size, batch_bytes=now.batch_bytes + beside)
         return fake
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
 
 def _idle(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
