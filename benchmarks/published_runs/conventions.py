@@ -25,7 +25,13 @@ class Convention:
         reduce: Precision in which gradients are reduced.
         wide_gradients: Whether gradients accumulate in fp32 beside half weights.
         reduces_beside: Whether reducing gradients overlaps with backward (without ZeRO 3).
-        reduces_each: Whether under ZeRO 1 each parameter is reduced by its own collective, after backward.
+        reduces_after: Whether under ZeRO 1 gradients are reduced after backward, and not beside it.
+        micro_batch_s: Seconds that devices wait for the host in each micro-batch.
+        adds_gradients: Whether kernels of their own add each micro-batch's half gradients to fp32 ones.
+        counts_embedding: Whether an MFU counts the embedding as a product, even where it is the head beyond one stage.
+        collective_host_s: Seconds of the host per tensor-parallel collective; None: those of all.
+        waiting_s: Seconds of each tensor-parallel collective per rank in pipelines over several nodes.
+        transfer_s: Seconds of each transfer between stages on 64 nodes, and where tensors are divided over four.
         offloads: Whether the optimizer's state is in host memory.
         offloads_activations: Whether under ZeRO 3 activations that do not fit are offloaded, block by block.
         memory: Whether a peak counts allocated or reserved memory.
@@ -58,7 +64,13 @@ class Convention:
     reduce: Literal["half", "fp32"] = "fp32"
     wide_gradients: bool = False
     reduces_beside: bool = True
-    reduces_each: bool = False
+    reduces_after: bool = False
+    micro_batch_s: float = 0.0
+    adds_gradients: bool = False
+    counts_embedding: bool = False
+    collective_host_s: float | None = None
+    waiting_s: float = 0.0
+    transfer_s: float = 0.0
     offloads: bool = False
     offloads_activations: bool = False
     memory: Literal["allocated", "reserved"] = "reserved"
@@ -108,6 +120,7 @@ _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divid
     reduce="half",
     wide_gradients=True,
     reduces_beside=False,
+    micro_batch_s=2.3e-3,
     vocab=51200,
     default_ac="full",
 )
@@ -192,9 +205,14 @@ _KNOWN = (
         ddp_buckets=True,  # without ``gradient_as_bucket_view``
         reentrant=True,
         wide_gradients=True,
-        reduces_each=True,
+        reduces_after=True,
+        collective_host_s=2.35e-4,
+        waiting_s=3.5e-4,
+        transfer_s=0.29,
         async_tensor=True,
-        latency_s=3e-5,  # AWS's network (EFA)
+        latency_s=5e-5,  # AWS's network (EFA)
+        adds_gradients=True,
+        counts_embedding=True,
         impl=Implementation(
             attention="flash2",
             # Inferred from this table's peaks: no public run says so.

@@ -371,6 +371,8 @@ class Step:
     whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
     compression: Compression | None = None  # of gathered weights and reduced gradients
     traffic: tuple[Traffic, ...] = ()
+    collective_host_s: float | None = None  # per collective that blocks wait for; None: as in all steps
+    micro_batch_s: float = 0.0  # that the device waits for the host in each micro-batch: of others' runs alone
     counted_again: tuple[str, ...] = ()  # axes whose ranks those behind them have, too: of others' runs alone
 
     @property

@@ -246,7 +246,8 @@ def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "nearest", "beyo
         share = (shape.layers + head) / stages
         wanted = (share * stage for stage in range(1, stages))
         ends = [round(end) if ending == "nearest" else math.floor(end) + 1 for end in wanted]
-        ends = [min(end, shape.layers - stages + stage) for stage, end in enumerate(ends, start=1)]
+        # The head is a part of its own: the last stage may have nothing else.
+        ends = [min(end, shape.layers - stages + stage + 1) for stage, end in enumerate(ends, start=1)]
         return tuple(end - begin for begin, end in itertools.pairwise((0, *ends, shape.layers)))
     return _equal(shape.layers, stages)
 
