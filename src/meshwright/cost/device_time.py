@@ -183,6 +183,18 @@ def backward_s(op: Op, machine: Machine) -> float:
     return again + op.count * (of_input + of_weight + 2 * gap)
 
 
+def weights_s(op: Op, machine: Machine) -> float:
+    """Return the seconds of the gradients of weights in an op's backward, times its ``count``."""
+    if op.kind != "matmul" or op.moment == "forward" or op.batch > 1:
+        return 0.0
+    # Products of backward that are listed by themselves are as many for inputs as for weights.
+    if op.moment == "backward":
+        return backward_s(op, machine) / 2
+    casts = casts_of(op, machine.constants.rowwise_bytes)
+    seconds = _matmul_s(op.k, op.n, op.m, op, machine, casts.input_again * op.m * op.k)
+    return op.count * (seconds + machine.constants.gap_s)
+
+
 def _functions_s(op: Op, machine: Machine) -> float:
     return op.functions * machine.constants.function_s
 
@@ -508,8 +520,11 @@ def _all_to_all_s(num_bytes: float, group: Group, network: Network) -> float:
 
 
 def _ring_hops_s(group: Group, network: Network) -> float:
+    inside = (group.size - group.nodes) * network.cluster.intra.latency_s
+    if group.nodes == 1:
+        return inside
     # In each of a ring's steps some rank sends to another node.
-    return (group.size - 1) * (network.hop_s if group.nodes > 1 else network.cluster.intra.latency_s)
+    return inside + group.nodes * network.hop_s + (group.size - 1) * network.cluster.inter.step_s
 
 
 def _tree_hops_s(group: Group, network: Network) -> float:

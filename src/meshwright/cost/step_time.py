@@ -23,6 +23,7 @@ from meshwright.cost.device_time import (
     offloaded_share,
     ring_s,
     update_s,
+    weights_s,
 )
 from meshwright.cost.scheduling import (
     SPLIT_BACKWARD,
@@ -188,6 +189,7 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
         gather_outside_s=gathered["forward"] * share,
         reduce_outside_s=0.0,
         interference=machine.constants.interference,
+        weights_s=_weights_s(step, blocks, machine),
         gathers_ahead=step.gathers_ahead,
         shared=machine.constants.shared,
     )
@@ -217,11 +219,22 @@ def _computing(
     times: dict[str, list[float]] = {moment: [] for moment in _MOMENTS}
     for block in blocks:
         kernels = _seconds(block.ops, machine) if has_ops else (whole[0] / count, whole[1] / count)
-        launches = (_ahead_launches_s(block.ops, machine), _behind_s(block.ops, machine))
+        launches = _launched_s(block.ops, machine)
         for moment, busy, launched in zip(_MOMENTS, kernels, launches, strict=True):
             seconds = _block_s(slower, busy, launched, inline[moment] / count, calls[moment] * host / count)
             times[moment] += [seconds] * block.count
     return times["forward"], times["backward"], apart  # type: ignore[return-value]
+
+
+def _weights_s(step: Step, blocks: list[Block], machine: Machine) -> float:
+    """Return the seconds of a micro-batch's gradients of weights, where a schedule computes them later."""
+    if step.stages is None or step.stages.schedule not in SPLIT_BACKWARD:
+        return 0.0
+    # Blocks that run again compute all gradients at once.
+    if step.activations is not None and step.activations.recomputed:
+        return 0.0
+    seconds = sum(block.count * weights_s(op, machine) for block in blocks for op in block.ops)
+    return machine.constants.in_step * seconds
 
 
 def _block_s(slower: float, kernels: float, launches: float, inline: float, called: float) -> float:
@@ -232,9 +245,9 @@ def _block_s(slower: float, kernels: float, launches: float, inline: float, call
     return max(slower * kernels + inline, slower * launches + called)
 
 
-def _ahead_launches_s(ops: Sequence[Op], machine: Machine) -> float:
-    """Return the seconds of launching a block's forward."""
-    return sum(_launch_s(op, machine) for op in ops if op.moment != "backward")
+def _launched_s(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:
+    """Return the seconds of launching a block's forward and its backward, recomputation included."""
+    return sum(_launch_s(op, machine) for op in ops if op.moment != "backward"), _behind_s(ops, machine)
 
 
 def _behind_s(ops: Sequence[Op], machine: Machine) -> float:
@@ -467,4 +480,4 @@ def stage_times(rank: Rank) -> StageTimes:
     backward = passes.backward_total_s
     if rank.reduces_each:
         backward += _left_s(rank, passes.all_reductions_s, backward)
-    return StageTimes(forward, backward)
+    return StageTimes(forward, backward, passes.weights_s)

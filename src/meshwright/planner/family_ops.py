@@ -254,6 +254,15 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     return whole + run.tokens * split // run.tensor + scores
 
 
+def results_bytes(shape: Shape, run: FamilyRun) -> int:
+    """Return the bytes of the gradients of all results of a block's products."""
+    routed = shape.experts_per_token * (shape.ffn_width * (2 if shape.gated else 1))
+    divided = shape.hidden + 2 * shape.kv_width + routed
+    # Where tokens are divided, gradients of what is summed over the axis are gathered before the products.
+    summed = shape.hidden * (1 + shape.experts_per_token)
+    return run.tokens * run.itemsize * (divided // run.tensor + summed)
+
+
 def num_scores(shape: Shape, run: FamilyRun) -> int:
     """Return the number of scores of one block's attention."""
     return run.micro_batch * shape.heads // run.tensor * shape.seq * (shape.seq // run.sequence)

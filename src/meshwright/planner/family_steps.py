@@ -36,6 +36,7 @@ from meshwright.planner.family_ops import (
     outside_ops,
     outside_saved,
     per_op_saved,
+    results_bytes,
 )
 from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters, outside_parameters
 
@@ -62,6 +63,7 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         work=tuple(work for block in range(count) for work in _work(ops, block)),
         loss_bytes=behind.loss_bytes,
         outside_bytes=behind.saved_bytes,
+        results_bytes=results_bytes(shape, run),
         # The head and the loss are nearly all of what is outside of blocks.
         flops_at=(*(((block,), 3 * sum(op.flops for op in ops)) for block in range(count)), ((count,), outside)),
     )
