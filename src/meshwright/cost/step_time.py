@@ -258,7 +258,7 @@ def _behind_s(ops: Sequence[Op], machine: Machine) -> float:
 
 def _launch_s(op: Op, machine: Machine) -> float:
     known = machine.constants
-    return op.count * (known.operator_s if op.traced else known.host_s)
+    return op.count * op.launches * (known.operator_s if op.traced else known.host_s)
 
 
 def _seconds(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:
