@@ -183,7 +183,7 @@ class Compile(Method):
     def cost(self, step: Step) -> Step:
         """Fuse what runs between products, and run backward in one part.
 
-        A budget of 0 recomputes the blocks; else what the compiler saves is unknown, and what is saved without it counts.
+        A budget of 0 recomputes the blocks; else the compiler's choice is unknown: what is saved without it counts.
         """
         if step.activations is not None:
             step = step.replace(activations=step.activations.at_once())

@@ -227,7 +227,7 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
         plain += 2 * (_PLAIN_NORM - 2) * h
     if run.impl.dropout:
         plain += h  # masks of one byte, written by the kernel that adds the residual
-    if run.impl.copies_divided and run.plain_parts > 1:
+    if run.impl.copies_divided and run.plain_parts > 1 and run.micro_batch > 1:
         plain += _COPIES * h * run.plain_parts  # of all tokens, on every rank
     return size * run.tokens * (plain // run.plain_parts + (_moved_by_heads(shape, run) + activation) // run.tensor)
 
@@ -305,7 +305,8 @@ def per_op_saved(shape: Shape, run: FamilyRun) -> int:
 
 def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ...]:
     """Return the ops of the embedding, the last norm, the head and the loss."""
-    h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, shape.vocab // run.tensor
+    # The largest part: a vocabulary need not be divided evenly.
+    h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, -(-shape.vocab // run.tensor)
     first = 0 if pipeline > 1 else None
     last = pipeline - 1 if pipeline > 1 else None
     dtype = HALF if run.dtype in _NARROW else run.dtype
