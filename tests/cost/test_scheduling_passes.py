@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from meshwright.cost import DEVICES, Constants, Efficiency, Op
-from meshwright.cost.device_time import Machine
+from meshwright.cost.device_time import Machine, forward_s
 from meshwright.cost.scheduling import Passes, pass_s
 from meshwright.cost.step_time import _block_s, _launched_s, _seconds, last_rounds
 
@@ -51,3 +51,18 @@ def test_reductions_of_ranks_with_several_stages_begin_earlier():
     assert last_rounds(8, 1, 64) == 1.0
     assert last_rounds(8, 2, 64) == pytest.approx(4.5)
     assert last_rounds(8, 2, 2) == pytest.approx(1.5)  # no more micro-batches than there are
+
+
+def test_launches_of_collectives_count_beside_those_of_kernels():
+    # Kernels of 1 s with collectives of 2 s hide launches of 2 s, but not of 2 s and 4 s more for the collectives.
+    assert _block_s(1.0, 1.0, 2.0, 2.0, 0.5) == 3.0
+    assert _block_s(1.0, 1.0, 2.0, 2.0, 4.0) == 6.0
+    assert _block_s(1.0, 1.0, 2.0, 2.0, 0.0) == 4.0
+
+
+def test_products_with_rows_that_are_not_aligned_are_slow():
+    machine = Machine(DEVICES["A100-80"], Efficiency(), Constants(misaligned=0.35))
+    odd, even = (forward_s(Op("matmul", 4096, vocab, 1024), machine) for vocab in (50257, 50304))
+    assert 2.0 < odd / even < 1 / 0.35
+    wide = (forward_s(Op("matmul", 4096, vocab, 1024, dtype="fp32"), machine) for vocab in (50257, 50304))
+    assert next(wide) < next(wide)

@@ -113,7 +113,9 @@ class TensorAxis:
         if not _is_first(part.shape, dim):
             return torch.cat(parts.chunk(self.size), dim)
         # The parts lie one after the other: that is the whole already.
-        return parts.view([self.size * size if at == dim else size for at, size in enumerate(part.shape)] or [self.size])
+        return parts.view(
+            [self.size * size if at == dim else size for at, size in enumerate(part.shape)] or [self.size]
+        )
 
     # Communication
 
