@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import meshwright
 from meshwright.errors import ConfigError
@@ -240,7 +240,20 @@ def _common(
     pass
 
 
-@app.command("train")
+class _Train(TyperCommand):
+    """``meshwright train``, where ``--resume auto`` is ``--set run.resume=auto``: click's flags take no value."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        words: list[str] = []
+        for word in args:
+            if word == "--resume=auto" or (word == "auto" and words[-1:] == ["--resume"]):
+                words[len(words) - (word == "auto") :] = ["--set", "run.resume=auto"]
+            else:
+                words.append(word)
+        return super().parse_args(ctx, words)
+
+
+@app.command("train", cls=_Train)
 def train_command(
     file: Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="Training file.")] = None,
     nproc: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on this machine.")] = None,
@@ -248,7 +261,12 @@ def train_command(
         int | None, typer.Option(metavar="N", min=1, help="Optimizer steps of the whole run (run.steps).")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", metavar="", help="Resume from the newest checkpoint in --out.")
+        bool,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            help="Resume from the newest checkpoint in --out; auto: start if there is none.",
+        ),
     ] = False,
     out: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Where the run is written.")] = None,
     changes: Annotated[

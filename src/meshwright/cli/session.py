@@ -103,7 +103,7 @@ def open_session(options: Options) -> Session:
     run_dir, restarted = _run_dir(options, prepared)
     data = _load(prepared)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
-    resumes = any_rank(options.resume or (restarted and store.newest() is not None))
+    resumes = _resumes(options, prepared, store, restarted=restarted)
     accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
     state = _state(prepared, accelerated)
     if resumes:
@@ -112,7 +112,7 @@ def open_session(options: Options) -> Session:
     with same_on_every_rank():
         callbacks = Callbacks(prepared.config.run.callbacks, accelerated)
     data.start_at(state.samples_seen)
-    lock = lock_run(run_dir, is_new=not (options.resume or restarted))
+    lock = lock_run(run_dir, is_new=not (options.resume or restarted or prepared.config.run.resume))
     _write_documents(options, prepared, run_dir, accelerated)
     peak_flops_per_s, tokens = _peak_flops_per_s(accelerated.device), data.tokens_per_sample
     return Session(
@@ -129,6 +129,16 @@ def open_session(options: Options) -> Session:
         callbacks,
         lock,
     )
+
+
+def _resumes(options: Options, prepared: Prepared, store: CheckpointStore, *, restarted: bool) -> bool:
+    """Return whether the run goes on from a checkpoint; collective."""
+    is_auto = prepared.config.run.resume is not None
+    resumes = any_rank(options.resume or ((restarted or is_auto) and store.newest() is not None))
+    if is_auto and not resumes:
+        text = f"there is no whole checkpoint in {store.directory}: the run starts from the beginning"
+        print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+    return resumes
 
 
 def _load(prepared: Prepared) -> Loaded:

@@ -291,6 +291,11 @@ class RunTable(Table):
         description="'module:function' or 'module:Class' of objects with some of the methods on_step(step, result), "
         "on_eval(step, figures), on_checkpoint(step, path) and on_stop(step), called on every rank",
     )
+    resume: Literal["auto"] | None = Field(
+        default=None,
+        description="'auto': go on from the newest whole checkpoint of the run directory, which must have a name, or "
+        "start if it has none; default: go on with --resume only",
+    )
     out: str | None = Field(
         default=None, description="run directory; default: runs/<name of this file>-<time> in the working directory"
     )

@@ -100,13 +100,14 @@ def prepare(options: Options, world: int) -> Prepared:
     optimizer = optimizer_of(config.optimizer)
     strategy = _strategy(config.strategy, folder)
     _check_batch(config, strategy, world)
-    if options.resume and run_dir is None:
+    may_resume = options.resume or config.run.resume is not None
+    if may_resume and run_dir is None:
         raise ConfigError(
             "--resume needs the run to go on with", expected="--out RUN_DIR", got="no --out", fix="name the directory"
         )
     # A restarted launch has written into its directory itself.
     if run_dir is not None and not is_restart(run_dir):
-        check_run_dir(run_dir, resume=options.resume)
+        check_run_dir(run_dir, resume=options.resume or (None if may_resume else False))
         if os.environ.get("RANK", "0") == "0":  # ranks that look at the same time would find each other
             check_not_running(run_dir)
     corpus = _corpus(config, folder)
