@@ -34,7 +34,7 @@ _FORMATS = ("safetensors", "dcp")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _found(directory: Path) -> list[Path]:
+def checkpoints_of(directory: Path) -> list[Path]:
     """Return the checkpoints that a path stands for, oldest first."""
     if (directory / MANIFEST).exists() or (directory / RECORD).exists():
         return [directory]
@@ -47,7 +47,7 @@ def _found(directory: Path) -> list[Path]:
 
 def list_checkpoints(directory: Path, as_json: bool) -> int:
     """Print the complete checkpoints of a run; return the exit status."""
-    rows = [_row(path) for path in _found(directory)]
+    rows = [_row(path) for path in checkpoints_of(directory)]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return 0
@@ -90,7 +90,7 @@ def _method_name(method: Any) -> str:
 
 def verify_checkpoints(directory: Path, as_json: bool) -> int:
     """Print what is damaged in every checkpoint; return the exit status."""
-    damage = {str(path): [str(error) for error in damage_of(path)] for path in _found(directory)}
+    damage = {str(path): [str(error) for error in damage_of(path)] for path in checkpoints_of(directory)}
     if as_json:
         typer.echo(json.dumps(damage, indent=1))
     else:
@@ -115,7 +115,7 @@ def export_checkpoint(directory: Path, out: Path, dtype: str | None, file_format
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_distributed(backend="gloo")
-    path = _newest_whole(_found(directory))
+    path = _newest_whole(checkpoints_of(directory))
     run = path.parent.parent
     if file_format == "dcp":
         weights, kind = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), as_dcp=True), "; for torch's DCP"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
     from meshwright.cli.bench_comm import BenchOptions
     from meshwright.cli.calibrate_cluster import CalibrateOptions
+    from meshwright.cli.eval_and_generate import EvalOptions, GenerateOptions
     from meshwright.cli.train_options import Options
 
 _Options = TypeVar("_Options", "BenchOptions", "CalibrateOptions")
+_Trains = TypeVar("_Trains", "EvalOptions", "GenerateOptions")
 
 checkpoint_app = typer.Typer(help="Checkpoints: list, verify, export.", no_args_is_help=True)
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run, its checkpoints, or one checkpoint.")]
@@ -282,10 +284,9 @@ def train_command(
     ] = False,
 ) -> None:
     """Train the model of a training file on all processes, under a given or a chosen strategy."""
-    from meshwright.cli.failures import exit_status, leave
+    from meshwright.cli.failures import exit_status
     from meshwright.cli.train_config import config_help
     from meshwright.cli.train_options import Options
-    from meshwright.runtime.launch import inside_launcher
 
     if help_config:
         typer.echo(config_help())
@@ -301,10 +302,7 @@ def train_command(
             )
         return _train(Options(file, nproc, steps, resume, out, tuple(changes or ()), traceback, max_restarts))
 
-    status = exit_status(command, show_traceback=traceback)
-    if inside_launcher():
-        leave(status)
-    raise typer.Exit(status)
+    _leave_with(exit_status(command, show_traceback=traceback))
 
 
 def _train(options: Options) -> int:
@@ -405,6 +403,93 @@ def calibrate_command(
 
     options = CalibrateOptions(out, processes, device, clock)
     raise typer.Exit(exit_status(lambda: _on_ranks(options, run_calibration), show_traceback=traceback))
+
+
+# --- ``meshwright eval`` and ``meshwright generate``
+
+_TRAINED = "A run of meshwright train, one of its checkpoints, or a folder with a model of transformers."
+_Trained = Annotated[Path, typer.Argument(metavar="RUN_DIR|FOLDER", help=_TRAINED)]
+_STRATEGY = "Text such as 'fsdp', or a JSON file."
+_Strategy = Annotated[str | None, typer.Option(metavar="TEXT|FILE", help=_STRATEGY, show_default="chosen")]
+_Nproc = Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on this machine.")]
+_Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the training file; repeatable."),
+]
+
+
+@app.command("eval")
+def eval_command(
+    path: _Trained,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE", help="As data.source; repeatable, each with a loss.", show_default="[eval]'s"),
+    ] = None,
+    seq: Annotated[int | None, typer.Option(metavar="N", min=2, help="Tokens per sequence (data.seq_len).")] = None,
+    strategy: _Strategy = None,
+    nproc: _Nproc = None,
+    changes: _Changes = None,
+    as_json: _AsJson = False,
+    traceback: _Traceback = False,
+) -> None:
+    """Compute loss and perplexity of a trained model on every source, the same on any number of ranks."""
+    from meshwright.cli.eval_and_generate import EvalOptions, Trained, evaluate
+    from meshwright.cli.failures import exit_status
+
+    trained = Trained(path, strategy, nproc, tuple(changes or ()), traceback)
+    options = EvalOptions(trained, tuple(data or ()), seq, as_json)
+    _leave_with(exit_status(lambda: _here_or_on_ranks(options, evaluate), show_traceback=traceback))
+
+
+@app.command("generate")
+def generate_command(
+    path: _Trained,
+    prompts: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="What to continue; repeatable.")],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens to write.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(metavar="X", min=0, help="Of the draw; 0 takes the likeliest token.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(metavar="P", min=0, max=1, help="Share of the likeliest tokens drawn.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the draws.")] = 0,
+    template: Annotated[
+        bool, typer.Option("--template/--no-template", metavar="", help="Use the tokenizer's chat template, if any.")
+    ] = True,
+    strategy: _Strategy = None,
+    nproc: _Nproc = None,
+    changes: _Changes = None,
+    as_json: _AsJson = False,
+    traceback: _Traceback = False,
+) -> None:
+    """Write what a trained model says to a prompt, as its user: through the chat template, where there is one."""
+    from meshwright.cli.eval_and_generate import GenerateOptions, Trained, generate
+    from meshwright.cli.failures import exit_status
+
+    trained = Trained(path, strategy, nproc, tuple(changes or ()), traceback)
+    options = GenerateOptions(trained, tuple(prompts), max_new_tokens, temperature, top_p, seed, template, as_json)
+    _leave_with(exit_status(lambda: _here_or_on_ranks(options, generate), show_traceback=traceback))
+
+
+def _here_or_on_ranks(options: _Trains, run: Callable[[_Trains], int]) -> int:
+    """Run as one of a launcher's ranks, in this process if one is enough, or on ranks that are started."""
+    from meshwright.runtime.launch import inside_launcher, stay_on_this_machine
+
+    if inside_launcher():
+        _leave_interrupts_to_the_launcher()
+        return run(options)
+    nproc = options.num_processes()
+    if nproc == 1:
+        stay_on_this_machine()
+        return run(options)
+    return _start_ranks(options.arguments(), nproc)
+
+
+def _leave_with(status: int) -> NoReturn:
+    from meshwright.cli.failures import leave
+    from meshwright.runtime.launch import inside_launcher
+
+    if inside_launcher():
+        leave(status)
+    raise typer.Exit(status)
 
 
 def _on_ranks(options: _Options, run: Callable[[_Options], None]) -> int:

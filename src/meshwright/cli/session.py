@@ -99,9 +99,9 @@ def open_session(options: Options) -> Session:
     Raises:
         MeshwrightError: On every rank. Nothing has been written into the run directory then.
     """
-    prepared = _join(options)
+    prepared = join(lambda: _prepared(options))
     run_dir, restarted = _run_dir(options, prepared)
-    data = _load(prepared)
+    data = load_data(prepared)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     resumes = _resumes(options, prepared, store, restarted=restarted)
     accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
@@ -141,7 +141,8 @@ def _resumes(options: Options, prepared: Prepared, store: CheckpointStore, *, re
     return resumes
 
 
-def _load(prepared: Prepared) -> Loaded:
+def load_data(prepared: Prepared) -> Loaded:
+    """Load the training data, and what of them is kept aside; collective."""
     seed, corpus = prepared.config.run.seed, prepared.corpus
     return corpus.load(seed, prepared.config.eval.holdout) if isinstance(corpus, Corpus) else corpus.load(seed)
 
@@ -161,12 +162,16 @@ def lock_run(run_dir: Path, *, is_new: bool) -> RunLock | None:
         return lock
 
 
-def _join(options: Options) -> Prepared:
-    """Check the request and make this process a rank; what fails on any rank is raised on all."""
+def _prepared(options: Options) -> Prepared:
+    check_launched("--nproc", options.nproc)
+    return prepare(options, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def join(find: Callable[[], Prepared]) -> Prepared:
+    """Find what the request names and make this process a rank; what fails on any rank is raised on all."""
     prepared, failure = None, None
     try:
-        check_launched("--nproc", options.nproc)
-        prepared = prepare(options, int(os.environ.get("WORLD_SIZE", "1")))
+        prepared = find()
     except MeshwrightError as error:
         failure = error
     if prepared is None:
@@ -200,16 +205,10 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
         _model(prepared, weights),
         prepared.optimizer.build,
         data.dataset,
-        prepared.model.loss_func,
-        strategy=prepared.strategy,
-        prepare_input=prepared.model.prepare_input,
-        model_input_format=prepared.model.model_input_format or data.model_input_format,
-        loss_weight=data.loss_weight if prepared.model.loss_func is None else None,
+        **_of_the_model(prepared, data, weights),
         optim_args=prepared.optimizer.arguments,
         optim_param_func=prepared.optimizer.param_func,
         dataloader_args=loader_args,
-        weights=weights,
-        allow_missing_weights=weights is not None and prepared.config.model.allow_missing_weights,
         sample_batch=data.sample_batch,
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={
@@ -218,14 +217,42 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
             "decay": optimizer.schedule,
             "min_lr_ratio": optimizer.min_lr_ratio,
         },
-        excluded=prepared.config.strategy.excluded,
-        included=prepared.config.strategy.included,
         max_grad_norm=unless_given(prepared.strategy, "grad_clip", optimizer, "max_grad_norm"),
         num_micro_batches=unless_given(prepared.strategy, "gradient_accumulation", run, "num_micro_batches"),
-        memory_limit=int(run.memory_limit_gb * 1e9) if run.memory_limit_gb is not None else None,
-        cluster=prepared.cluster,
         time_limit=prepared.config.strategy.time_limit,
     )
+
+
+def _of_the_model(prepared: Prepared, data: Loaded | None, weights: Path | None) -> dict[str, Any]:
+    """Return the arguments of ``accelerate`` that a model needs, trained or not."""
+    limit_gb, table = prepared.config.run.memory_limit_gb, prepared.config.strategy
+    return {
+        "loss_func": prepared.model.loss_func,
+        "strategy": prepared.strategy,
+        "prepare_input": prepared.model.prepare_input,
+        "model_input_format": prepared.model.model_input_format or (data.model_input_format if data else None),
+        "loss_weight": data.loss_weight if data is not None and prepared.model.loss_func is None else None,
+        "weights": weights,
+        "allow_missing_weights": weights is not None and prepared.config.model.allow_missing_weights,
+        "excluded": table.excluded,
+        "included": table.included,
+        "memory_limit": int(limit_gb * 1e9) if limit_gb is not None else None,
+        "cluster": prepared.cluster,
+    }
+
+
+def accelerate_trained(prepared: Prepared, data: Loaded | None, sample_batch: Any, batch_size: int) -> Accelerated:
+    """Build a model that is not trained any more, without an optimizer; collective.
+
+    Args:
+        prepared: What it is. Its weights are read, if it has some.
+        data: Says how it is called and its loss computed; None: by its source.
+        sample_batch: For predictions.
+        batch_size: Of a batch over all ranks.
+    """
+    weights = prepared.model.weights
+    arguments = _of_the_model(prepared, data, weights)
+    return accelerate(_model(prepared, weights), **arguments, sample_batch=sample_batch, batch_size=batch_size)
 
 
 def _model(prepared: Prepared, weights: Path | None) -> nn.Module:

@@ -329,12 +329,21 @@ def read_config(file: Path, changes: Sequence[str] = (), overrides: Mapping[str,
         ConfigError: When the file cannot be read, or naming every key that is wrong.
     """
     content = _read_toml(file)
-    for change in changes:
-        _put(content, *_parse_change(change))
+    put_changes(content, changes)
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(content, key, value)
     return parse_config(content, str(file))
+
+
+def put_changes(content: dict[str, Any], changes: Sequence[str]) -> None:
+    """Put ``table.key=value`` texts, as ``--set`` takes them, into the content of a training file.
+
+    Raises:
+        ConfigError: When one is no such text, or names a key within something that is no table.
+    """
+    for change in changes:
+        _put(content, *_parse_change(change))
 
 
 def parse_config(content: Mapping[str, Any], where: str) -> TrainConfig:
