@@ -1,6 +1,8 @@
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshwright import runtime
 from meshwright.errors import DataError, LaunchError
 from meshwright.runtime import processes
+from meshwright.runtime.torch_internals import c10d
 from tests.pool import free_port, leave_world
 
 
@@ -268,3 +271,32 @@ def test_parts_of_the_world(ranks):
     along = {("zero",): [(0, 1), (2, 3)], ("data",): [(0, 2), (1, 3)], ("data", "zero"): [(0, 1, 2, 3)]}
     for rank, found in enumerate(ranks(4).run(_parts_of_the_world)):
         assert found == (1001 if rank in (0, 3) else 110, along, [[0], [1], [2], [3]])
+
+
+def _limits_of_groups():
+    world = torch.distributed.group.WORLD
+    before = c10d.timeout_of(world)
+    c10d.set_timeout(timedelta(seconds=2.5), world)
+    mesh = runtime.build_mesh([("zero", 2), ("data", 2)], None, "cpu")
+    groups = [mesh.get_group("zero"), mesh.get_group("data"), runtime.mesh_of_parts(mesh, "zero", 2).get_group(1)]
+    groups += [runtime.make_group([0, 1, 2]), runtime.make_groups([(0, 3), (1, 2)])]
+    limits = [c10d.timeout_of(group) for group in groups if isinstance(group, torch.distributed.ProcessGroup)]
+    begun, error = time.monotonic(), None
+    try:
+        if runtime.rank() != 0:
+            torch.distributed.all_reduce(torch.ones(1), group=mesh.get_group("zero"))
+    except RuntimeError as caught:
+        error = str(caught)
+    waited = time.monotonic() - begun
+    c10d.set_timeout(before, world)
+    torch.distributed.barrier()
+    return limits, error, waited
+
+
+def test_groups_have_the_limit_of_the_world(ranks):
+    answers = ranks(4).run(_limits_of_groups)
+    for rank, (limits, error, waited) in enumerate(answers):
+        assert limits == [timedelta(seconds=2.5)] * (5 if rank < 3 else 4)
+        if rank == 1:  # rank 0 shares its line of the mesh, and does not come
+            assert error is not None
+            assert waited < 20

@@ -15,7 +15,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError, StrategyError, did_you_mean
-from meshwright.runtime.processes import connect, connecting_on_use, require_distributed, settings
+from meshwright.runtime.processes import (
+    connect,
+    connecting_on_use,
+    limit_as_the_world,
+    require_distributed,
+    settings,
+)
 
 AXES = ("replica", "pipeline", "expert", "context", "sequence", "data", "zero", "tensor")
 """Every axis a mesh can have, in DeviceMesh order (outermost first)."""
@@ -177,8 +183,7 @@ def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None
     ranks = torch.from_numpy(np.ascontiguousarray(grid.transpose(outermost_first)))
     with connecting_on_use(max(ranks.shape)) as on_use:
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names[dim] for dim in outermost_first))
-    if on_use:
-        _connect_axes(mesh)
+    _finish_axes(mesh, on_use)
     return mesh
 
 
@@ -198,8 +203,7 @@ def flat_mesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
         return mesh[names[0]]
     with connecting_on_use(math.prod(mesh.size(_dim(mesh, name)) for name in names)) as on_use:
         flat = flattened(mesh[names])
-    if on_use:
-        _connect_axes(flat)
+    _finish_axes(flat, on_use)
     return flat
 
 
@@ -230,8 +234,7 @@ def mesh_of_parts(mesh: DeviceMesh, axis: str, size: int) -> DeviceMesh:
     parts = torch.tensor(groups_along(mesh, [axis]), dtype=torch.int).view(-1, size)
     with connecting_on_use(max(parts.shape)) as on_use:
         cut = DeviceMesh(mesh.device_type, parts, mesh_dim_names=(f"{axis}_apart", f"{axis}_nearby"))
-    if on_use:
-        _connect_axes(cut)
+    _finish_axes(cut, on_use)
     return cut
 
 
@@ -240,11 +243,14 @@ def _dim(mesh: DeviceMesh, name: str) -> int:
     return mesh.mesh_dim_names.index(name)
 
 
-def _connect_axes(mesh: DeviceMesh) -> None:
+def _finish_axes(mesh: DeviceMesh, on_use: bool) -> None:
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
+        if group is torch.distributed.group.WORLD:
+            continue
+        limit_as_the_world(group)
         # On GPUs the parts on gloo are made, too, and hardly used.
-        if group is not torch.distributed.group.WORLD and torch.distributed.get_backend(group) == "gloo":
+        if on_use and torch.distributed.get_backend(group) == "gloo":
             connect(group)
 
 

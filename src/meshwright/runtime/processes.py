@@ -28,10 +28,11 @@ from meshwright.runtime.rendezvous import (
     separate_tasks_warning,
     unreachable_warning,
 )
-from meshwright.runtime.torch_internals.c10d import BarrierOptions, HashStore, default_store
+from meshwright.runtime.torch_internals.c10d import BarrierOptions, HashStore, default_store, set_timeout, timeout_of
 
 _own = threading.local()
 _background: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the world, and its background group
+_SAVE_TIMEOUT = timedelta(minutes=30)  # ranks wait for each other's files in it, longer than a collective takes
 _before_leaving: list[Callable[[], None]] = []
 
 # --- [Note: gloo connects on use]
@@ -132,17 +133,29 @@ def _bound_device(device: torch.device, backend: str, size: int) -> torch.device
     return device if wanted and "nccl" in backend and size > 1 and not _has_begun else None
 
 
+def limit_as_the_world(group: dist.ProcessGroup) -> None:
+    """Let collectives of a group take as long as those of the world: ``timeout_s`` of ``init_distributed``.
+
+    torch makes groups with its own limits, of 10 minutes with NCCL and 30 with gloo.
+    """
+    limit = timeout_of(dist.group.WORLD) if dist.group.WORLD is not None else None
+    if limit is not None and isinstance(group, dist.ProcessGroup):  # else this rank is not in the group
+        set_timeout(limit, group)
+
+
 def make_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
     """Make a process group as ``torch.distributed.new_group`` does, whose gloo part connects on use.
 
     Args:
         ranks: Its ranks; None means all of them. Other ranks call it, too, unless ``use_local_synchronization``.
-        options: Further arguments of ``new_group``.
+        options: Further arguments of ``new_group``; without ``timeout`` the group gets the world's.
     """
     alone = options.get("use_local_synchronization", False)
     size = dist.get_world_size() if ranks is None else len(ranks)
     with connecting_on_use(size) as on_use, _without_split() if alone else contextlib.nullcontext():
         group = dist.new_group(ranks if ranks is None else list(ranks), **options)
+    if "timeout" not in options:
+        limit_as_the_world(group)
     if on_use and isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "gloo" and group.size() > 1:
         connect(group)
     return group
@@ -164,6 +177,7 @@ def make_groups(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     with connecting_on_use(max(map(len, partition))):
         group = dist.split_group(split_ranks=[list(ranks) for ranks in partition])
     assert group is not None
+    limit_as_the_world(group)
     return group
 
 
@@ -190,7 +204,7 @@ def background_group() -> dist.ProcessGroup | None:
     if world is None or world.size() == 1:
         return None
     if _background is None or _background[0] is not world:
-        _background = (world, make_group(backend="gloo"))
+        _background = (world, make_group(backend="gloo", timeout=_SAVE_TIMEOUT))
     return _background[1]
 
 

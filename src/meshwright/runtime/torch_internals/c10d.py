@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from operator import methodcaller
 
+import torch
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import (
     # Public in ``torch.distributed``, which does not export them to type checkers.
@@ -13,11 +15,15 @@ from torch._C._distributed_c10d import (
     Store,
     TCPStore,
 )
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import (
     # What ranks agree on before their collectives, or beside them. Replaced by a public accessor.
     _get_default_store as default_store,
     # Where a group carries what lies on the host, as torch decides for objects: with NCCL alone on the GPU.
     _get_object_coll_device as object_device,
+    # Meshes make their groups with torch's default limit of time, whatever that of the world is. Replaced by a
+    # ``timeout`` of DeviceMesh.
+    _set_pg_timeout as set_timeout,
     # All process groups by name. Replaced by a public list of groups.
     _world as world_state,
 )
@@ -33,6 +39,8 @@ __all__ = [
     "flight_recorders",
     "object_device",
     "ranks_of_groups",
+    "set_timeout",
+    "timeout_of",
 ]
 
 ATTRIBUTES_OF = ("torch._C._distributed_c10d", "torch._C._distributed_c10d.ProcessGroup")
@@ -42,6 +50,21 @@ _enable_timings = methodcaller("_enable_collectives_timing")
 # What process groups have recorded of their collectives, as JSON: NCCL's recorder, in builds for CUDA, and gloo's. Both
 # take whether to include collectives, and only what is under way. torch's own debug server reads them so, too.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+
+_backend_for = methodcaller("_get_backend", torch.device("cpu")), methodcaller("_get_backend", torch.device("cuda"))
+
+
+def timeout_of(group: ProcessGroup) -> timedelta | None:
+    """Return how long a collective of this group may take; None where its backend does not tell."""
+    for backend_for in _backend_for:
+        try:
+            options = getattr(backend_for(group), "options", None)
+        except RuntimeError:  # no backend for this type of device
+            continue
+        if options is not None:
+            return options._timeout
+    return None
 
 
 def flight_recorders() -> list[Callable[[], bytes]]:
