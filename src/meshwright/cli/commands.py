@@ -58,17 +58,21 @@ def export_command(
     file_format: Annotated[
         str, typer.Option("--format", metavar="safetensors|dcp", help="dcp: a folder of torch.distributed.checkpoint.")
     ] = "safetensors",
+    is_merged: Annotated[
+        bool, typer.Option("--merged", metavar="", help="Merge adapters into their base, on one process.")
+    ] = False,
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest that is whole) as safetensors.
 
     With --format dcp, torch.distributed.checkpoint and torchtitan load the folder, and no config lies beside it. If the
     run trained a transformers model, a folder gets a config.json, too: from_pretrained loads it. If the run
-    trained adapters of peft, the folder gets these alone: PeftModel.from_pretrained loads them.
+    trained adapters of peft, the folder gets these alone: PeftModel.from_pretrained loads them; with --merged it gets
+    the base with the adapters merged into it.
     """
     from meshwright.cli.checkpoint_tools import export_checkpoint
     from meshwright.cli.failures import exit_status
 
-    raise typer.Exit(exit_status(lambda: export_checkpoint(directory, out, dtype, file_format)))
+    raise typer.Exit(exit_status(lambda: export_checkpoint(directory, out, dtype, file_format, merges=is_merged)))
 
 
 # --- ``meshwright plan`` and ``meshwright compare``
@@ -113,6 +117,12 @@ def plan_command(
     ] = 10,
     sample: _Sample = None,
     loss: _Loss = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="r=N,…", help="LoRA adapters around it, in the keys of [adapter]: r=16,targets=q_proj+v_proj."
+        ),
+    ] = None,
     memory_limit: _MemoryLimit = None,
     headroom: Annotated[
         float | None,
@@ -139,7 +149,7 @@ def plan_command(
     from meshwright.cli.plan_and_compare import PlanOptions, Subjects, plan
 
     def command() -> int:
-        subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit)
+        subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit, lora)
         included, excluded = tuple(include or ()), tuple(exclude or ())
         options = PlanOptions(
             subjects, strategy, micro_batches, objective, excluded, included, top, as_json, html, trace, save,

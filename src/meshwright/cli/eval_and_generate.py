@@ -90,7 +90,7 @@ class Trained:
             content: dict[str, Any] = {"model": {"source": f"hf:{self.path.resolve()}"}, "data": data, "eval": {}}
             return content | {"run": {}}, Path.cwd()
         found = _document(run / CONFIG)
-        content = {name: dict(found.get(name, {})) for name in ("model", "data", "eval")}
+        content = {name: dict(found.get(name, {})) for name in ("model", "adapter", "data", "eval")}
         content["run"] = {key: found["run"][key] for key in _OF_A_RUN if found["run"].get(key) is not None}
         return content, Path(found["file"]).parent
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.cli.adapters import adapters_of
 from meshwright.cli.callbacks import Callbacks
 from meshwright.cli.ranks import check_launched
 from meshwright.cli.run_files import (
@@ -55,12 +56,10 @@ from meshwright.runtime import (
     synchronize,
     world_size,
 )
-from meshwright.runtime.agreement import gather_distinct
 from meshwright.runtime.device import GeneratorState
 from meshwright.runtime.launch import launch_id
 from meshwright.store import CheckpointStore, TrainingState
-from meshwright.store.entries import model_entries, unwrapped
-from meshwright.store.folder import adapter_names
+from meshwright.store.entries import unwrapped
 from meshwright.strategy import Strategy
 from meshwright.training.accelerate import accelerate
 from meshwright.training.accelerated import Accelerated
@@ -399,33 +398,3 @@ def _peak_flops_per_s(device: torch.device) -> float | None:
         synchronize()
         own = measured_flops_per_s(device)
     return None if any_rank(own is None) else sum(each for (each,) in gather_numbers([own or 0.0]))
-
-
-# --- Adapters of peft: what the run directory records of them, for ``meshwright checkpoint export``
-
-_ADAPTER = "default"  # what peft calls it where nobody does
-
-
-def adapters_of(model: nn.Module) -> str | None:
-    """Return a document of a model's adapters, or None where it has none; collective: ranks may hold different parts.
-
-    Returns:
-        JSON: ``config``, peft's own, and ``names``: those in peft's files to those in checkpoints.
-    """
-    peft = sys.modules.get("peft")  # not imported: the model cannot be one of peft's
-    with same_on_every_rank():
-        entries = model_entries(model)
-        is_adapted = peft is not None and isinstance(entries.module, peft.PeftModel)
-        own = adapter_names(entries.module, dict(entries.tensors)) if is_adapted else {}
-    if not is_adapted:
-        return None
-    names: dict[str, str] = {}
-    for _, part in gather_distinct(own, repr(sorted(own.items()))):
-        names |= part
-    adapted: Any = entries.module
-    config = adapted.peft_config[_ADAPTER].to_dict()
-    return json.dumps({"config": config, "names": names}, indent=2, sort_keys=True, default=_plain) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)

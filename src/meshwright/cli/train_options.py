@@ -127,7 +127,7 @@ def find_all(
     """Find model, data, cluster and trackers of a training file; see :func:`prepare`."""
     corpus = _corpus(config, folder)
     of_text = isinstance(corpus, Corpus) and corpus.layout == "windows"
-    model = model_source(config.model, folder, of_text=of_text, reads_weights=reads_weights)
+    model = model_source(config.model, folder, adapter=config.adapter, of_text=of_text, reads_weights=reads_weights)
     validation = _validation(config, corpus, folder)
     cluster = _cluster(config.strategy, folder)
     trackers = check_trackers(config.run.trackers, are_defaults="trackers" not in config.run.model_fields_set)

@@ -88,7 +88,8 @@ class GlobalBatchLoader(DataLoader[Any]):
 
     def _last_counts(self) -> tuple[int, ...] | None:
         """Return how many samples of the last batch are no repeats, on each replica; None if all are, or unknown."""
-        size, order = self.last_batch_size, self.sampler
+        size = self.last_batch_size
+        order: Any = self.sampler
         if size is None or self.drop_last:
             return None
         if isinstance(order, ShardedSampler):
