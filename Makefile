@@ -12,7 +12,7 @@ TORCH_oldest := 2.11.0
 TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint bench docs parity faults fuzz fuzz-strategies oldest newest clean help
+.PHONY: run test lint bench docs dist parity faults fuzz fuzz-strategies oldest newest clean help
 
 help:
 	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
@@ -26,6 +26,7 @@ help:
 	@echo "make newest  the same with the newest torch that has been tried"
 	@echo "make bench   beside DDP, FSDP2, DeepSpeed, Accelerate and Fabric; then overhead and optimizers"
 	@echo "make docs    the manual, into site/: open site/index.html, or SERVE=1 serves it while pages are edited"
+	@echo "make dist    a wheel and a source archive in dist/, installed and run in an empty environment"
 	@echo "make clean   remove the virtual environment and caches"
 
 # The first Python that is new enough; an older default or a broken shim is passed over.
@@ -90,6 +91,13 @@ docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(SERVE),serve,build --strict --quiet)
 	@echo "The manual is in site/: open site/index.html."
+
+# Built from the source archive, as whoever installs from it would; then tried where no source is at hand.
+dist: $(READY)
+	rm -rf dist build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python tests/installed.py dist/*.whl
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

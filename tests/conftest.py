@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 from tests.pool import Pool
 
 # Shared machines stall now and then: a slow draw is no failure.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared")
+ANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any", ANY)
+settings.register_profile("same", ANY, derandomize=True)  # a change is judged by the examples of the change before it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("any" if config.getoption("--parity") == "all" else "same")
     config.addinivalue_line("markers", "long: only with --parity=all, as in make parity; a shorter test does like it")
 
 

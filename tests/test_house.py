@@ -1,6 +1,7 @@
 """The house: rooms import only from rooms below, without circles; files are whole mechanisms; words stand alone."""
 
 import ast
+import tomllib
 
 import pytest
 
@@ -89,3 +90,11 @@ def test_journeys_are_short_and_stand_in_the_manual():
     assert {name: set(files) for name, files in walked.items()} == {
         name: set(files) for name, files in house.journeys_on_page().items()
     }
+
+
+def test_a_wheel_has_every_file_that_modules_read():
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    globs = project["tool"]["setuptools"]["package-data"]["meshwright"]
+    packed = {path for glob in globs for path in SOURCE.glob(glob)}
+    files = {path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files == packed

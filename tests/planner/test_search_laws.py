@@ -10,6 +10,7 @@ from meshwright.cost import Link, find_cluster, make_cluster
 from meshwright.errors import StrategyError
 from meshwright.planner import FamilyWorkload, Shape, default_space
 from meshwright.planner.search import search
+from meshwright.planner.search.search_state import rank_of_plan
 from meshwright.strategy import Strategy
 
 SHAPES = st.builds(
@@ -31,7 +32,8 @@ def best(subject, **changes):
     pipelines = space.axis_methods | {"pipeline": space.axis_methods["pipeline"][:1]}
     small = space.replace(sizes=sizes, axis_methods=pipelines, precision=space.precision[:1], hybrid=False, **changes)
     try:
-        return search(subject, space=small, top=1).plans[0].forecast.time.step_time_s
+        # By what plans are ranked by, seconds with surcharges: a simpler plan may be a little slower.
+        return rank_of_plan(search(subject, space=small, top=1).plans[0], "tokens_per_s")[0]
     except StrategyError:
         return float("inf")
 
