@@ -74,7 +74,7 @@ def _section(name: str, command: Any) -> str:
 
 def _names(param: Any) -> str:
     if param.param_type_name == "argument":
-        return f"`{param.metavar or param.name.upper()}`"
+        return f"`{_cell(param.metavar or param.name.upper())}`"
     value = "" if param.is_flag else f" {_cell(param.metavar or 'N')}"
     names = ", ".join(f"`{option}`" for option in param.opts)
     return f"{names}{value}{' (needed)' if param.required else ''}"
