@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from meshwright.cli import app, train_loop
-from meshwright.cli.adapters import parse_lora
+from meshwright.cli.adapters import merged, parse_lora
 from meshwright.cli.train_config import AdapterTable, parse_config
 from meshwright.cli.train_options import Options
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.strategy import Strategy
 from tests.cli import test_finetune
 from tests.cli.helpers import losses
@@ -69,6 +69,13 @@ def test_adapters_leave_alone_or_merged_into_their_base(ranks, folder):
     assert test_finetune._alone(whole, folder) == pytest.approx(expected, rel=1e-5)
     found, *_ = ranks(2).run(evaluated, folder, "two", (), "fsdp")
     assert found["sources"]["val"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_base_whose_config_names_code_from_elsewhere_is_not_merged(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "attn_implementation": "owner/repo"}')
+    with pytest.raises(ModelError, match="owner/repo"), merged(tmp_path / "out", tmp_path, None):
+        pass
+    assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_plans_count_what_is_trained(folder):

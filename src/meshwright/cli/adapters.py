@@ -16,6 +16,7 @@ from torch import nn
 
 from meshwright.cli.train_config import AdapterTable
 from meshwright.errors import CheckpointError, ConfigError, did_you_mean, join_names
+from meshwright.planner.config_models import read_model_config
 from meshwright.runtime import same_on_every_rank
 from meshwright.runtime.agreement import gather_distinct
 from meshwright.store.entries import model_entries
@@ -177,6 +178,7 @@ def merged(out: Path, pretrained: Path | None, dtype: torch.dtype | None) -> Ite
 
     Raises:
         CheckpointError: When the base is not there, or ``out`` is.
+        ModelError: When the config of the base is refused.
     """
     if pretrained is None or not (pretrained / "config.json").is_file() or out.suffix or out.exists():
         is_base = pretrained is not None and (pretrained / "config.json").is_file()
@@ -192,7 +194,7 @@ def merged(out: Path, pretrained: Path | None, dtype: torch.dtype | None) -> Ite
     scratch = Path(tempfile.mkdtemp(prefix=".adapters-", dir=out.absolute().parent))
     try:
         yield scratch / "adapters"
-        config = transformers.AutoConfig.from_pretrained(str(pretrained), local_files_only=True)
+        config = read_model_config(pretrained)  # refuses what would run code from elsewhere
         kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
         base = kind.from_pretrained(str(pretrained), dtype=dtype or "auto", local_files_only=True)
         PeftModel.from_pretrained(base, str(scratch / "adapters")).merge_and_unload().save_pretrained(str(out))
