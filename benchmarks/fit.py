@@ -65,7 +65,9 @@ KNOWN = {
     "B200": Efficiency(matmul=0.70, fp8=0.69, fp4=0.44, attention=0.53, flash2=0.14, memory=0.85),
     "MI300X": Efficiency(matmul=0.47, fp8=0.38, attention=0.13, memory=0.85),
 }
-DEFAULT = Calibration({"default": Efficiency(memory=0.85), **KNOWN}, Constants(spread=SPREAD))
+DEFAULT = Calibration(
+    {"default": Efficiency(memory=0.85), **KNOWN}, Constants(spread=SPREAD, misaligned=0.35, collective_host_s=7e-5)
+)
 
 # Those that a table of whole steps says something about; the others are measured on a machine (``calibrate``).
 FRACTIONS = ("matmul", "fp8", "attention", "memory", "intra", "inter")

@@ -69,6 +69,8 @@ class LiveBytes(TorchDispatchMode):
         self.moment, self.at_peak = moment, {}
         for key, reference in self.storages.items():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:  # free since it was counted
+                continue
             origin = self._origins.get(key, ("", "", ""))
             self.at_peak[origin] = self.at_peak.get(origin, 0) + storage.nbytes()
 

@@ -59,7 +59,8 @@ def _planned(case: Case, recomputed: str) -> Plan:
     cluster = case.cluster
     # The latency of a source's network is its own; a user has that of the preset.
     plain = make_cluster(cluster.device, cluster.num_devices, cluster.devices_per_node)
-    cluster = dataclasses.replace(cluster, inter=dataclasses.replace(cluster.inter, latency_s=plain.inter.latency_s))
+    inter = dataclasses.replace(plain.inter, bytes_per_s=cluster.inter.bytes_per_s)
+    cluster = dataclasses.replace(cluster, inter=inter)
     subject = FamilyModel(case.row.text("model"), case.shape).subject(cluster, _samples(case), None)
     return subject.plan(user_strategy(case, recomputed), case.run.num_micro_batches)
 

@@ -61,7 +61,7 @@ class Case:
     def in_turn(self) -> bool:
         """Return whether gradients are reduced after backward, and not during it."""
         beside = self.convention.reduces_beside
-        return self.zero_stage < 2 and (not beside or (self.convention.reduces_each and self.zero_stage == 1))
+        return self.zero_stage < 2 and (not beside or (self.convention.reduces_after and self.zero_stage == 1))
 
     @property
     def setting(self) -> tuple[Any, ...]:
@@ -72,6 +72,7 @@ class Case:
 # --- Memory
 
 _HALF_BYTES = 2
+_ADDED_BYTES = 10  # of an element: read in half, read and written in fp32
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ def _beside(case: Case, step: Step) -> int:
     replicas = math.prod(size for axis, size in step.axes if axis in ("zero", "data"))
     if convention.live_bytes and case.zero_stage == 3:
         # Two layers at once, one computing and one prefetched, with the gradients of one.
-        largest = max(p.numel for block in step.blocks for p in block.parameters if block.name != "outside")
+        largest = max(
+            (p.numel for block in step.blocks for p in block.parameters if block.name != "outside"), default=0
+        )
         extra += max(convention.live_bytes, 3 * largest * _HALF_BYTES)
     if convention.offloads:
         extra -= memory(step).optimizer
@@ -237,7 +240,8 @@ def _case(
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
     stage_ranks = tuple(range(sizes["pp"])) * virtual
-    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stage_ranks=stage_ranks)
+    padded = _padded(shape, sizes["tp"])
+    steps = family_step(padded, run, axes, shard_axis=shard_axis_of(stage), stage_ranks=stage_ranks)
     if cluster.device.efficiency in convention.early_on:
         steps = [_with_early_products(step) for step in steps]
     # The ranks that divide a sample are among those that the state is sharded over, or gradients are averaged.
@@ -247,12 +251,22 @@ def _case(
     shown = _shown_by(steps)
     costed = {
         rank: _as_source(
-            gathering(cost_of(strategy, steps[rank]), row, convention, run), convention, stage, async_tensor=beside
+            gathering(cost_of(strategy, steps[rank]), row, convention, run),
+            convention,
+            stage,
+            async_tensor=beside,
+            cluster=cluster,
         )
         for rank in dict.fromkeys(shown)
     }
     every = tuple(costed[rank] for rank in shown)
     return Case(row, convention, shape, run, cluster, strategy, stage, every, global_batch, tuple(assumed))
+
+
+def _padded(shape: Shape, tensor: int) -> Shape:
+    """Return the shape with a vocabulary that its engine can divide: into parts whose rows are aligned."""
+    multiple = 8 * tensor
+    return dataclasses.replace(shape, vocab=-(-shape.vocab // multiple) * multiple) if tensor > 1 else shape
 
 
 def _fitting(
@@ -294,7 +308,9 @@ def _cluster(row: Row, convention: Convention) -> Cluster:
     # Of an NVL72 a node is a tray, and the rack is what NVLink joins.
     per_node = max(1, number // nodes) if nodes and most_joined(device) == 8 else None
     network = re.search(r"(\d{3,4}) ?Gbps", row.text("source"))
-    return make_cluster(device, number, per_node, float(network.group(1)) if network else None, convention.latency_s)
+    gbps = float(network.group(1)) if network else None
+    made = make_cluster(device, number, per_node, gbps, convention.latency_s)
+    return dataclasses.replace(made, inter=dataclasses.replace(made.inter, step_s=convention.ring_step_s))
 
 
 def _product(row: Row) -> int:
@@ -358,11 +374,12 @@ def _shown_by(steps: list[Step]) -> list[int]:
     return shown
 
 
-def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: bool) -> Step:
+def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: bool, cluster: Cluster) -> Step:
     """Return the step with the source's collectives: gradients reduced in fp32, or parameter by parameter."""
     if convention.live_bytes and stage == 3:
         step = step.replace(gathered="nothing")  # its buffers have a fixed size
-    largest = max(sum(p.numel for p in block.parameters) for block in step.blocks if block.name != "outside")
+    blocks = (block for block in step.blocks if block.name != "outside")
+    largest = max((sum(p.numel for p in block.parameters) for block in blocks), default=0)
     whole = not 0 < convention.live_bytes < 2 * largest  # both are of half weights
     traffic = []
     for each in step.traffic:
@@ -375,14 +392,35 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
         if each.hidden and each.kind != "send" and stage < 2:
             if stage == 0 and convention.reduce == "fp32" and step.reduce_itemsize == 2:
                 each = dataclasses.replace(each, bytes_per_step=2 * each.bytes_per_step)
-            if convention.reduces_each and stage == 1:
-                each = dataclasses.replace(
-                    each, calls=sum(block.count * len(block.parameters) for block in step.blocks)
-                )
+            if convention.reduces_after and stage == 1:
+                # One flat buffer, reduced whole and gathered.
+                whole_sum = each.kind == "reduce_scatter"
+                each = dataclasses.replace(each, calls=1, kind="all_reduce" if whole_sum else each.kind)
         if async_tensor and each.axis == "tensor":
             each = dataclasses.replace(each, beside=True)
         traffic.append(each)
-    return step.replace(traffic=tuple(traffic), gathers_ahead=convention.gathers_ahead)
+    added = 0
+    if convention.adds_gradients:
+        added = _ADDED_BYTES * sum(n * math.prod(shape_on(step, p, None)) for n, p in step.every_parameter())
+    waits = added / cluster.device.bandwidth_bytes_per_s
+    if stage == 1:
+        parts = step.size("zero") * sum(n for n, _ in step.every_parameter())
+        waits += convention.copy_s * parts / step.num_micro_batches
+    if step.stages is None or len(step.stages.ranks) - 1 in step.stages.own:
+        waits += convention.micro_batch_s
+    if step.stages is not None and (
+        cluster.num_devices >= 64 * cluster.devices_per_node or step.size("tensor") >= 4 * cluster.devices_per_node
+    ):
+        waits += convention.transfer_s * (2 if step.size("pipeline") == 2 else 4)
+    host_s = convention.collective_host_s
+    if host_s is not None and step.stages is not None and not cluster.is_one_node:
+        host_s += convention.waiting_s * step.size("tensor")
+    return step.replace(
+        traffic=tuple(traffic),
+        gathers_ahead=convention.gathers_ahead,
+        micro_batch_s=waits,
+        collective_host_s=host_s,
+    )
 
 
 def _layers_of_a_block(step: Step) -> float:

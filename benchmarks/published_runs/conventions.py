@@ -25,13 +25,21 @@ class Convention:
         reduce: Precision in which gradients are reduced.
         wide_gradients: Whether gradients accumulate in fp32 beside half weights.
         reduces_beside: Whether reducing gradients overlaps with backward (without ZeRO 3).
-        reduces_each: Whether under ZeRO 1 each parameter is reduced by its own collective, after backward.
+        reduces_after: Whether under ZeRO 1 gradients are reduced after backward, and not beside it.
+        copy_s: Seconds per parameter and rank in which the host copies parts of what ZeRO 1 gathers.
+        micro_batch_s: Seconds that devices wait for the host in each micro-batch.
+        adds_gradients: Whether kernels of their own add each micro-batch's half gradients to fp32 ones.
+        counts_embedding: Whether an MFU counts the embedding as a product, even where it is the head beyond one stage.
+        collective_host_s: Seconds of the host per tensor-parallel collective; None: those of all.
+        waiting_s: Seconds of each tensor-parallel collective per rank in pipelines over several nodes.
+        transfer_s: Seconds of each transfer between stages on 64 nodes, and where tensors are divided over four.
         offloads: Whether the optimizer's state is in host memory.
         offloads_activations: Whether under ZeRO 3 activations that do not fit are offloaded, block by block.
         memory: Whether a peak counts allocated or reserved memory.
         first_rank: Whether a peak is that of the first rank, instead of the highest.
         ddp_buckets: Whether DistributedDataParallel's buckets are a second copy of the gradients.
         latency_s: Latency between nodes; the default is that of InfiniBand and RoCE.
+        ring_step_s: Seconds of each step of a ring between nodes.
         keeps_stages: Whether pipelines are torch's, whose stages receive every micro-batch in its own buffer, and keep
             their outputs until backward, and the logits of all micro-batches.
         splits_local_batch: Whether a pipeline divides the printed micro-batch by its number of ranks.
@@ -58,7 +66,14 @@ class Convention:
     reduce: Literal["half", "fp32"] = "fp32"
     wide_gradients: bool = False
     reduces_beside: bool = True
-    reduces_each: bool = False
+    reduces_after: bool = False
+    copy_s: float = 0.0
+    micro_batch_s: float = 0.0
+    adds_gradients: bool = False
+    counts_embedding: bool = False
+    collective_host_s: float | None = None
+    waiting_s: float = 0.0
+    transfer_s: float = 0.0
     offloads: bool = False
     offloads_activations: bool = False
     memory: Literal["allocated", "reserved"] = "reserved"
@@ -67,6 +82,7 @@ class Convention:
     flops: Literal["full", "causal", "hardware"] = "full"
     vocab: int | None = None
     latency_s: float = 1.2e-5
+    ring_step_s: float = 0.0
     keeps_stages: bool = False
     async_tensor: bool = False
     splits_local_batch: bool = False
@@ -108,6 +124,7 @@ _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divid
     reduce="half",
     wide_gradients=True,
     reduces_beside=False,
+    micro_batch_s=2.3e-3,
     vocab=51200,
     default_ac="full",
 )
@@ -192,9 +209,15 @@ _KNOWN = (
         ddp_buckets=True,  # without ``gradient_as_bucket_view``
         reentrant=True,
         wide_gradients=True,
-        reduces_each=True,
+        reduces_after=True,
+        copy_s=5e-6,
+        collective_host_s=2.35e-4,
+        waiting_s=3.5e-4,
         async_tensor=True,
         latency_s=3e-5,  # AWS's network (EFA)
+        ring_step_s=5.5e-5,
+        adds_gradients=True,
+        counts_embedding=True,
         impl=Implementation(
             attention="flash2",
             # Inferred from this table's peaks: no public run says so.
@@ -311,6 +334,8 @@ def convention_of_row(row: Row) -> Convention:
         return _llm_foundry(row, convention)
     if any(word in source for word in ("bench_cluster", "old_bench")):  # nanotron of July 2024 (``build_model``)
         convention = _with(convention, balances_head="beyond")
+    if "benchmarks_interactive" in source:  # all runs, and not the fastest of each cell alone
+        convention = dataclasses.replace(convention, transfer_s=0.29)
     return dataclasses.replace(convention, flops="hardware") if _COUNTED.search(row.notes) else convention
 
 

@@ -133,6 +133,9 @@ def _flops_per_token(case: Case) -> float:
     hardware = "hfu" in case.row.text("mfu").lower() and not case.row.text("tflops_per_gpu")
     counted = "hardware" if hardware else case.convention.flops
     flops = case.shape.model_flops_per_token(causal=counted == "causal")
+    tied = case.shape.tied and dict(case.strategy.get("parallel_mode").axes).get("pipeline", 1) == 1  # type: ignore[union-attr]
+    if case.convention.counts_embedding and not tied:
+        flops += 6 * case.shape.hidden * case.shape.vocab
     if counted == "hardware" and case.strategy.get("checkpoint") is not None:
         flops *= 4 / 3
     return flops

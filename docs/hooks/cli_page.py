@@ -25,6 +25,11 @@ _EXAMPLES = {
         'train examples/gpt2/stdlib.toml --out runs/a --set strategy.methods="fsdp" --steps 100',
         "train examples/gpt2/stdlib.toml --out runs/a --resume --steps 200",
     ],
+    "eval": [
+        "eval runs/a --nproc 2",
+        "eval path/to/folder --data validation.jsonl --data code.parquet --seq 2048 --json",
+    ],
+    "generate": ['generate runs/a --prompt "What is 2+2?" --max-new-tokens 32 --temperature 0.7'],
     "plan": [
         "plan --model llama-3-8b --cluster h100x64 --global-batch 256 --seq 8192 --html plan.html",
         "plan --model hf:path/to/config.json --cluster a100-80x8 --global-batch 32 --seq 4096 --top 3",
@@ -69,7 +74,7 @@ def _section(name: str, command: Any) -> str:
 
 def _names(param: Any) -> str:
     if param.param_type_name == "argument":
-        return f"`{param.metavar or param.name.upper()}`"
+        return f"`{_cell(param.metavar or param.name.upper())}`"
     value = "" if param.is_flag else f" {_cell(param.metavar or 'N')}"
     names = ", ".join(f"`{option}`" for option in param.opts)
     return f"{names}{value}{' (needed)' if param.required else ''}"

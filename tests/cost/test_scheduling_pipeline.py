@@ -6,7 +6,7 @@ from benchmarks.schedule_bubble import bubble_fraction
 from meshwright.cost import Stages, Step, fitted
 from meshwright.cost.scheduling import StageTimes, order, pipeline_s, play
 from meshwright.cost.step_time import played_s
-from meshwright.methods.pipeline.schedules import actions
+from meshwright.methods.pipeline.schedules import actions, stage_ranks
 
 EQUAL = StageTimes(1.0, 2.0)
 
@@ -77,3 +77,33 @@ def test_a_single_micro_batch_goes_through_all_ranks_whatever_they_share():
 def test_an_order_that_waits_for_itself_is_an_error():
     with pytest.raises(ValueError, match="waits for itself"):
         play([[("B", 0, 0), ("F", 0, 0)]], [EQUAL], 0.0, 1)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 6, 16, 32])
+@pytest.mark.parametrize(("inputs", "weights"), [(1.0, 1.0), (1.3, 0.7), (2.0, 1.0), (1.6, 0.4), (3.0, 0.0)])
+def test_weights_of_any_duration_fill_what_inputs_leave(inputs, weights, micro_batches):
+    ranks = 4
+    times = [StageTimes(2.0, 2 * (inputs + weights), 2 * weights)] * ranks
+    seconds = {"F": 1.0, "I": inputs, "W": weights, "B": inputs + weights}
+    played = _played_in_parts(actions("zbv", ranks, 2, micro_batches), stage_ranks("zbv", ranks, 2), seconds)
+    assert pipeline_s("zbv", times, 0.0, 2, micro_batches) == pytest.approx(played, rel=0.05)
+
+
+def _played_in_parts(rows, ranks, seconds):
+    """Play a table of actions with every kind's own seconds."""
+    done, clock, position = {}, [0.0] * len(rows), [0] * len(rows)
+    last = len(ranks) - 1
+    while any(at < len(row) for at, row in zip(position, rows, strict=True)):
+        for rank, row in enumerate(rows):
+            while position[rank] < len(row):
+                kind, stage, part = row[position[rank]]
+                before = {"F": ("F", stage - 1), "W": ("I", stage)}.get(kind, ("I", stage + 1))
+                if kind in "IB" and stage == last:
+                    before = ("F", stage)
+                ready = 0.0 if before[1] < 0 else done.get((*before, part))
+                if ready is None:
+                    break
+                clock[rank] = max(clock[rank], ready) + seconds[kind]
+                done["I" if kind == "B" else kind, stage, part] = clock[rank]
+                position[rank] += 1
+    return max(clock)

@@ -17,7 +17,8 @@ import torch
 from published_runs.cases import NotCovered, case_of
 from safetensors.torch import save as safetensors_bytes
 
-from meshwright.cli.checkpoint_tools import list_checkpoints, read_adapters, verify_checkpoints
+from meshwright.cli.adapters import read_adapters
+from meshwright.cli.checkpoint_tools import list_checkpoints, verify_checkpoints
 from meshwright.cli.plan_and_compare import CompareOptions, compare, is_reference
 from meshwright.cli.run_display import loss_text, speed_text
 from meshwright.cli.run_files import MetricsFile

@@ -18,7 +18,10 @@ def test_a_seed_is_one_case():
     assert {2, 4} < {case.world for case in cases}
 
 
-LONG = {"offload_all_beside_experts"}  # the same beside tensor ranks is not
+LONG = {  # the same beside tensor ranks is not, and tests/cost holds the mechanisms of the others
+    "a_ring_holds_what_it_receives", "experts_accumulate_beside_shards", "experts_in_shared_memory",
+    "offload_all_beside_experts", "stages_begin_to_accumulate_one_by_one", "whole_gradients_are_reduced_block_by_block",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.pool import free_port
 from tests.stand_in_cuda import counted, on_host, stand_in_cuda
 
 WORLD = 2
-SHORT = ("parallel_mode", "fsdp", "skip_nonfinite", "loss_spike")
+SHORT = ("fsdp", "loss_spike")
 # Everything a step waits for, by the line that asks. Each has its reason in docs/cuda.md.
 BEHIND_THE_UPDATE = {"meshwright/optim/guarded_step.py:_step_unless_nonfinite"}
 REASONS = {

@@ -1,4 +1,4 @@
-"""A last batch of an epoch that does not divide into micro-batches trains as in one process."""
+"""A last batch of an epoch that divides neither into micro-batches nor among ranks trains as in one process."""
 
 import copy
 
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import meshwright as mw
+from meshwright.data import global_batch_loader
 from tests import tiny
 
 EPOCHS = 6  # of two batches: one of 4 samples per rank, and one of 3
@@ -66,3 +67,82 @@ def test_batches_that_do_not_divide_are_those_of_one_process(ranks, world, strat
     for losses, weights, moved in ranks(world).run(compared, strategy, micro_batches, loss, weight):
         assert losses < 2e-6
         assert weights < 1e-6 < 1e-3 < moved
+
+
+SAMPLES = 37
+
+
+def uneven(strategy, batch_size, micro_batches, loss, weight, epochs):
+    """Losses of training and validation, and weights, beside one process; and what metrics get to see."""
+    model = tiny.build("plain")
+    start, alone = copy.deepcopy(model), copy.deepcopy(model)
+    dataset, momentum = tiny.Tokens(SAMPLES), {**LR, "momentum": 0.9}
+    job = mw.accelerate(
+        model, torch.optim.SGD, dataset, loss, strategy=strategy, optim_args=momentum, loss_weight=weight,
+        num_micro_batches=micro_batches, dataloader_args={"batch_size": batch_size, "shuffle": False},
+    )  # fmt: skip
+    losses = [job.step(batch).loss.item() for _ in range(epochs) for batch in job.dataloader]
+    optimizer, expected = torch.optim.SGD(alone.parameters(), **momentum), []
+    for ids in dataset.ids.split(batch_size) * epochs:
+        optimizer.zero_grad()
+        value = loss(ids, alone(ids))
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    assert len(losses) == len(expected) >= 10
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in job.model.parameters()]
+    seen, validated = metrics(job, dataset, batch_size)
+    with torch.no_grad():
+        assert validated == pytest.approx([loss(ids, alone(ids)).item() for ids in dataset.ids.split(batch_size)], 1e-5)
+    assert torch.equal(seen["ids"], dataset.ids)
+    assert torch.equal(seen["sums"], dataset.ids.sum(1).bfloat16())
+    pairs = list(zip(whole, alone.parameters(), start.parameters(), strict=True))
+    return (
+        max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)),
+        sum((a - b).square().sum() for a, b, _ in pairs).sqrt().item(),
+        sum((b - c).square().sum() for _, b, c in pairs).sqrt().item(),
+    )
+
+
+def metrics(job, dataset, batch_size):
+    order = {"batch_size": batch_size, "shuffle": False}
+    loader = global_batch_loader(dataset, loader_args=order, replica=job.replica, num_replicas=job.num_replicas)
+    parts, losses = [], []
+    for ids in loader:
+        losses.append(job.evaluate(ids).item())
+        parts.append(job.gather_for_metrics({"ids": ids, "sums": ids.sum(1).bfloat16()}))
+        number = job.gather_for_metrics([ids.sum()])[0]
+        assert number.shape == (() if job.num_replicas == 1 else (job.num_replicas,))
+    return {key: torch.cat([each[key] for each in parts]) for key in parts[0]}, losses
+
+
+UNEVEN = [
+    (1, [], 8, 4, tiny.loss_func, None), (2, ["fsdp"], 8, 4, tiny.loss_func, None),
+    (3, [], 9, 2, tiny.loss_func, None),  # the last batch: one sample, and repeats of it on two ranks
+    (3, ["zero2"], 9, 3, weighted, of_tokens),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "strategy", "batch_size", "micro_batches", "loss", "weight"), UNEVEN)
+def test_samples_that_fill_the_last_batch_count_nowhere(
+    ranks, world, strategy, batch_size, micro_batches, loss, weight
+):
+    for losses, weights, moved in ranks(world).run(uneven, strategy, batch_size, micro_batches, loss, weight, 2):
+        assert losses < 1e-5
+        assert weights < 1e-5 * moved
+
+
+def values_that_do_not_fit():
+    job = mw.accelerate(
+        tiny.build("plain"), None, tiny.Tokens(SAMPLES), tiny.loss_func, dataloader_args={"batch_size": 8}
+    )
+    for ids in job.dataloader:
+        with pytest.raises(mw.DataError, match="4 rows"):
+            job.gather_for_metrics(ids.flatten())
+        with pytest.raises(mw.DataError, match="differ in shape"):
+            job.gather_for_metrics(ids[:, mw.rank() :])
+        break
+
+
+def test_values_of_other_rows_or_shapes_are_refused(ranks):
+    ranks(2).run(values_that_do_not_fit)

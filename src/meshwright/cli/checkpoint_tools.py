@@ -12,6 +12,7 @@ import torch
 import typer
 from rich.table import Column, Table
 
+from meshwright.cli.adapters import merged, read_adapters
 from meshwright.cli.run_files import ADAPTERS, CHECKPOINTS, CONFIG, MODEL_CONFIG
 from meshwright.errors import CheckpointError, readable_bytes
 from meshwright.planner.config_models import config_path
@@ -34,7 +35,7 @@ _FORMATS = ("safetensors", "dcp")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _found(directory: Path) -> list[Path]:
+def checkpoints_of(directory: Path) -> list[Path]:
     """Return the checkpoints that a path stands for, oldest first."""
     if (directory / MANIFEST).exists() or (directory / RECORD).exists():
         return [directory]
@@ -47,7 +48,7 @@ def _found(directory: Path) -> list[Path]:
 
 def list_checkpoints(directory: Path, as_json: bool) -> int:
     """Print the complete checkpoints of a run; return the exit status."""
-    rows = [_row(path) for path in _found(directory)]
+    rows = [_row(path) for path in checkpoints_of(directory)]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return 0
@@ -90,7 +91,7 @@ def _method_name(method: Any) -> str:
 
 def verify_checkpoints(directory: Path, as_json: bool) -> int:
     """Print what is damaged in every checkpoint; return the exit status."""
-    damage = {str(path): [str(error) for error in damage_of(path)] for path in _found(directory)}
+    damage = {str(path): [str(error) for error in damage_of(path)] for path in checkpoints_of(directory)}
     if as_json:
         typer.echo(json.dumps(damage, indent=1))
     else:
@@ -99,7 +100,9 @@ def verify_checkpoints(directory: Path, as_json: bool) -> int:
     return 1 if any(damage.values()) else 0
 
 
-def export_checkpoint(directory: Path, out: Path, dtype: str | None, file_format: str = _FORMATS[0]) -> int:
+def export_checkpoint(
+    directory: Path, out: Path, dtype: str | None, file_format: str = _FORMATS[0], *, merges: bool = False
+) -> int:
     """Write the weights of the newest whole checkpoint, with all ranks of the launch; return the exit status."""
     for option, given, known in (("--dtype", dtype, [*_DTYPES]), ("--format", file_format, [*_FORMATS])):
         if given is not None and given not in known:
@@ -113,9 +116,11 @@ def export_checkpoint(directory: Path, out: Path, dtype: str | None, file_format
             got=str(out),
             fix="leave the suffix or --format out",
         )
+    if merges:
+        return _export_merged(directory, out, dtype)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_distributed(backend="gloo")
-    path = _newest_whole(_found(directory))
+    path = _newest_whole(checkpoints_of(directory))
     run = path.parent.parent
     if file_format == "dcp":
         weights, kind = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), as_dcp=True), "; for torch's DCP"
@@ -137,6 +142,23 @@ def export_checkpoint(directory: Path, out: Path, dtype: str | None, file_format
     return 0
 
 
+def _export_merged(directory: Path, out: Path, dtype: str | None) -> int:
+    path = _newest_whole(checkpoints_of(directory))
+    run = path.parent.parent
+    if not (run / ADAPTERS).is_file() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CheckpointError(
+            "--merged merges adapters into their base, on one process",
+            expected="a run that trained adapters, without a launcher",
+            got=f"{run} without {ADAPTERS}" if not (run / ADAPTERS).is_file() else "several ranks",
+            fix="leave --merged out, or name a run with [adapter]",
+        )
+    names, config = read_adapters(run / ADAPTERS)
+    with merged(out, _pretrained_folder(run / CONFIG), _DTYPES.get(dtype or "")) as folder:
+        weights = export_adapters(path, folder, names=names, config=config)
+    typer.echo(f"{out}: {len(weights)} tensors of adapters of {path}, merged into their base; a transformers folder")
+    return 0
+
+
 def _pretrained_folder(run_config: Path) -> Path | None:
     """Return the folder that a run's model came from; None if it is gone, or there was none."""
     try:
@@ -147,28 +169,6 @@ def _pretrained_folder(run_config: Path) -> Path | None:
         return None
     folders = [path if path.is_dir() else path.parent for path in candidates if path is not None and path.exists()]
     return folders[0] if folders else None
-
-
-def read_adapters(path: Path) -> tuple[dict[str, str], str]:
-    """Return the names of a run's adapters, and peft's config for them as text.
-
-    Raises:
-        CheckpointError: When the file is damaged.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        names, config = found["names"], json.dumps(found["config"], indent=2) + "\n"
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise TypeError("names is no table of names")
-        config.encode()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} does not describe the adapters of the run",
-            expected="what meshwright train wrote: their config and names",
-            got=f"{type(error).__name__}: {error}",
-            fix="restore the file, or name a --out with a suffix to export all weights",
-        ) from error
-    return names, config
 
 
 def _say_exported(out: Path, weights: Mapping[str, torch.Tensor], path: Path, kind: str) -> None:

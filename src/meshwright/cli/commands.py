@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import meshwright
 from meshwright.errors import ConfigError
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
     from meshwright.cli.bench_comm import BenchOptions
     from meshwright.cli.calibrate_cluster import CalibrateOptions
+    from meshwright.cli.eval_and_generate import EvalOptions, GenerateOptions
     from meshwright.cli.train_options import Options
 
 _Options = TypeVar("_Options", "BenchOptions", "CalibrateOptions")
+_Trains = TypeVar("_Trains", "EvalOptions", "GenerateOptions")
 
 checkpoint_app = typer.Typer(help="Checkpoints: list, verify, export.", no_args_is_help=True)
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run, its checkpoints, or one checkpoint.")]
@@ -56,17 +58,21 @@ def export_command(
     file_format: Annotated[
         str, typer.Option("--format", metavar="safetensors|dcp", help="dcp: a folder of torch.distributed.checkpoint.")
     ] = "safetensors",
+    is_merged: Annotated[
+        bool, typer.Option("--merged", metavar="", help="Merge adapters into their base, on one process.")
+    ] = False,
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest that is whole) as safetensors.
 
     With --format dcp, torch.distributed.checkpoint and torchtitan load the folder, and no config lies beside it. If the
     run trained a transformers model, a folder gets a config.json, too: from_pretrained loads it. If the run
-    trained adapters of peft, the folder gets these alone: PeftModel.from_pretrained loads them.
+    trained adapters of peft, the folder gets these alone: PeftModel.from_pretrained loads them; with --merged it gets
+    the base with the adapters merged into it.
     """
     from meshwright.cli.checkpoint_tools import export_checkpoint
     from meshwright.cli.failures import exit_status
 
-    raise typer.Exit(exit_status(lambda: export_checkpoint(directory, out, dtype, file_format)))
+    raise typer.Exit(exit_status(lambda: export_checkpoint(directory, out, dtype, file_format, merges=is_merged)))
 
 
 # --- ``meshwright plan`` and ``meshwright compare``
@@ -111,6 +117,12 @@ def plan_command(
     ] = 10,
     sample: _Sample = None,
     loss: _Loss = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="r=N,…", help="LoRA adapters around it, in the keys of [adapter]: r=16,targets=q_proj+v_proj."
+        ),
+    ] = None,
     memory_limit: _MemoryLimit = None,
     headroom: Annotated[
         float | None,
@@ -137,7 +149,7 @@ def plan_command(
     from meshwright.cli.plan_and_compare import PlanOptions, Subjects, plan
 
     def command() -> int:
-        subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit)
+        subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit, lora)
         included, excluded = tuple(include or ()), tuple(exclude or ())
         options = PlanOptions(
             subjects, strategy, micro_batches, objective, excluded, included, top, as_json, html, trace, save,
@@ -240,7 +252,20 @@ def _common(
     pass
 
 
-@app.command("train")
+class _Train(TyperCommand):
+    """``meshwright train``, where ``--resume auto`` is ``--set run.resume=auto``: click's flags take no value."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        words: list[str] = []
+        for word in args:
+            if word == "--resume=auto" or (word == "auto" and words[-1:] == ["--resume"]):
+                words[len(words) - (word == "auto") :] = ["--set", "run.resume=auto"]
+            else:
+                words.append(word)
+        return super().parse_args(ctx, words)
+
+
+@app.command("train", cls=_Train)
 def train_command(
     file: Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="Training file.")] = None,
     nproc: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on this machine.")] = None,
@@ -248,7 +273,12 @@ def train_command(
         int | None, typer.Option(metavar="N", min=1, help="Optimizer steps of the whole run (run.steps).")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", metavar="", help="Resume from the newest checkpoint in --out.")
+        bool,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            help="Resume from the newest checkpoint in --out; auto: start if there is none.",
+        ),
     ] = False,
     out: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Where the run is written.")] = None,
     changes: Annotated[
@@ -264,10 +294,9 @@ def train_command(
     ] = False,
 ) -> None:
     """Train the model of a training file on all processes, under a given or a chosen strategy."""
-    from meshwright.cli.failures import exit_status, leave
+    from meshwright.cli.failures import exit_status
     from meshwright.cli.train_config import config_help
     from meshwright.cli.train_options import Options
-    from meshwright.runtime.launch import inside_launcher
 
     if help_config:
         typer.echo(config_help())
@@ -283,10 +312,7 @@ def train_command(
             )
         return _train(Options(file, nproc, steps, resume, out, tuple(changes or ()), traceback, max_restarts))
 
-    status = exit_status(command, show_traceback=traceback)
-    if inside_launcher():
-        leave(status)
-    raise typer.Exit(status)
+    _leave_with(exit_status(command, show_traceback=traceback))
 
 
 def _train(options: Options) -> int:
@@ -387,6 +413,93 @@ def calibrate_command(
 
     options = CalibrateOptions(out, processes, device, clock)
     raise typer.Exit(exit_status(lambda: _on_ranks(options, run_calibration), show_traceback=traceback))
+
+
+# --- ``meshwright eval`` and ``meshwright generate``
+
+_TRAINED = "A run of meshwright train, one of its checkpoints, or a folder with a model of transformers."
+_Trained = Annotated[Path, typer.Argument(metavar="RUN_DIR|FOLDER", help=_TRAINED)]
+_STRATEGY = "Text such as 'fsdp', or a JSON file."
+_Strategy = Annotated[str | None, typer.Option(metavar="TEXT|FILE", help=_STRATEGY, show_default="chosen")]
+_Nproc = Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on this machine.")]
+_Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the training file; repeatable."),
+]
+
+
+@app.command("eval")
+def eval_command(
+    path: _Trained,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE", help="As data.source; repeatable, each with a loss.", show_default="[eval]'s"),
+    ] = None,
+    seq: Annotated[int | None, typer.Option(metavar="N", min=2, help="Tokens per sequence (data.seq_len).")] = None,
+    strategy: _Strategy = None,
+    nproc: _Nproc = None,
+    changes: _Changes = None,
+    as_json: _AsJson = False,
+    traceback: _Traceback = False,
+) -> None:
+    """Compute loss and perplexity of a trained model on every source, the same on any number of ranks."""
+    from meshwright.cli.eval_and_generate import EvalOptions, Trained, evaluate
+    from meshwright.cli.failures import exit_status
+
+    trained = Trained(path, strategy, nproc, tuple(changes or ()), traceback)
+    options = EvalOptions(trained, tuple(data or ()), seq, as_json)
+    _leave_with(exit_status(lambda: _here_or_on_ranks(options, evaluate), show_traceback=traceback))
+
+
+@app.command("generate")
+def generate_command(
+    path: _Trained,
+    prompts: Annotated[list[str], typer.Option("--prompt", metavar="TEXT", help="What to continue; repeatable.")],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens to write.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(metavar="X", min=0, help="Of the draw; 0 takes the likeliest token.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(metavar="P", min=0, max=1, help="Share of the likeliest tokens drawn.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the draws.")] = 0,
+    template: Annotated[
+        bool, typer.Option("--template/--no-template", metavar="", help="Use the tokenizer's chat template, if any.")
+    ] = True,
+    strategy: _Strategy = None,
+    nproc: _Nproc = None,
+    changes: _Changes = None,
+    as_json: _AsJson = False,
+    traceback: _Traceback = False,
+) -> None:
+    """Write what a trained model says to a prompt, as its user: through the chat template, where there is one."""
+    from meshwright.cli.eval_and_generate import GenerateOptions, Trained, generate
+    from meshwright.cli.failures import exit_status
+
+    trained = Trained(path, strategy, nproc, tuple(changes or ()), traceback)
+    options = GenerateOptions(trained, tuple(prompts), max_new_tokens, temperature, top_p, seed, template, as_json)
+    _leave_with(exit_status(lambda: _here_or_on_ranks(options, generate), show_traceback=traceback))
+
+
+def _here_or_on_ranks(options: _Trains, run: Callable[[_Trains], int]) -> int:
+    """Run as one of a launcher's ranks, in this process if one is enough, or on ranks that are started."""
+    from meshwright.runtime.launch import inside_launcher, stay_on_this_machine
+
+    if inside_launcher():
+        _leave_interrupts_to_the_launcher()
+        return run(options)
+    nproc = options.num_processes()
+    if nproc == 1:
+        stay_on_this_machine()
+        return run(options)
+    return _start_ranks(options.arguments(), nproc)
+
+
+def _leave_with(status: int) -> NoReturn:
+    from meshwright.cli.failures import leave
+    from meshwright.runtime.launch import inside_launcher
+
+    if inside_launcher():
+        leave(status)
+    raise typer.Exit(status)
 
 
 def _on_ranks(options: _Options, run: Callable[[_Options], None]) -> int:

@@ -7,13 +7,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright.cli.adapters import parse_lora, with_adapters
 from meshwright.cli.references import (
     call_model_reference,
     call_reference,
@@ -22,8 +23,10 @@ from meshwright.cli.references import (
     takes,
 )
 from meshwright.cli.run_files import check_writable, write
+from meshwright.cli.train_config import AdapterTable
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.nn import is_on_meta
 from meshwright.nn.batches import usual_input_format
 from meshwright.planner import ModuleModel, PlannedModel, PlanRequest, known_models
 from meshwright.planner.explain import (
@@ -63,6 +66,7 @@ class Subjects:
     sample: str | None = None
     loss: str | None = None
     memory_limit: str | None = None
+    lora: str | None = None
 
     def request(self, **wanted: Any) -> PlanRequest:
         """Return a request for plans with the given wants, such as ``strategy`` or ``objective``.
@@ -71,7 +75,11 @@ class Subjects:
             ConfigError, ModelError: Naming the option.
         """
         cluster, limit = find_cluster(self.cluster), read_size(self.memory_limit, "--memory-limit")
-        return PlanRequest(self._model(cluster), cluster, self.global_batch, memory_limit=limit, **wanted)
+        adapter = parse_lora(self.lora) if self.lora is not None else None
+        model = self._model(cluster)
+        if adapter is not None:
+            model = _adapted(model, adapter, self.model)
+        return PlanRequest(model, cluster, self.global_batch, memory_limit=limit, **wanted)
 
     def _model(self, cluster: Cluster) -> PlannedModel:
         if is_reference(self.model):
@@ -109,6 +117,19 @@ class Subjects:
         assert self.sample is not None
         function = resolve_reference(self.sample, "--sample")
         return call_reference(function, self.sample, {}, key="--sample", expected="a batch", error_cls=ModelError)
+
+
+def _adapted(model: PlannedModel, adapter: AdapterTable, name: str) -> ModuleModel:
+    """Return the model with adapters around it."""
+    if not isinstance(model, ModuleModel):
+        raise ConfigError(
+            "Adapters go around modules, and this model is known by its dimensions alone",
+            expected="--lora beside --model hf:PATH of a config.json, or MODULE:FUNCTION",
+            got=f"--model {name}",
+            fix="name the folder of the model, or its config.json: hf:path/to/folder",
+        )
+    with torch.device("meta") if is_on_meta(model.module) else nullcontext():
+        return dataclasses.replace(model, module=with_adapters(model.module, adapter, "--lora"))
 
 
 def is_reference(model: str) -> bool:

@@ -136,8 +136,12 @@ def _was_begun_by(launch: str | None, directory: Path) -> bool:
     return launch is not None and isinstance(found, dict) and found.get("launch") == launch
 
 
-def check_run_dir(directory: Path, *, resume: bool) -> None:
+def check_run_dir(directory: Path, *, resume: bool | None) -> None:
     """Refuse to overwrite a run, and to resume one without a checkpoint; nothing is changed.
+
+    Args:
+        directory: The run's.
+        resume: Whether there must be a checkpoint (True) or no run (False); None: either, or a run without any.
 
     Raises:
         ConfigError: When ``directory`` contains a run, or cannot contain one.
@@ -147,6 +151,8 @@ def check_run_dir(directory: Path, *, resume: bool) -> None:
         raise ConfigError(
             f"{directory} is not a directory", expected="a new or an empty one", got="a file", fix="name another --out"
         )
+    if resume is None:
+        return
     if resume:
         _check_resumable(directory)
         return

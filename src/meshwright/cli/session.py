@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.cli.adapters import adapters_of
 from meshwright.cli.callbacks import Callbacks
 from meshwright.cli.ranks import check_launched
 from meshwright.cli.run_files import (
@@ -55,12 +56,10 @@ from meshwright.runtime import (
     synchronize,
     world_size,
 )
-from meshwright.runtime.agreement import gather_distinct
 from meshwright.runtime.device import GeneratorState
 from meshwright.runtime.launch import launch_id
 from meshwright.store import CheckpointStore, TrainingState
-from meshwright.store.entries import model_entries, unwrapped
-from meshwright.store.folder import adapter_names
+from meshwright.store.entries import unwrapped
 from meshwright.strategy import Strategy
 from meshwright.training.accelerate import accelerate
 from meshwright.training.accelerated import Accelerated
@@ -99,11 +98,11 @@ def open_session(options: Options) -> Session:
     Raises:
         MeshwrightError: On every rank. Nothing has been written into the run directory then.
     """
-    prepared = _join(options)
+    prepared = join(lambda: _prepared(options))
     run_dir, restarted = _run_dir(options, prepared)
-    data = _load(prepared)
+    data = load_data(prepared)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
-    resumes = any_rank(options.resume or (restarted and store.newest() is not None))
+    resumes = _resumes(options, prepared, store, restarted=restarted)
     accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
     state = _state(prepared, accelerated)
     if resumes:
@@ -112,7 +111,7 @@ def open_session(options: Options) -> Session:
     with same_on_every_rank():
         callbacks = Callbacks(prepared.config.run.callbacks, accelerated)
     data.start_at(state.samples_seen)
-    lock = lock_run(run_dir, is_new=not (options.resume or restarted))
+    lock = lock_run(run_dir, is_new=not (options.resume or restarted or prepared.config.run.resume))
     _write_documents(options, prepared, run_dir, accelerated)
     peak_flops_per_s, tokens = _peak_flops_per_s(accelerated.device), data.tokens_per_sample
     return Session(
@@ -131,7 +130,18 @@ def open_session(options: Options) -> Session:
     )
 
 
-def _load(prepared: Prepared) -> Loaded:
+def _resumes(options: Options, prepared: Prepared, store: CheckpointStore, *, restarted: bool) -> bool:
+    """Return whether the run goes on from a checkpoint; collective."""
+    is_auto = prepared.config.run.resume is not None
+    resumes = any_rank(options.resume or ((restarted or is_auto) and store.newest() is not None))
+    if is_auto and not resumes:
+        text = f"there is no whole checkpoint in {store.directory}: the run starts from the beginning"
+        print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+    return resumes
+
+
+def load_data(prepared: Prepared) -> Loaded:
+    """Load the training data, and what of them is kept aside; collective."""
     seed, corpus = prepared.config.run.seed, prepared.corpus
     return corpus.load(seed, prepared.config.eval.holdout) if isinstance(corpus, Corpus) else corpus.load(seed)
 
@@ -151,12 +161,16 @@ def lock_run(run_dir: Path, *, is_new: bool) -> RunLock | None:
         return lock
 
 
-def _join(options: Options) -> Prepared:
-    """Check the request and make this process a rank; what fails on any rank is raised on all."""
+def _prepared(options: Options) -> Prepared:
+    check_launched("--nproc", options.nproc)
+    return prepare(options, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def join(find: Callable[[], Prepared]) -> Prepared:
+    """Find what the request names and make this process a rank; what fails on any rank is raised on all."""
     prepared, failure = None, None
     try:
-        check_launched("--nproc", options.nproc)
-        prepared = prepare(options, int(os.environ.get("WORLD_SIZE", "1")))
+        prepared = find()
     except MeshwrightError as error:
         failure = error
     if prepared is None:
@@ -190,16 +204,10 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
         _model(prepared, weights),
         prepared.optimizer.build,
         data.dataset,
-        prepared.model.loss_func,
-        strategy=prepared.strategy,
-        prepare_input=prepared.model.prepare_input,
-        model_input_format=prepared.model.model_input_format or data.model_input_format,
-        loss_weight=data.loss_weight if prepared.model.loss_func is None else None,
+        **_of_the_model(prepared, data, weights),
         optim_args=prepared.optimizer.arguments,
         optim_param_func=prepared.optimizer.param_func,
         dataloader_args=loader_args,
-        weights=weights,
-        allow_missing_weights=weights is not None and prepared.config.model.allow_missing_weights,
         sample_batch=data.sample_batch,
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={
@@ -208,14 +216,42 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
             "decay": optimizer.schedule,
             "min_lr_ratio": optimizer.min_lr_ratio,
         },
-        excluded=prepared.config.strategy.excluded,
-        included=prepared.config.strategy.included,
         max_grad_norm=unless_given(prepared.strategy, "grad_clip", optimizer, "max_grad_norm"),
         num_micro_batches=unless_given(prepared.strategy, "gradient_accumulation", run, "num_micro_batches"),
-        memory_limit=int(run.memory_limit_gb * 1e9) if run.memory_limit_gb is not None else None,
-        cluster=prepared.cluster,
         time_limit=prepared.config.strategy.time_limit,
     )
+
+
+def _of_the_model(prepared: Prepared, data: Loaded | None, weights: Path | None) -> dict[str, Any]:
+    """Return the arguments of ``accelerate`` that a model needs, trained or not."""
+    limit_gb, table = prepared.config.run.memory_limit_gb, prepared.config.strategy
+    return {
+        "loss_func": prepared.model.loss_func,
+        "strategy": prepared.strategy,
+        "prepare_input": prepared.model.prepare_input,
+        "model_input_format": prepared.model.model_input_format or (data.model_input_format if data else None),
+        "loss_weight": data.loss_weight if data is not None and prepared.model.loss_func is None else None,
+        "weights": weights,
+        "allow_missing_weights": weights is not None and prepared.config.model.allow_missing_weights,
+        "excluded": table.excluded,
+        "included": table.included,
+        "memory_limit": int(limit_gb * 1e9) if limit_gb is not None else None,
+        "cluster": prepared.cluster,
+    }
+
+
+def accelerate_trained(prepared: Prepared, data: Loaded | None, sample_batch: Any, batch_size: int) -> Accelerated:
+    """Build a model that is not trained any more, without an optimizer; collective.
+
+    Args:
+        prepared: What it is. Its weights are read, if it has some.
+        data: Says how it is called and its loss computed; None: by its source.
+        sample_batch: For predictions.
+        batch_size: Of a batch over all ranks.
+    """
+    weights = prepared.model.weights
+    arguments = _of_the_model(prepared, data, weights)
+    return accelerate(_model(prepared, weights), **arguments, sample_batch=sample_batch, batch_size=batch_size)
 
 
 def _model(prepared: Prepared, weights: Path | None) -> nn.Module:
@@ -362,33 +398,3 @@ def _peak_flops_per_s(device: torch.device) -> float | None:
         synchronize()
         own = measured_flops_per_s(device)
     return None if any_rank(own is None) else sum(each for (each,) in gather_numbers([own or 0.0]))
-
-
-# --- Adapters of peft: what the run directory records of them, for ``meshwright checkpoint export``
-
-_ADAPTER = "default"  # what peft calls it where nobody does
-
-
-def adapters_of(model: nn.Module) -> str | None:
-    """Return a document of a model's adapters, or None where it has none; collective: ranks may hold different parts.
-
-    Returns:
-        JSON: ``config``, peft's own, and ``names``: those in peft's files to those in checkpoints.
-    """
-    peft = sys.modules.get("peft")  # not imported: the model cannot be one of peft's
-    with same_on_every_rank():
-        entries = model_entries(model)
-        is_adapted = peft is not None and isinstance(entries.module, peft.PeftModel)
-        own = adapter_names(entries.module, dict(entries.tensors)) if is_adapted else {}
-    if not is_adapted:
-        return None
-    names: dict[str, str] = {}
-    for _, part in gather_distinct(own, repr(sorted(own.items()))):
-        names |= part
-    adapted: Any = entries.module
-    config = adapted.peft_config[_ADAPTER].to_dict()
-    return json.dumps({"config": config, "names": names}, indent=2, sort_keys=True, default=_plain) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)

@@ -69,6 +69,30 @@ class ModelTable(Table):
     )
 
 
+class AdapterTable(Table):
+    """LoRA adapters of peft around the model, which stays frozen; without r there are none."""
+
+    r: _Count | None = Field(default=None, description="rank of the adapters")
+    alpha: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="scale: adapters are weighted by alpha / r; default: twice r"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="dropout before the adapters")
+    targets: str | list[str] = Field(
+        default="all-linear",
+        description="modules that get adapters: the ends of their names, a regular expression of whole names, or "
+        "'all-linear' (but the head)",
+    )
+    modules_to_save: list[str] = Field(default=[], description="further modules that are trained whole, such as a head")
+    rank_stabilized: bool = Field(default=False, description="weight by alpha / sqrt(r) instead")
+
+    @model_validator(mode="after")
+    def _has_a_rank(self) -> Self:
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        if self.r is None and dict(self) != defaults:
+            raise ValueError("r, the rank of the adapters")
+        return self
+
+
 _SOURCES = (
     "a text file, a glob, or a list of these; .jsonl or .parquet files and folders of datasets, with texts or with "
     "conversations; all may be compressed"
@@ -261,7 +285,7 @@ class RunTable(Table):
     save_frozen: bool = Field(
         default=True,
         description="save frozen parameters, too; without them the model function must return equal ones when the run "
-        "is resumed",
+        "is resumed; default with [adapter]: false",
     )
     background_checkpoints: bool = Field(
         default=False, description="write checkpoints while training goes on, from a copy in host memory"
@@ -291,6 +315,11 @@ class RunTable(Table):
         description="'module:function' or 'module:Class' of objects with some of the methods on_step(step, result), "
         "on_eval(step, figures), on_checkpoint(step, path) and on_stop(step), called on every rank",
     )
+    resume: Literal["auto"] | None = Field(
+        default=None,
+        description="'auto': go on from the newest whole checkpoint of the run directory, which must have a name, or "
+        "start if it has none; default: go on with --resume only",
+    )
     out: str | None = Field(
         default=None, description="run directory; default: runs/<name of this file>-<time> in the working directory"
     )
@@ -300,11 +329,22 @@ class TrainConfig(Table):
     """A training file."""
 
     model: ModelTable
+    adapter: AdapterTable = AdapterTable()
     data: DataTable = DataTable()
     eval: EvalTable = EvalTable()
     strategy: StrategyTable = StrategyTable()
     optimizer: OptimizerTable = OptimizerTable()
     run: RunTable = RunTable()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _base_is_not_saved(cls, content: Any) -> Any:
+        """Leave the base of adapters, which does not change, out of checkpoints unless ``run.save_frozen`` is set."""
+        if not isinstance(content, dict) or not isinstance(content.get("adapter"), dict):
+            return content
+        run = content.get("run", {})
+        is_adapted = content["adapter"].get("r") is not None and isinstance(run, dict)
+        return {**content, "run": {"save_frozen": False, **run}} if is_adapted else content
 
 
 # --- Reading
@@ -324,12 +364,21 @@ def read_config(file: Path, changes: Sequence[str] = (), overrides: Mapping[str,
         ConfigError: When the file cannot be read, or naming every key that is wrong.
     """
     content = _read_toml(file)
-    for change in changes:
-        _put(content, *_parse_change(change))
+    put_changes(content, changes)
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(content, key, value)
     return parse_config(content, str(file))
+
+
+def put_changes(content: dict[str, Any], changes: Sequence[str]) -> None:
+    """Put ``table.key=value`` texts, as ``--set`` takes them, into the content of a training file.
+
+    Raises:
+        ConfigError: When one is no such text, or names a key within something that is no table.
+    """
+    for change in changes:
+        _put(content, *_parse_change(change))
 
 
 def parse_config(content: Mapping[str, Any], where: str) -> TrainConfig:

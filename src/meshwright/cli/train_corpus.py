@@ -237,7 +237,7 @@ def find_corpus(table: DataTable, folder: Path, model_folder: Path | None = None
     """
     parts = _parts(table, folder)
     talks = _hold_conversations(parts, BadLines(table.bad_lines))
-    name = _tokenizer_name(table, model_folder)
+    name = tokenizer_name(table, model_folder)
     tokenizer_folder = folder / Path(name).expanduser()
     chat = None
     if talks:
@@ -313,7 +313,8 @@ def _hold_conversations(parts: list[Part], bad_lines: BadLines) -> bool:
     return any(first is not None and is_conversation(first.value) for first in firsts)
 
 
-def _tokenizer_name(table: DataTable, model_folder: Path | None) -> str:
+def tokenizer_name(table: DataTable, model_folder: Path | None) -> str:
+    """Return the tokenizer that ``data.tokenizer`` means, of a model in a folder, if it lies in one."""
     if table.tokenizer != "auto":
         return table.tokenizer
     return str(model_folder) if model_folder is not None and is_tokenizer_folder(model_folder) else BYTES

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.cli.references import call_model_reference, resolve_reference, takes
-from meshwright.cli.train_config import ModelTable, OptimizerTable
+from meshwright.cli.train_config import AdapterTable, ModelTable, OptimizerTable
 from meshwright.errors import ConfigError, ModelError, did_you_mean, join_names
 from meshwright.loss import next_token_loss
 from meshwright.methods.base import torch_dtype
@@ -58,11 +58,19 @@ class ModelSource:
     """What to say about a model that is initialised."""
 
 
-def model_source(table: ModelTable, folder: Path, *, of_text: bool = True, reads_weights: bool = True) -> ModelSource:
+def model_source(
+    table: ModelTable,
+    folder: Path,
+    *,
+    adapter: AdapterTable | None = None,
+    of_text: bool = True,
+    reads_weights: bool = True,
+) -> ModelSource:
     """Find what ``[model]`` names, without building it.
 
     Args:
         table: The table.
+        adapter: The table ``[adapter]``: what is put around it.
         folder: The training file's folder, which is on the import path already.
         of_text: Whether batches are token ids. For other batches the model's output carries the loss, unless one is
             named.
@@ -78,13 +86,21 @@ def model_source(table: ModelTable, folder: Path, *, of_text: bool = True, reads
     if path is None:
         function = resolve_reference(table.source, _KEY)
         build = functools.partial(_from_function, function, table)
-        return ModelSource(build, loss_func, to_device, None, weights)
+        return ModelSource(_adapted(build, adapter), loss_func, to_device, None, weights)
     check_config_path(path, _KEY)
     build = functools.partial(_from_hf, path, table, loss_func is next_token_loss)
     notice = None
     if reads_weights and weights is None and table.weights == _AUTO:
         notice = f"there are no weights in {path}: the model is initialised from run.seed"
-    return ModelSource(build, loss_func, _by_name, "unpack_dict", weights, notice)
+    return ModelSource(_adapted(build, adapter), loss_func, _by_name, "unpack_dict", weights, notice)
+
+
+def _adapted(build: Callable[..., nn.Module], adapter: AdapterTable | None) -> Callable[..., nn.Module]:
+    if adapter is None or adapter.r is None:
+        return build
+    from meshwright.cli.adapters import with_adapters
+
+    return lambda vocab_size, seq_len: with_adapters(build(vocab_size, seq_len), adapter)
 
 
 _AUTO, _RANDOM = "auto", "random"

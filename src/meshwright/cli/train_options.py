@@ -98,22 +98,36 @@ def prepare(options: Options, world: int) -> Prepared:
     find_modules_beside(folder)
     run_dir = _run_dir(options, config, folder)
     optimizer = optimizer_of(config.optimizer)
-    strategy = _strategy(config.strategy, folder)
+    strategy = strategy_of(config.strategy, folder)
     _check_batch(config, strategy, world)
-    if options.resume and run_dir is None:
+    may_resume = options.resume or config.run.resume is not None
+    if may_resume and run_dir is None:
         raise ConfigError(
             "--resume needs the run to go on with", expected="--out RUN_DIR", got="no --out", fix="name the directory"
         )
     # A restarted launch has written into its directory itself.
     if run_dir is not None and not is_restart(run_dir):
-        check_run_dir(run_dir, resume=options.resume)
+        check_run_dir(run_dir, resume=options.resume or (None if may_resume else False))
         if os.environ.get("RANK", "0") == "0":  # ranks that look at the same time would find each other
             check_not_running(run_dir)
-    corpus = _corpus(config, folder)
-    of_text = isinstance(corpus, Corpus) and corpus.layout == "windows"
     # A checkpoint has the weights, unless it leaves out frozen ones.
     reads_weights = not (options.resume and config.run.save_frozen)
-    model = model_source(config.model, folder, of_text=of_text, reads_weights=reads_weights)
+    return find_all(config, folder, strategy, optimizer, run_dir=run_dir, reads_weights=reads_weights)
+
+
+def find_all(
+    config: TrainConfig,
+    folder: Path,
+    strategy: Strategy | None,
+    optimizer: OptimizerChoice,
+    *,
+    run_dir: Path | None,
+    reads_weights: bool,
+) -> Prepared:
+    """Find model, data, cluster and trackers of a training file; see :func:`prepare`."""
+    corpus = _corpus(config, folder)
+    of_text = isinstance(corpus, Corpus) and corpus.layout == "windows"
+    model = model_source(config.model, folder, adapter=config.adapter, of_text=of_text, reads_weights=reads_weights)
     validation = _validation(config, corpus, folder)
     cluster = _cluster(config.strategy, folder)
     trackers = check_trackers(config.run.trackers, are_defaults="trackers" not in config.run.model_fields_set)
@@ -144,7 +158,8 @@ def _run_dir(options: Options, config: TrainConfig, folder: Path) -> Path | None
     return folder / Path(config.run.out).expanduser() if config.run.out is not None else None
 
 
-def _strategy(table: StrategyTable, folder: Path) -> Strategy | None:
+def strategy_of(table: StrategyTable, folder: Path) -> Strategy | None:
+    """Return the strategy that a training file names; None: choose one."""
     if table.is_automatic:
         return None
     return Strategy(table.methods if table.file is None else folder / Path(table.file).expanduser())

@@ -217,6 +217,10 @@ def carried_over(now: dict[str, Any], then: object) -> dict[str, Any]:
     return now if found is None else {**now, _STATE: found}
 
 
+def _usual_batch_size(of_a_micro_batch: int, accelerated: Accelerated) -> int:
+    return max(of_a_micro_batch // accelerated.num_replicas, 1) * accelerated.num_replicas
+
+
 def open_validation(
     prepared: Prepared,
     kept_aside: Sequence[tuple[str, Dataset[Any]]],
@@ -234,7 +238,7 @@ def open_validation(
     if not table.is_on:
         return None
     sources = prepared.validation.sources() if prepared.validation is not None else list(kept_aside)
-    size = table.batch_size or max(run.batch_size // accelerated.num_micro_batches, accelerated.num_replicas)
+    size = table.batch_size or _usual_batch_size(run.batch_size // accelerated.num_micro_batches, accelerated)
     with same_on_every_rank():
         if size % accelerated.num_replicas:
             raise DataError(

@@ -384,6 +384,7 @@ class Activations:
     working_at: Placed = field(default=(), hash=False)  # of the module that needs most there when it is recomputed
     taken_at: Placed = field(default=(), hash=False)  # of that module: kept results that it no longer saves by then
     inputs: Inputs = field(default_factory=Inputs)
+    results_bytes: int = 0  # of a block and micro-batch: gradients that wait with weights' where backward is split
     returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
 
     def recompute(self, recomputed: Recomputed, *, to_the_end: bool = False) -> tuple[Activations, int]:
@@ -463,7 +464,18 @@ class Activations:
 
     def _at_most(self, stages: Sequence[int]) -> int:
         """Return the most that is held at one time, given what one micro-batch saves in every stage."""
-        return max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
+        most = max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
+        # Of traced models ``SplitBackward`` knows more.
+        if not self.results_bytes or self.recomputed or self.transients:
+            return most
+        places = [{place for tensor in tensors for place in tensor.places} for tensors in self.stages]
+        blocks = [sum(0 <= place < len(self.blocks) for place in here) for here in places]
+        for now in self.backward_at:
+            if now.halfway:
+                held = sum(count * size for count, size in zip(now.held, stages, strict=True))
+                waiting = sum(count * number for count, number in zip(now.halfway, blocks, strict=True))
+                most = max(most, held + waiting * self.results_bytes)
+        return most
 
     def given(self, inputs: Inputs) -> Activations:
         """Return the activations of a step that holds its input so."""

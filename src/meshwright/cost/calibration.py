@@ -160,6 +160,12 @@ class Constants:
         tile: Times the bytes of its operands that a product's first and last tiles cost beside its arithmetic.
         host_s: Seconds of the host per kernel launch in a module that is not compiled: a block cannot be faster.
         operator_s: The same for one operator of a traced model, of which a module has several.
+        misaligned: Speed of half-precision products whose rows are no multiples of 16 bytes beside others: kernels that
+            load element by element. Padding GPT-2's vocabulary from 50257 to 50304 made all of nanoGPT 25 % faster
+            (Karpathy, 3 February 2023, from memory); the head of vTrain's models with 50257 reaches 0.3 to 0.38.
+        collective_host_s: Seconds of the host per launch of a collective that blocks wait for: beside the launches of
+            a block's kernels these bind where kernels are short. Three sizes of tensor axes of vTrain's give 60 to
+            90 us. 0: in the seconds of the collective, as where a machine was measured.
         rowwise_bytes: Bytes moved per element of an fp8 product's inputs that is scaled by rows, beside the cast.
         async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
         function_s: Per element to which a function (an exponential, a normalisation) is applied, beside its bytes:
@@ -195,6 +201,8 @@ class Constants:
     early: float = 0.9
     blocks: float = 0.945
     tile: float = 1.2
+    misaligned: float = 1.0
+    collective_host_s: float = 0.0
     rowwise_bytes: float = 5.0
     async_tensor: float = 0.5
     function_s: float = 0.0

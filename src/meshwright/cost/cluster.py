@@ -264,10 +264,13 @@ class Link:
     Args:
         bytes_per_s: Per device, in one direction.
         latency_s: Latency of one hop.
+        step_s: Seconds that each of a ring's steps takes beside that where some ranks send over such a link: what a
+            network occupies its host with (AWS's EFA: some 6e-5), and not its latency, which steps share.
     """
 
     bytes_per_s: float
     latency_s: float
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -451,7 +454,7 @@ _KEYS = {
 }  # fmt: skip
 _MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
 _LINKS = ("intra", "inter", "host_link", "host_memory", "disk")
-_LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
+_LINK_KEYS = {"bytes_per_s", "gbps", "latency_s", "step_s"}
 _DEVICE_KINDS = {"name": str, "efficiency": str, "bf16": bool, "is_host": bool}  # the others are positive numbers
 _MAY_BE_UNKNOWN = {"fp8_flops_per_s", "fp4_flops_per_s", "price_per_hour"}
 
@@ -496,7 +499,7 @@ def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
     ``devices_per_node``, ``price_per_hour``, ``host_memory_bytes`` (of a device's share of its node),
     ``devices_per_host_link`` (1 beside a ``host_link``, which is then a device's share) and the links ``intra``,
     ``inter``, ``host_link``, ``host_memory`` and ``disk``, each with ``bytes_per_s`` or else ``gbps`` (in Gbit/s) per
-    device and ``latency_s``. A file that ``meshwright calibrate`` has written also carries ``calibration``,
+    device, ``latency_s`` and ``step_s``. A file that ``meshwright calibrate`` has written also carries ``calibration``,
     and in ``measured`` how it was made.
 
     Args:
@@ -570,8 +573,11 @@ def _link(data: Any, usual: Link, name: str) -> Link:
     if {"gbps", "bytes_per_s"} <= set(data):
         raise ValueError(f"{name} has both gbps and bytes_per_s, which say the same: keep one")
     rate = data.get("bytes_per_s", data["gbps"] * 1e9 / 8 if "gbps" in data else usual.bytes_per_s)
+    latency_s, step_s = data.get("latency_s", usual.latency_s), data.get("step_s", usual.step_s)
     return Link(
-        positive_number(rate, f"{name}.bytes_per_s"), positive_number(data.get("latency_s", usual.latency_s), name)
+        positive_number(rate, f"{name}.bytes_per_s"),
+        positive_number(latency_s, name),
+        positive_number(step_s, name) if step_s else 0.0,
     )
 
 

@@ -95,6 +95,7 @@ _HEAD_WIDTH = 128  # that ``Efficiency.attention`` is stated for
 # The first generation's, in Triton, is 1.3 to 1.5 times slower than the second in forward and twice in backward (Dao
 # 2023, §4.1, from memory). That it gains nothing from wide heads is what llm-foundry's runs show.
 _FLASH1_BACKWARD = 0.7
+_ALIGNED = 8  # elements of 16 bytes, which tensor cores' loads move at once
 _BLOCKS = ("blocks", "mxfp8")  # a scale for each 32 elements
 _ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2), "fp4": (0.5, 2)}  # of inputs and outputs in memory
 
@@ -182,6 +183,18 @@ def backward_s(op: Op, machine: Machine) -> float:
     return again + op.count * (of_input + of_weight + 2 * gap)
 
 
+def weights_s(op: Op, machine: Machine) -> float:
+    """Return the seconds of the gradients of weights in an op's backward, times its ``count``."""
+    if op.kind != "matmul" or op.moment == "forward" or op.batch > 1:
+        return 0.0
+    # Products of backward that are listed by themselves are as many for inputs as for weights.
+    if op.moment == "backward":
+        return backward_s(op, machine) / 2
+    casts = casts_of(op, machine.constants.rowwise_bytes)
+    seconds = _matmul_s(op.k, op.n, op.m, op, machine, casts.input_again * op.m * op.k)
+    return op.count * (seconds + machine.constants.gap_s)
+
+
 def _functions_s(op: Op, machine: Machine) -> float:
     return op.functions * machine.constants.function_s
 
@@ -197,6 +210,8 @@ def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, cast_bytes: floa
 def _speed(op: Op, machine: Machine) -> float:
     """Return the speed of a product relative to others of its precision."""
     early = machine.constants.early if op.variant == "early" else 1.0
+    if op.dtype == "half" and (op.n % _ALIGNED or op.k % _ALIGNED):
+        return early * machine.constants.misaligned
     return early * (machine.constants.blocks if op.scaling in _BLOCKS else 1.0)
 
 
@@ -506,7 +521,10 @@ def _all_to_all_s(num_bytes: float, group: Group, network: Network) -> float:
 
 def _ring_hops_s(group: Group, network: Network) -> float:
     inside = (group.size - group.nodes) * network.cluster.intra.latency_s
-    return inside + (group.nodes if group.nodes > 1 else 0) * network.hop_s
+    if group.nodes == 1:
+        return inside
+    # In each of a ring's steps some rank sends to another node.
+    return inside + group.nodes * network.hop_s + (group.size - 1) * network.cluster.inter.step_s
 
 
 def _tree_hops_s(group: Group, network: Network) -> float:

@@ -14,6 +14,7 @@ from meshwright.cost.rank_memory import (
     Memory,
     held_bytes,
     memory,
+    unsharded_gradients,
     whole_gradients,
     whole_weights,
     whole_weights_bytes,
@@ -61,9 +62,11 @@ def exchanged_in_memory(step: Step) -> int:
     if not step.shards_in_memory:
         return 0
     gathered = sorted(
-        size for block, size in whole_weights(step) for _ in range(1 if block.name == "outside" else block.count)
+        size
+        for block, size in whole_weights(step, by_unit=True)
+        for _ in range(1 if block.name == "outside" else block.count)
     )
-    reduced = max((size for _, size in whole_gradients(step)), default=0)
+    reduced = max((size for _, size in whole_gradients(step, by_unit=True)), default=0)
     return sum(gathered[-3:]) // step.size(step.shard_axis) + reduced
 
 
@@ -312,7 +315,6 @@ class _Gradients:
 
     def with_complete(self, place: Transient, complete: int) -> tuple[int, int]:
         """Return the same where gradients of so many bytes of the running stage are complete."""
-        own = _of_stage(self.step, self.known, self.now.stage)
         if self.step.shard_axis is not None:
             return self._sharded(place, complete)
         total = sum(each.gradients for each in self.known.transients)
@@ -320,22 +322,22 @@ class _Gradients:
             # DDP averages in the last micro-batch alone: those before make gradients beside its buckets.
             beside = total if _has_accumulated(self.step) else complete
             return total + (beside if self.step.num_micro_batches > 1 else 0), 0
-        others = sum(
-            each.gradients
-            for stage, begun in enumerate(self.now.accumulated)
-            if begun and stage != self.now.stage
-            for each in _of_stage(self.step, self.known, stage)
-        )
         if all(self.now.accumulated):
             return self.whole.gradients if self.step.master is None else _in_model(self.step), 0
-        return others + (sum(each.gradients for each in own) if self.now.accumulated[self.now.stage] else complete), 0
+        return self._begun(complete), 0
+
+    def _begun(self, complete: int) -> int:
+        """Return the bytes of whole gradients where not all stages of a rank have accumulated some."""
+        begun = [stage for stage, accumulated in enumerate(self.now.accumulated) if accumulated]
+        found = sum(each.gradients for stage in begun for each in _of_stage(self.step, self.known, stage))
+        return found if self.now.stage in begun else found + complete
 
     def _sharded(self, place: Transient, later: int) -> tuple[int, int]:
         every = whole_gradients(self.step)
         if self.step.whole_gradients and self.step.num_micro_batches > 1:
-            if any(self.now.accumulated):
-                return 0, sum(block.count * size for block, size in every)
-            return 0, later
+            if all(self.now.accumulated):
+                return unsharded_gradients(self.step), sum(block.count * size for block, size in every)
+            return 0, self._begun(later)
         total = sum(each.gradients for each in self.known.transients)
         behind = self.known.transients[-1]
         waiting = behind.gradients if place.place < behind.place else 0
@@ -364,7 +366,8 @@ def _exchanged_bytes(step: Step) -> int:
     """
     if not step.on_cpu or step.whole_gradients or step.size(step.shard_axis) == 1:
         return 0
-    largest = max((size for block, size in whole_gradients(step) if block.name != "outside"), default=0)
+    every = whole_gradients(step, by_unit=True)
+    largest = max((size for block, size in every if block.name != "outside"), default=0)
     return (0 if step.shards_in_memory else 2 * largest) + largest // step.size(step.shard_axis)
 
 
@@ -460,10 +463,12 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     saved = known.saved_bytes if known is not None else 0
     behind = min(known.outside_bytes, saved) if known is not None else 0
     at_loss = saved + (known.loss_bytes if known is not None else 0)
-    weights, (accumulated, of_block, of_outside) = whole_weights_bytes(step), _gradients(step)
+    weights, (accumulated, of_block, _) = whole_weights_bytes(step), _gradients(step)
     # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
     shards_last = _has_accumulated(step) and not step.whole_gradients
     lasting = whole.gradients if shards_last or step.shard_axis is None else 0
+    if step.whole_gradients and _has_accumulated(step):
+        lasting = unsharded_gradients(step)
 
     def at(gradients: int, gathered: int, activations: int, recomputation: int = 0) -> Memory:
         return dataclasses.replace(
@@ -485,11 +490,26 @@ def _moments(step: Step) -> dict[Moment, Memory]:
         **({"gather": max(copied, key=lambda each: each.total)} if copied else {}),
         "loss": loss,
         "recomputation": recomputed,
-        "reduction": at(whole.gradients, weights + accumulated + of_outside, given),
+        "reduction": max((at(*each) for each in _reductions(step, most, given)), key=lambda each: each.total),
         "update": _at_update(step, most),
     }
     shared = exchanged_in_memory(step)
     return {moment: dataclasses.replace(held, gathered=held.gathered + shared) for moment, held in found_at.items()}
+
+
+def _reductions(step: Step, most: Memory, given: int) -> Iterator[tuple[int, int, int]]:
+    """Yield bytes of gradients, of what is whole, and of activations as the last gradients are reduced.
+
+    Those that have accumulated whole are reduced block by block, each when its shard is made: the last block's while
+    the blocks before it have saved their tensors, and in a pipeline when backward is over.
+    """
+    weights, (accumulated, of_block, of_outside) = whole_weights_bytes(step), _gradients(step)
+    yield most.gradients, weights + of_outside, given
+    if accumulated and step.shard_axis is not None:
+        on_way = 0 if step.shards_in_memory else 2 * of_block
+        shard = of_block // step.size(step.shard_axis)
+        kept = _saved_before_the_last_block(step) + given
+        yield unsharded_gradients(step) + shard, weights + accumulated + on_way, kept
 
 
 def _at_update(step: Step, most: Memory) -> Memory:

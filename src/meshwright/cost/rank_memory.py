@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -452,19 +453,41 @@ def whole_weights_bytes(step: Step) -> int:
     return sum(size for block, size in weights if block.name == "outside") + at_once * max(inside, default=0)
 
 
-def whole_weights(step: Step) -> list[tuple[Block, int]]:
-    """Return every distinct block with the bytes of its gathered weights."""
+def whole_weights(step: Step, *, by_unit: bool = False) -> list[tuple[Block, int]]:
+    """Return every distinct block with the bytes of its gathered weights.
+
+    Args:
+        step: The step.
+        by_unit: Whether to list what FSDP2 exchanges at once: the divided experts of a block are a unit of their own.
+    """
     if not _gathers(step):
         return []
-    return [(block, _whole_bytes(step, block, functools.partial(gathered_itemsize, step))) for block in step.blocks]
+    itemsize = functools.partial(gathered_itemsize, step)
+    return [(block, _whole_bytes(step, block, itemsize)) for block in (_units(step) if by_unit else step.blocks)]
 
 
-def whole_gradients(step: Step) -> list[tuple[Block, int]]:
-    """Return every distinct block with the bytes of its gradients before they are reduced to shards."""
+def whole_gradients(step: Step, *, by_unit: bool = False) -> list[tuple[Block, int]]:
+    """Return the same of gradients before they are reduced to shards."""
     if not _gathers(step):
         return []
     reduced = functools.partial(element_bytes, itemsize=step.reduce_itemsize)
-    return [(block, _whole_bytes(step, block, reduced, trainable_only=True)) for block in step.blocks]
+    blocks = _units(step) if by_unit else step.blocks
+    return [(block, _whole_bytes(step, block, reduced, trainable_only=True)) for block in blocks]
+
+
+def unsharded_gradients(step: Step) -> int:
+    """Return the bytes of gradients that a rank keeps whole beside shards of others."""
+    every = ((count, p) for count, p in step.every_parameter() if p.trainable and not p.sharded)
+    return sum(count * held_bytes(step, p) for count, p in every)
+
+
+def _units(step: Step) -> list[Block]:
+    parts = (
+        dataclasses.replace(block, parameters=tuple(p for p in block.parameters if (p.expert is None) is others))
+        for block in step.blocks
+        for others in (True, False)
+    )
+    return [part for part in parts if part.parameters]
 
 
 def _gathers(step: Step) -> bool:

@@ -100,6 +100,7 @@ class Passes:
     reduce_outside_s: float
     interference: float
     shared: float = 0.0
+    weights_s: float = 0.0  # of backward: gradients of weights, which can wait
     gathers_ahead: bool = True  # in backward: while the block before computes, and not after it
 
     @property
@@ -221,10 +222,18 @@ class StageTimes:
     Args:
         forward_s: All its stages, forward.
         backward_s: All its stages, backward.
+        weights_s: Of it, gradients of weights that can wait; None: unknown, and as long as forward.
     """
 
     forward_s: float
     backward_s: float
+    weights_s: float | None = None
+
+    @property
+    def waiting_s(self) -> float:
+        """Return the seconds of backward that can wait."""
+        # Without recomputation each product of forward has one for its weight.
+        return min(self.forward_s, self.backward_s / 2) if self.weights_s is None else self.weights_s
 
 
 @functools.cache
@@ -257,7 +266,7 @@ def pipeline_s(
     if ranks * ranks * stages_per_rank > _PLAYED_ACTIONS:
         return slowest * micro_batches + (ranks - 1) * (slowest / stages_per_rank + 2 * hop_s)
     if schedule in SPLIT_BACKWARD:
-        return _split_s(times, hop_s, stages_per_rank, micro_batches)
+        return _split_s(schedule, times, hop_s, stages_per_rank, micro_batches)
     settled = micro_batches if schedule == "gpipe" else settled_after(schedule, ranks, micro_batches)
 
     def played(number: int) -> float:
@@ -273,17 +282,24 @@ def pipeline_s(
     return whole + (micro_batches - settled) * rate
 
 
-def _split_s(times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, micro_batches: int) -> float:
+def _split_s(
+    schedule: str, times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, micro_batches: int
+) -> float:
     """Return the seconds of schedules that split backward: gradients of weights fill a rank's idle time."""
-    ranks, slowest = len(times), max(each.forward_s + each.backward_s for each in times)
-    # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
-    full = slowest * micro_batches + (ranks - 1) * (slowest / 6 / stages_per_rank + 2 * hop_s)
+    ranks, slowest = len(times), max(times, key=lambda each: each.forward_s + each.backward_s)
+    busy = slowest.forward_s + slowest.backward_s
+    # Gradients of inputs travel down the pipeline at their own pace, and weights' fill what they leave: read off the
+    # engine's tables, played with other ratios than I = W = F of Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2.
+    weights = slowest.waiting_s / stages_per_rank
+    inputs = slowest.backward_s / stages_per_rank - weights
+    idle = max(inputs, 2 * (inputs - weights)) if schedule == "zbv" else max(inputs, 2 * inputs - weights)
+    full = busy * micro_batches + (ranks - 1) * (idle + 2 * hop_s)
     # That takes enough micro-batches to fill all stages. Few of them follow the first one through all stages and back,
     # and no rank has anything to do meanwhile but gradients of weights; the first rank's last ones come at the end.
-    # Gradients of weights take as long as forward, without recomputation.
-    weights = [min(each.forward_s, each.backward_s / 2) for each in times]
-    there_and_back = [each.forward_s + each.backward_s - own for each, own in zip(times, weights, strict=True)]
-    few = sum(there_and_back) + (micro_batches - 1) * max(there_and_back) + weights[0]
+    if micro_batches >= 2 * ranks:
+        return full
+    there_and_back = sum(each.forward_s + each.backward_s - each.waiting_s for each in times)
+    few = there_and_back + (micro_batches - 1) * max(each.backward_s for each in times) + times[0].waiting_s
     return max(full, few + 2 * stages_per_rank * (ranks - 1) * hop_s)
 
 

@@ -221,6 +221,7 @@ class Op:
     operator: str = ""  # as recomputation names it, without the overload, such as ``aten.mm``; "": it is never kept
     recomputed: float = 0.0  # runs a second time, in backward: in this share of the blocks that it stands for
     traced: bool = False  # one operator of a model that ran; else one of a module's few kernels, as families have them
+    launches: float = 1.0  # by the host, each time it runs: a share where several are fused into one
     on_rank: int | None = None  # outside the blocks of a pipeline: the rank that runs it; None: all
     moment: Literal["both", "forward", "backward"] = "both"  # both: backward follows by rule
 
@@ -371,6 +372,8 @@ class Step:
     whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
     compression: Compression | None = None  # of gathered weights and reduced gradients
     traffic: tuple[Traffic, ...] = ()
+    collective_host_s: float | None = None  # per collective that blocks wait for; None: as in all steps
+    micro_batch_s: float = 0.0  # that the device waits for the host in each micro-batch: of others' runs alone
     counted_again: tuple[str, ...] = ()  # axes whose ranks those behind them have, too: of others' runs alone
 
     @property

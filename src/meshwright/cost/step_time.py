@@ -23,6 +23,7 @@ from meshwright.cost.device_time import (
     offloaded_share,
     ring_s,
     update_s,
+    weights_s,
 )
 from meshwright.cost.scheduling import (
     SPLIT_BACKWARD,
@@ -130,7 +131,11 @@ def one_s(step: Step, traffic: Traffic, network: Network) -> float:
     seconds = collective_s(traffic.kind, traffic.bytes_per_step, group, network, calls)
     if traffic.hidden:
         seconds += calls * known.waits_s(group.size)
-    return seconds / traffic.every * (known.async_tensor if traffic.beside else 1.0)
+    if traffic.beside:
+        # Products hide bytes, and no latency.
+        moved = collective_s(traffic.kind, traffic.bytes_per_step, group, network, 0)
+        seconds -= moved * (1 - known.async_tensor)
+    return seconds / traffic.every
 
 
 def _gathers(traffic: Traffic) -> bool:
@@ -161,7 +166,8 @@ def _met(waited_for: Sequence[Traffic]) -> list[Traffic]:
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:
     """Return the seconds in which one micro-batch computes and gathers; reductions are left at zero."""
     blocks = [block for block in step.blocks if block.name != "outside"]
-    forward, backward, outside = _computing(step, blocks, machine)
+    calls = {moment: _calls(step, moment) for moment in _MOMENTS}
+    forward, backward, outside = _computing(step, blocks, machine, inline, calls)
     count = max(len(forward), 1)
     gathered = {
         moment: sum(
@@ -173,9 +179,9 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
     }
     share = _outside_share(step)
     return Passes(
-        forward_s=tuple(seconds + inline["forward"] / count for seconds in forward),
-        backward_s=tuple(seconds + inline["backward"] / count for seconds in backward),
-        outside_forward_s=outside[0] + (0.0 if forward else inline["forward"]),
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        outside_forward_s=outside[0] + step.micro_batch_s + (0.0 if forward else inline["forward"]),
         outside_backward_s=outside[1] + (0.0 if backward else inline["backward"]),
         gather_forward_s=gathered["forward"] * (1 - share) / count,
         gather_backward_s=gathered["backward"] / count,
@@ -183,36 +189,65 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
         gather_outside_s=gathered["forward"] * share,
         reduce_outside_s=0.0,
         interference=machine.constants.interference,
+        weights_s=_weights_s(step, blocks, machine),
         gathers_ahead=step.gathers_ahead,
         shared=machine.constants.shared,
     )
 
 
+def _calls(step: Step, moment: str) -> float:
+    """Return the collectives per micro-batch that blocks wait for."""
+    waited_for = (each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send")
+    return sum(each.calls for each in waited_for) / step.num_micro_batches
+
+
 def _computing(
-    step: Step, blocks: list[Block], machine: Machine
+    step: Step, blocks: list[Block], machine: Machine, inline: dict[str, float], calls: dict[str, float]
 ) -> tuple[list[float], list[float], tuple[float, float]]:
-    """Return the seconds of every block's forward and backward, and of all outside; without ops, from FLOPs alone."""
+    """Return the seconds of every block's forward and backward, with the collectives that blocks wait for.
+
+    Behind them those of all that is outside of blocks. Without ops, from FLOPs alone.
+    """
+    slower, count = machine.constants.in_step, max(sum(block.count for block in blocks), 1)
+    host = machine.constants.collective_host_s if step.collective_host_s is None else step.collective_host_s
     outside = [op for block in step.blocks if block.name == "outside" for op in block.ops if _runs_here(step, op)]
-    apart = _seconds(outside, machine)
-    if any(block.ops for block in step.blocks):
-        each = [_block_s(block.ops, machine) for block in blocks]
-    else:
-        forward, backward = _from_flops(step, machine)
-        count = sum(block.count for block in blocks)
-        if not count:
-            return [], [], (forward, backward)
-        each = [(forward / count, backward / count)] * len(blocks)
-    times = [seconds for block, seconds in zip(blocks, each, strict=True) for _ in range(block.count)]
-    slower = machine.constants.in_step
-    ahead, back = [slower * seconds for seconds, _ in times], [slower * seconds for _, seconds in times]
-    return ahead, back, (slower * apart[0], slower * apart[1])
+    apart = tuple(slower * seconds for seconds in _seconds(outside, machine))
+    has_ops = any(block.ops for block in step.blocks)
+    whole = (0.0, 0.0) if has_ops else _from_flops(step, machine)
+    if not has_ops and not blocks:
+        return [], [], whole
+    times: dict[str, list[float]] = {moment: [] for moment in _MOMENTS}
+    for block in blocks:
+        kernels = _seconds(block.ops, machine) if has_ops else (whole[0] / count, whole[1] / count)
+        launches = _launched_s(block.ops, machine)
+        for moment, busy, launched in zip(_MOMENTS, kernels, launches, strict=True):
+            seconds = _block_s(slower, busy, launched, inline[moment] / count, calls[moment] * host / count)
+            times[moment] += [seconds] * block.count
+    return times["forward"], times["backward"], apart  # type: ignore[return-value]
 
 
-def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:
-    """Return the seconds of one block's forward and backward: of its kernels, or of launching short ones."""
-    forward, backward = _seconds(ops, machine)
-    launched = sum(_launch_s(op, machine) for op in ops if op.moment != "backward")
-    return max(forward, launched), max(backward, _behind_s(ops, machine))
+def _weights_s(step: Step, blocks: list[Block], machine: Machine) -> float:
+    """Return the seconds of a micro-batch's gradients of weights, where a schedule computes them later."""
+    if step.stages is None or step.stages.schedule not in SPLIT_BACKWARD:
+        return 0.0
+    # Blocks that run again compute all gradients at once.
+    if step.activations is not None and step.activations.recomputed:
+        return 0.0
+    seconds = sum(block.count * weights_s(op, machine) for block in blocks for op in block.ops)
+    return machine.constants.in_step * seconds
+
+
+def _block_s(slower: float, kernels: float, launches: float, inline: float, called: float) -> float:
+    """Return the seconds of one block: of its kernels and collectives, or of launching short ones."""
+    # Without seconds of their launches, those of collectives hold them.
+    if not called:
+        return slower * max(kernels, launches) + inline
+    return max(slower * kernels + inline, slower * launches + called)
+
+
+def _launched_s(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:
+    """Return the seconds of launching a block's forward and its backward, recomputation included."""
+    return sum(_launch_s(op, machine) for op in ops if op.moment != "backward"), _behind_s(ops, machine)
 
 
 def _behind_s(ops: Sequence[Op], machine: Machine) -> float:
@@ -223,7 +258,7 @@ def _behind_s(ops: Sequence[Op], machine: Machine) -> float:
 
 def _launch_s(op: Op, machine: Machine) -> float:
     known = machine.constants
-    return op.count * (known.operator_s if op.traced else known.host_s)
+    return op.count * op.launches * (known.operator_s if op.traced else known.host_s)
 
 
 def _seconds(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:
@@ -445,4 +480,4 @@ def stage_times(rank: Rank) -> StageTimes:
     backward = passes.backward_total_s
     if rank.reduces_each:
         backward += _left_s(rank, passes.all_reductions_s, backward)
-    return StageTimes(forward, backward)
+    return StageTimes(forward, backward, passes.weights_s)

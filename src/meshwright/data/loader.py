@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class GlobalBatchLoader(DataLoader[Any]):
         self._host: HostLoader | None = None
         self.replica_batch_size = replica_batch_size
         self.global_batch_size = replica_batch_size * num_replicas
+        self.num_replicas = num_replicas
         self._seeds_workers = self.generator is None
         self.epoch = 0
         """Number of the current iteration, or of the next one."""
@@ -71,8 +73,33 @@ class GlobalBatchLoader(DataLoader[Any]):
             self._host = host.loader(rounds, self.collate_fn, self._options)
 
     def _iterate(self, batches: Iterable[Any]) -> Iterator[Any]:
-        yield from batches
+        last_counts = self._last_counts()
+        last = len(self) - 1 if last_counts is not None else None
+        every = (self.replica_batch_size,) * self.num_replicas if last_counts is not None else None
+        for number, batch in enumerate(batches):
+            _CURRENT[:] = [last_counts if number == last else every]
+            _FILLED_UP.pop(self, None)
+            if number == last and last_counts is not None:
+                _FILLED_UP[self] = (batch, last_counts)
+            yield batch
+        _CURRENT.clear()
+        _FILLED_UP.pop(self, None)
         self.set_epoch(self.epoch + 1)
+
+    def _last_counts(self) -> tuple[int, ...] | None:
+        """Return how many samples of the last batch are no repeats, on each replica; None if all are, or unknown."""
+        size = self.last_batch_size
+        order: Any = self.sampler
+        if size is None or self.drop_last:
+            return None
+        if isinstance(order, ShardedSampler):
+            order = order.sampler
+        elif type(order) is DistributedSampler:
+            order = order.dataset
+        else:
+            return None
+        rest = len(order) % self.num_replicas if isinstance(order, Sized) else 0
+        return tuple(size - (replica >= rest) for replica in range(self.num_replicas)) if rest else None
 
     @property
     def last_batch_size(self) -> int | None:
@@ -90,6 +117,26 @@ class GlobalBatchLoader(DataLoader[Any]):
         self.epoch = epoch
         forward_epoch(self.sampler, epoch)
         forward_epoch(self.dataset, epoch)
+
+
+# Of the batch that was yielded last, by any loader, and of last batches that were filled up with repeats: how many
+# samples are no repeats, on each replica.
+_CURRENT: list[tuple[int, ...] | None] = []
+_FILLED_UP: weakref.WeakKeyDictionary[GlobalBatchLoader, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def real_counts(batch: Any) -> tuple[int, ...] | None:
+    """Return how many samples of a batch are no repeats, on each replica; None unless it was filled up with some.
+
+    Args:
+        batch: The very object that a :class:`GlobalBatchLoader` has yielded last.
+    """
+    return next((counts for found, counts in _FILLED_UP.values() if found is batch), None)
+
+
+def current_counts() -> tuple[int, ...] | None:
+    """Return the same of the batch that was yielded last; None if no batch of its epoch is filled up."""
+    return _CURRENT[0] if _CURRENT else None
 
 
 def _worker_seeds(epoch: int) -> torch.Generator:

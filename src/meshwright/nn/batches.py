@@ -203,6 +203,18 @@ def resized(batch: Any, samples: int) -> Any:
     return _chosen(batch, size, choose, places)
 
 
+def first_samples(batch: Any, count: int) -> tuple[Any] | None:
+    """Return the first samples of a batch, or all if none are wanted; None if it cannot be told which they are."""
+    try:
+        size = batch_size_of(batch)
+        _refuse_numbers(batch, size)
+    except DataError:
+        return None
+    if count in (0, size):
+        return (batch,)
+    return (_chosen(batch, size, lambda leaf: leaf[:count], range(count)),)
+
+
 def micro_batches(batch: Any, count: int, *, equal: bool = False) -> list[Any]:
     """Cut a batch along dim 0 of its tensors into parts of which none has two samples more than another.
 

@@ -18,6 +18,7 @@ PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy saves attention's 
 # means (4), multiplies (4 + 4), casts back (4 + 2) and multiplies by the weight (2 + 2); rotary positions cast,
 # multiply complex numbers and cast back.
 _PLAIN_NORM, _PLAIN_ROTARY = 18, 10
+_COPIES = 4 * 2  # two gathers and two sums of a block, each read and written
 # Bytes per element that an eager norm saves beside its input: it in fp32, and in half precision before the weight.
 _PLAIN_NORM_SAVED = 6
 _NARROW = (FP8, "fp4")
@@ -38,10 +39,14 @@ class Implementation:
         dropout: Whether dropout's masks are saved.
         compiled: Whether chains of elementwise kernels are one.
         plain_norms: Whether norms and rotary positions are chains of kernels in fp32 where nothing fuses them.
+        repeats_heads: Whether such chains repeat heads of keys and values for those of queries, too.
+        backward_moves: Bytes that backward of such chains moves, over those of forward.
         copies_heads: Whether queries, keys and values are copied before attention, and the copies saved.
         split_tokens: Whether activations between split layers are divided over the tensor axis, too (sequence
             parallelism of Korthikanti et al. 2022).
         keeps_gathered: Whether the gathered input of a split layer is saved, instead of gathered again in backward.
+        copies_divided: Whether tokens gathered over the tensor axis, or summed and divided, are copied once more:
+            collectives hand on parts rank by rank, and the tokens of several samples do not lie so.
         scaling: How tensors are scaled for products in 8 or 4 bits (a key of ``cost.device_time.CASTS``).
         casts_weights: Whether every micro-batch casts weights; False: once a step, or they were gathered so.
         saves_narrow: Whether products in 8 bits or fewer save their inputs so, as Transformer Engine does.
@@ -60,9 +65,12 @@ class Implementation:
     dropout: bool = False
     compiled: bool = False
     plain_norms: bool = False
+    repeats_heads: bool = True
+    backward_moves: float = 2.0
     copies_heads: bool = False
     split_tokens: bool = True
     keeps_gathered: bool = False
+    copies_divided: bool = False
     scaling: Scaling = "tensorwise"
     casts_weights: bool = True
     saves_narrow: bool = False
@@ -81,7 +89,14 @@ class Implementation:
 PYTORCH = Implementation()
 # Our own loss writes an fp32 copy of a few rows, takes their maximum, shifts, exponentiates and sums them; backward
 # does so again and writes the gradient (``loss/fused.py``).
-OWN = Implementation(plain_norms=True, fused_loss=True, logit_moves=(20, 20))
+OWN = Implementation(
+    plain_norms=True,
+    repeats_heads=False,
+    backward_moves=2.2,
+    copies_divided=True,
+    fused_loss=True,
+    logit_moves=(20, 28),
+)
 """What our engine runs by itself for a known family: eager norms and rotary positions in fp32, and its own loss."""
 
 
@@ -158,7 +173,13 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
     """Return all memory-bound kernels of a block, as equal ones."""
     kernels, names = 6 if run.impl.compiled else 12, (BLOCK, PER_OP)
     each = _moved_per_block(shape, run) // kernels
-    return Op("move", num_bytes=each, count=kernels, inside=names, needed_in=names)
+    behind = round(each * run.impl.backward_moves) if _is_chain(shape, run) else None
+    return Op("move", num_bytes=each, backward_bytes=behind, count=kernels, inside=names, needed_in=names)
+
+
+def _is_chain(shape: Shape, run: FamilyRun) -> bool:
+    """Return whether norms and rotary positions are chains of kernels; torch has one kernel for the norms of GPT."""
+    return run.impl.plain_norms and shape.gated and not run.impl.compiled
 
 
 def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
@@ -202,10 +223,12 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
     activation = (3 if run.impl.compiled else 5) * f if shape.gated else 2 * f
     if run.impl.compiled:
         plain = (2 * 2 + 2) * h
-    elif run.impl.plain_norms and shape.gated:  # torch has one kernel for the norms of GPT
+    elif _is_chain(shape, run):
         plain += 2 * (_PLAIN_NORM - 2) * h
     if run.impl.dropout:
         plain += h  # masks of one byte, written by the kernel that adds the residual
+    if run.impl.copies_divided and run.plain_parts > 1 and run.micro_batch > 1:
+        plain += _COPIES * h * run.plain_parts  # of all tokens, on every rank
     return size * run.tokens * (plain // run.plain_parts + (_moved_by_heads(shape, run) + activation) // run.tensor)
 
 
@@ -217,7 +240,7 @@ def _moved_by_heads(shape: Shape, run: FamilyRun) -> int:
     if not shape.gated:
         return 2 * h
     if run.impl.plain_norms and not run.impl.compiled:
-        return _PLAIN_ROTARY * (h + kv) + (2 * (h + kv) if kv < h else 0)  # heads of keys and values repeated
+        return _PLAIN_ROTARY * (h + kv) + (2 * (h + kv) if kv < h and run.impl.repeats_heads else 0)
     return 2 * (h + kv)
 
 
@@ -254,6 +277,15 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     return whole + run.tokens * split // run.tensor + scores
 
 
+def results_bytes(shape: Shape, run: FamilyRun) -> int:
+    """Return the bytes of the gradients of all results of a block's products."""
+    routed = shape.experts_per_token * (shape.ffn_width * (2 if shape.gated else 1))
+    divided = shape.hidden + 2 * shape.kv_width + routed
+    # Where tokens are divided, gradients of what is summed over the axis are gathered before the products.
+    summed = shape.hidden * (1 + shape.experts_per_token)
+    return run.tokens * run.itemsize * (divided // run.tensor + summed)
+
+
 def num_scores(shape: Shape, run: FamilyRun) -> int:
     """Return the number of scores of one block's attention."""
     return run.micro_batch * shape.heads // run.tensor * shape.seq * (shape.seq // run.sequence)
@@ -273,17 +305,19 @@ def per_op_saved(shape: Shape, run: FamilyRun) -> int:
 
 def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ...]:
     """Return the ops of the embedding, the last norm, the head and the loss."""
-    h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, shape.vocab // run.tensor
+    # The largest part: a vocabulary need not be divided evenly.
+    h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, -(-shape.vocab // run.tensor)
     first = 0 if pipeline > 1 else None
     last = pipeline - 1 if pipeline > 1 else None
     dtype = HALF if run.dtype in _NARROW else run.dtype
     # torch's cross-entropy casts to fp32 (4), log-softmax reads and writes (8); backward writes zeros with ones at the
     # labels (4), log-softmax reads two and writes (12), and casts (4). A fused loss reads once, and writes in place.
+    norm = _PLAIN_NORM if _is_chain(shape, run) else 2
     usual = (size, 2 * size) if run.impl.fused_loss else (size + 12, size + 20)
     forward, backward = run.impl.logit_moves or usual
     return (
         Op("move", num_bytes=4 * tokens * h * size // run.plain_parts, count=1, on_rank=first),
-        Op("move", num_bytes=2 * tokens * h * size // run.plain_parts, on_rank=last),
+        Op("move", num_bytes=norm * tokens * h * size // run.plain_parts, on_rank=last),
         Op("matmul", tokens, v, h, dtype=dtype, on_rank=last),  # type: ignore[arg-type]
         Op("move", num_bytes=tokens * v * forward, backward_bytes=tokens * v * backward, on_rank=last),
     )

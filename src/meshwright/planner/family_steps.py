@@ -36,6 +36,7 @@ from meshwright.planner.family_ops import (
     outside_ops,
     outside_saved,
     per_op_saved,
+    results_bytes,
 )
 from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters, outside_parameters
 
@@ -62,6 +63,7 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         work=tuple(work for block in range(count) for work in _work(ops, block)),
         loss_bytes=behind.loss_bytes,
         outside_bytes=behind.saved_bytes,
+        results_bytes=results_bytes(shape, run),
         # The head and the loss are nearly all of what is outside of blocks.
         flops_at=(*(((block,), 3 * sum(op.flops for op in ops)) for block in range(count)), ((count,), outside)),
     )
@@ -246,7 +248,8 @@ def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "nearest", "beyo
         share = (shape.layers + head) / stages
         wanted = (share * stage for stage in range(1, stages))
         ends = [round(end) if ending == "nearest" else math.floor(end) + 1 for end in wanted]
-        ends = [min(end, shape.layers - stages + stage) for stage, end in enumerate(ends, start=1)]
+        # The head is a part of its own: the last stage may have nothing else.
+        ends = [min(end, shape.layers - stages + stage + 1) for stage, end in enumerate(ends, start=1)]
         return tuple(end - begin for begin, end in itertools.pairwise((0, *ends, shape.layers)))
     return _equal(shape.layers, stages)
 

@@ -22,7 +22,7 @@ from meshwright.methods import (
     num_micro_batches,
     resolve,
 )
-from meshwright.methods.pipeline.schedules import live_peaks
+from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
 from meshwright.planner.family_ops import OWN, FamilyRun, Implementation
 from meshwright.planner.family_steps import family_step, with_experts
 from meshwright.planner.memory_budget import fit_budget
@@ -377,11 +377,12 @@ def _shown_by(steps: Sequence[Step], schedule: str) -> Sequence[int]:
     ranks, sizes = len(steps), [end - first for first, end in stages.ranges]
     micro_batches = steps[0].num_micro_batches
     few = micro_batches if schedule == "gpipe" else min(micro_batches, 2 * ranks)  # the most in flight at once
-    live = live_peaks(schedule, ranks, len(sizes) // ranks, few, sizes)
+    live, waits = live_peaks(schedule, ranks, len(sizes) // ranks, few, sizes), SCHEDULES[schedule].splits_backward
     alike: dict[object, list[int]] = {}
     for rank in range(ranks):
         own = tuple(size for size, owner in zip(sizes, stages.ranks, strict=True) if owner == rank)
         ends = rank if rank in (stages.ranks[0], stages.ranks[-1]) else None
         alike.setdefault((own, ends), []).append(rank)
-    most = {rank: max(group, key=lambda each: live[each]) for group in alike.values() for rank in group}
+    # Of ranks that save as much the last has most gradients of weights left to compute, where backward is split.
+    most = {rank: max(group, key=lambda each: (live[each], waits * each)) for group in alike.values() for rank in group}
     return [most[rank] for rank in range(ranks)]

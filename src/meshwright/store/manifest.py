@@ -522,5 +522,5 @@ def nothing_valid(directory: Path, damaged: Sequence[CheckpointError]) -> Checkp
         f"There is no checkpoint in {directory}",
         expected=f"a directory step-… with a {MANIFEST}",
         got=join_names(others) if directory.is_dir() else "no such directory",
-        fix="check the directory, or start from the beginning with --resume none",
+        fix="check the directory, or start from the beginning without --resume",
     )

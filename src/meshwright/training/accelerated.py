@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import numbers
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from meshwright.data.loader import real_counts
 from meshwright.errors import ConfigError, DataError, UnsoundStepError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
 from meshwright.methods.job import MAX_EXACT_SUM, SAMPLED, STEP_AXES, guards_are_on, mean_over, sum_over
@@ -37,6 +37,13 @@ from meshwright.runtime import (
     synchronize_device,
 )
 from meshwright.strategy import Strategy
+from meshwright.training.batch_counts import (
+    Divisor,
+    LossWeight as LossWeight,
+    gather_for_metrics,
+    loss_divisors,
+    without_repeats,
+)
 
 if TYPE_CHECKING:
     from meshwright.methods import PipelineEngine
@@ -126,7 +133,8 @@ class Accelerated:
 
         Args:
             batch: This rank's part of the global batch, as the dataloader yields it; cut into ``num_micro_batches``.
-                Those of a batch that does not divide differ by one sample, and count by their samples.
+                Those of a batch that does not divide differ by one sample, and count by their samples; samples that
+                the loader repeats to fill the last batch of an epoch do not count, but in pipelines.
 
         Returns:
             Loss and gradient norm, equal on every rank (under ``outer``: of a replica), and whether the update was
@@ -150,7 +158,8 @@ class Accelerated:
         if self._job.check_unchanged is not None:
             self._job.check_unchanged()
         with restored_buffers(self.model, self._may_skip) as restore_buffers:
-            loss = self._mean_loss(self._forward_backward(self._parts(batch)))
+            parts, shares = self._without_repeats(batch, self._parts(batch), STEP_AXES)
+            loss = self._mean_loss(self._forward_backward(parts, shares))
             grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
             # The verdict comes before the update, which the guard then skips. The host may learn it after the update.
             is_alone = not is_outer(optim)
@@ -182,10 +191,10 @@ class Accelerated:
         activations = {"activations": self._saved_bytes, "host_activations": self._offloaded_bytes}
         return result, measured_state(self.model, self.optim) | activations
 
-    def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
+    def _forward_backward(self, parts: list[Any], shares: Sequence[Divisor] = ()) -> torch.Tensor:
         """Run all micro-batches; return this rank's part of the mean loss over ranks."""
         with abandoned_if_it_fails(self._job, self.optim):
-            inputs_and_divisors, check = self._prepare(parts)
+            inputs_and_divisors, check = self._prepare(parts, shares or shares_of(parts))
             if self._job.pipeline is not None:
                 loss = self._run_pipeline(self._job.pipeline, list(inputs_and_divisors))
                 check()
@@ -200,18 +209,27 @@ class Accelerated:
             check()
             return total
 
+    def _without_repeats(
+        self, batch: Any, parts: list[Any], axes: tuple[str, ...]
+    ) -> tuple[list[Any], Sequence[Divisor]]:
+        """Return a batch's parts without samples that fill it up, and what their losses are divided by."""
+        counts = real_counts(batch)
+        return (parts, shares_of(parts)) if counts is None else without_repeats(self._job, parts, counts, axes)
+
     def _parts(self, batch: Any) -> list[Any]:
         # Stages of a pipeline exchange tensors of one shape.
         return micro_batches(batch, self.num_micro_batches, equal=self._job.pipeline is not None)
 
-    def _prepare(self, parts: list[Any]) -> tuple[Iterable[tuple[Any, Divisor]], Callable[[], None]]:
+    def _prepare(
+        self, parts: list[Any], shares: Sequence[Divisor]
+    ) -> tuple[Iterable[tuple[Any, Divisor]], Callable[[], None]]:
         """Return each micro-batch's model input and the divisor of its loss; and a check for the end of backward."""
         inputs = (self.prepare_input(part, self.device) for part in parts)
         if self._loss_weight is None:
             # Lazily: one input at a time is on the device.
-            return zip(inputs, shares_of(parts), strict=True), lambda: None
+            return zip(inputs, shares, strict=True), lambda: None
         every = list(inputs)
-        divisors, check = loss_divisors(self._job, self._loss_weight, every, STEP_AXES)
+        divisors, check = loss_divisors(self._job, self._loss_weight, every, STEP_AXES, shares)
         return zip(every, divisors, strict=True), check
 
     def _run_pipeline(self, pipeline: PipelineEngine, inputs: list[tuple[Any, Divisor]]) -> torch.Tensor:
@@ -308,11 +326,14 @@ class Accelerated:
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
-        """Return the mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
-        inputs, weigh = self.prepare_input(batch, self.device), self._loss_weight
-        divisor: Divisor = 1.0
-        if weigh is not None:
-            (divisor,), check = loss_divisors(self._job, weigh, [inputs], SAMPLED)
+        """Return the mean loss over the global batch, without gradients; 0-dim, equal on every rank.
+
+        Samples that a loader of Meshwright repeats to fill its last batch do not count.
+        """
+        (real,), shares = self._without_repeats(batch, [batch], SAMPLED)
+        inputs, divisor = self.prepare_input(real, self.device), shares[0]
+        if self._loss_weight is not None:
+            (divisor,), check = loss_divisors(self._job, self._loss_weight, [inputs], SAMPLED, shares)
             check()
         output = call_model(self.model, inputs, self._model_input_format)
         loss = mean_over(
@@ -320,6 +341,22 @@ class Accelerated:
         )
         reshard(self.model)  # otherwise weights gathered here would outlive a change of the shards
         return loss
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Gather what was computed from a batch from all replicas, without the samples that fill its last batch.
+
+        Args:
+            values: Tensors of one row per sample, of equal shapes on every rank, in containers of any kind; of numbers
+                there is one per replica in the result. Computed from the batch that a loader of Meshwright
+                (``dataloader`` or one of ``global_batch_loader``) has yielded last.
+
+        Returns:
+            The same containers, on every rank, with the samples of the global batch in their order.
+
+        Raises:
+            DataError: When rows are not those of the batch, or shapes differ between ranks.
+        """
+        return gather_for_metrics(self._job, values)
 
     def clip_grad_norm(self, max_norm: float | None = None, norm_type: float | None = None) -> torch.Tensor:
         """Clip the gradients of the whole model, sharded or not; return their norm before clipping (0-dim).
@@ -367,9 +404,6 @@ class Accelerated:
 
 
 # --- The mean over a global batch, of which every rank and micro-batch has a part
-
-LossWeight = Callable[[Any], float | torch.Tensor]
-"""Called with a model input; returns the number of items that its loss is the mean over."""
 
 
 class MeanLoss:
@@ -449,76 +483,11 @@ def _epoch_numbers(epoch: int, num_ranks: int) -> list[int]:
     return [epoch % limit, epoch * epoch % limit]
 
 
-Divisor = float | torch.Tensor
-"""What a micro-batch's loss is divided by: a number, or a 0-dim tensor on its device."""
-
-
-@torch.no_grad()
-def loss_divisors(
-    job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: tuple[str, ...]
-) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """Return divisors of the micro-batches' losses: their sum, averaged over ranks, is then the mean over all items.
-
-    Equal weights give the number of micro-batches. Collective. The host does not wait for the numbers of a GPU: they
-    are divided there, and checked when backward has been issued, before anything is updated.
-
-    Args:
-        job: Gives the ranks.
-        weight_of: Called with the model input of each micro-batch.
-        inputs: This rank's model inputs.
-        axes: Mesh axes along which ranks have different samples of the batch.
-
-    Returns:
-        One fp64 number per micro-batch, infinite for one without items; and a function to call before the update.
-
-    Raises:
-        ConfigError: On every rank along ``axes``, when a weight is no number of at least 0 on any of them: on a GPU by
-            the function.
-    """
-    given = [weight_of(each) for each in inputs]
-    weights = torch.stack([_as_number(each, job.device) for each in given])
-    wrong = ~(weights.isfinite() & (weights >= 0))
-    means = mean_over(job.mesh_axes, torch.stack([weights.sum(), wrong.sum()]), axes)
-    found = HostCopy(torch.cat([means[1:], wrong.to(means.dtype)]))
-
-    def check() -> None:
-        any_wrong, *own = found.tolist()
-        if any_wrong:
-            raise _weight_error([value for value, is_wrong in zip(given, own, strict=True) if is_wrong])
-
-    if job.device.type == "cpu":
-        check()
-    return list((means[0].double() / weights.double()).where(weights > 0, math.inf)), check
-
-
 def divided(loss: torch.Tensor, divisor: Divisor) -> torch.Tensor:
     """Divide a micro-batch's loss; one without items, whose mean is nan, gives 0 without gradients."""
     if isinstance(divisor, torch.Tensor):
         return (loss.nan_to_num().where(divisor.isinf(), loss) / divisor).to(loss.dtype)
     return loss / divisor
-
-
-def _as_number(value: Any, device: torch.device) -> torch.Tensor:
-    """Return a value as a 0-dim tensor on the device; nan for anything but a number."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.reshape(()).to(device, torch.float32)
-    # Filled on the device: a tensor of a number is made on the host, and its copy waited for.
-    return torch.full((), float(value) if isinstance(value, numbers.Real) else math.nan, device=device)
-
-
-def _weight_error(wrong: list[Any]) -> ConfigError:
-    got = "such numbers on this rank, and something else on another"
-    if wrong:
-        value = wrong[0]
-        is_several = isinstance(value, torch.Tensor) and value.numel() != 1
-        got = f"a tensor of shape {tuple(value.shape)}" if is_several else f"{type(value).__name__} {value!r:.80}"
-    return ConfigError(
-        "loss_weight returned no weight",
-        expected="a finite number of at least 0, or a tensor of one",
-        got=got,
-        fix="return how many items the loss of this model input is the mean over, "
-        'such as (inputs["labels"] != -100).sum()',
-    )
 
 
 # --- Steps that must not reach the weights

@@ -295,7 +295,7 @@ class PipelineParallel(Method):
     @property
     def surcharge(self) -> float:
         """Ask more of schedules that split backward: few have trained with them, and compiled blocks cannot."""
-        return 0.035 if self.splits_backward else 0.02
+        return 0.05 if self.splits_backward else 0.02
 
     @property
     def asked_micro_batches(self) -> int | None:

@@ -93,17 +93,29 @@ class TensorAxis:
 
     def summed_part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part along ``dim`` of the sum over the ranks."""
-        stacked = torch.cat(tensor.detach().chunk(self.size, dim)) if dim else tensor.detach().contiguous()
+        dim %= max(tensor.dim(), 1)
+        if _is_first(tensor.shape, dim):
+            split = (self.size * tensor.shape[0], *tensor.shape[1:]) if dim else tensor.shape
+            shape = [size // self.size if dim and at == dim else size for at, size in enumerate(split)]
+            stacked = tensor.detach().contiguous().view(shape)
+        else:
+            stacked = torch.cat(tensor.detach().chunk(self.size, dim))
         result = stacked.new_empty((stacked.shape[0] // self.size, *stacked.shape[1:]))
         self._reduce_scatter(result, stacked)
         return result
 
     def whole_of(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the parts of all ranks, concatenated along ``dim``."""
+        dim %= max(part.dim(), 1)
         part = part.detach().contiguous()
         parts = part.new_empty((self.size * part.shape[0], *part.shape[1:]) if part.dim() else (self.size,))
         self._all_gather(parts, part)
-        return parts if dim == 0 else torch.cat(parts.chunk(self.size), dim)
+        if not _is_first(part.shape, dim):
+            return torch.cat(parts.chunk(self.size), dim)
+        # The parts lie one after the other: that is the whole already.
+        return parts.view(
+            [self.size * size if at == dim else size for at, size in enumerate(part.shape)] or [self.size]
+        )
 
     # Communication
 
@@ -115,6 +127,11 @@ class TensorAxis:
 
     def _all_gather(self, parts: torch.Tensor, part: torch.Tensor) -> None:
         all_gather_flat(parts, part, group=self.group)
+
+
+def _is_first(shape: torch.Size, dim: int) -> bool:
+    """Return whether no dimension before ``dim`` has several elements, so that parts along it lie as they are sent."""
+    return all(size == 1 for size in shape[:dim])
 
 
 class TracedAxis(TensorAxis):

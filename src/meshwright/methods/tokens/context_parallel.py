@@ -57,14 +57,9 @@ class ContextRanks(TokenRanks):
 
     def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
         """Start sending tensors to the next rank and receiving tensors of the same shapes from the one before."""
-        order, group = self.order, self._axis.group
-        following, preceding = (order.index + 1) % order.size, (order.index - 1) % order.size
         sent = [tensor.contiguous() for tensor in tensors]
         arrived = [torch.empty_like(tensor) for tensor in sent]
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, tensor, group=group, group_peer=following) for tensor in sent]
-            + [dist.P2POp(dist.irecv, tensor, group=group, group_peer=preceding) for tensor in arrived]
-        )
+        works = self._exchange(sent, arrived)
 
         def wait() -> list[torch.Tensor]:
             for work in works:
@@ -73,6 +68,16 @@ class ContextRanks(TokenRanks):
             return arrived
 
         return wait
+
+    def _exchange(self, sent: list[torch.Tensor], arrived: list[torch.Tensor]) -> Sequence[dist.Work]:
+        """Start an exchange between neighbours, and return what to wait for."""
+        order, group = self.order, self._axis.group
+        following, preceding = (order.index + 1) % order.size, (order.index - 1) % order.size
+        works: list[dist.Work] = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, group=group, group_peer=following) for tensor in sent]
+            + [dist.P2POp(dist.irecv, tensor, group=group, group_peer=preceding) for tensor in arrived]
+        )
+        return works
 
     def attend(
         self,
@@ -176,10 +181,14 @@ class TracedContext(ContextRanks):
         return traced_gather(self, hidden, self._note)
 
     def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
-        """Note what is sent; return tensors of the same shapes."""
+        """Pass on tensors, and keep the last ones."""
         self._travelling = tensors
-        self._note("context", "send", "forward", sum(map(tensor_bytes, tensors)))
-        return lambda: [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+        return super().pass_on(tensors)
+
+    def _exchange(self, sent: list[torch.Tensor], arrived: list[torch.Tensor]) -> Sequence[dist.Work]:
+        """Note what is sent; what arrives has its memory from now on, as on a real rank."""
+        self._note("context", "send", "forward", sum(map(tensor_bytes, sent)))
+        return ()
 
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Attend, and note what travels in backward."""

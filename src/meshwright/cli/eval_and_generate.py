@@ -1,0 +1,372 @@
+"""Run ``meshwright eval`` and ``meshwright generate``: the loss and the texts of a trained model, on any layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.table import Column, Table
+from torch.utils.data import default_collate
+
+from meshwright.cli.ranks import check_launched
+from meshwright.cli.references import find_modules_beside
+from meshwright.cli.run_files import CHECKPOINTS, CONFIG
+from meshwright.cli.session import accelerate_trained, join, load_data
+from meshwright.cli.train_config import TrainConfig, parse_config, put_changes
+from meshwright.cli.train_corpus import Corpus, tokenizer_name
+from meshwright.cli.train_model import optimizer_of
+from meshwright.cli.train_options import Prepared, find_all, number_of_processes, strategy_of
+from meshwright.cli.validation import Result, open_validation, perplexity
+from meshwright.data.chat import is_tokenizer_folder, transformers_tokenizer
+from meshwright.errors import ConfigError, ModelError
+from meshwright.nn.batches import call_model
+from meshwright.planner.config_models import config_path
+from meshwright.runtime import rank, same_on_every_rank, shutdown_distributed
+from meshwright.runtime.terminal import PlainConsole
+from meshwright.store import CheckpointStore, TrainingState
+from meshwright.store.entries import unwrapped
+from meshwright.store.manifest import MANIFEST
+from meshwright.training.accelerated import Accelerated
+
+_OF_A_RUN = ("seed", "device", "memory_limit_gb", "batch_size", "save_frozen")
+_OF_EVAL = ("batches", "batch_size")
+_SEQ_LEN = 1024  # of a folder's model, or what it can take
+_LONGEST = ("max_position_embeddings", "n_positions")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model as a command names it, and where it shall run."""
+
+    path: Path
+    """A run of ``meshwright train``, one of its checkpoints, or a folder with a model of transformers."""
+    strategy: str | None
+    """Text, or the path of a JSON file; None chooses one."""
+    nproc: int | None
+    changes: tuple[str, ...]
+    traceback: bool
+
+    def words(self) -> list[str]:
+        """Return the command line of one rank, without the command and its own options."""
+        return [
+            str(self.path),
+            *(["--strategy", self.strategy] if self.strategy is not None else []),
+            *(["--nproc", str(self.nproc)] if self.nproc is not None else []),
+            *(["--traceback"] if self.traceback else []),
+            *(word for change in self.changes for word in ("--set", change)),
+        ]
+
+    def run(self) -> Path | None:
+        """Return the directory of the run; None for a folder of transformers.
+
+        Raises:
+            ConfigError: When it is neither.
+        """
+        for directory in (self.path, self.path.parent, self.path.parent.parent):
+            if {"file", "model", "run"} <= _document(directory / CONFIG).keys():
+                return directory
+        if "model_type" in _document(self.path / "config.json"):
+            return None
+        raise ConfigError(
+            f"{self.path} is no trained model",
+            expected="a run of meshwright train, one of its checkpoints, or a folder with a model of transformers",
+            got="a folder without such a config.json" if self.path.is_dir() else "no such folder",
+            fix="correct the path",
+        )
+
+    def content(self) -> tuple[dict[str, Any], Path]:
+        """Return the tables of the model's training file that count here, and the folder their paths start at."""
+        run = self.run()
+        if run is None:
+            document = _document(self.path / "config.json")
+            longest = next((document[key] for key in _LONGEST if isinstance(document.get(key), int)), _SEQ_LEN)
+            data = {"seq_len": min(longest, _SEQ_LEN)}
+            content: dict[str, Any] = {"model": {"source": f"hf:{self.path.resolve()}"}, "data": data, "eval": {}}
+            return content | {"run": {}}, Path.cwd()
+        found = _document(run / CONFIG)
+        content = {name: dict(found.get(name, {})) for name in ("model", "adapter", "data", "eval")}
+        content["run"] = {key: found["run"][key] for key in _OF_A_RUN if found["run"].get(key) is not None}
+        return content, Path(found["file"]).parent
+
+    def config(self, content: dict[str, Any]) -> TrainConfig:
+        """Return the training file that the tables make, with the changes of the command line."""
+        if self.strategy is not None:
+            is_file = self.strategy.endswith(".json")
+            content["strategy"] = (
+                {"file": str(Path(self.strategy).absolute())} if is_file else {"methods": self.strategy}
+            )
+        content["run"] |= {"trackers": [], **({"nproc": self.nproc} if self.nproc is not None else {})}
+        put_changes(content, self.changes)
+        return parse_config(content, str(self.path))
+
+    def find(self, config: TrainConfig, folder: Path) -> Prepared:
+        """Find everything that the tables name; a checkpoint replaces weights, unless it leaves out frozen ones."""
+        check_launched("--nproc", self.nproc)
+        find_modules_beside(folder)
+        strategy, optimizer = strategy_of(config.strategy, folder), optimizer_of(config.optimizer)
+        reads = self.run() is None or not config.run.save_frozen
+        return find_all(config, folder, strategy, optimizer, run_dir=None, reads_weights=reads)
+
+    def load(self, accelerated: Accelerated, config: TrainConfig) -> TrainingState:
+        """Load the newest checkpoint that is whole, or the one that is named, if this is a run; collective."""
+        state = TrainingState(accelerated.model, frozen=config.run.save_frozen)
+        run = self.run()
+        if run is None:
+            return state
+        is_one = (self.path / MANIFEST).is_file()
+        store = CheckpointStore(self.path if self.path != run and not is_one else run / CHECKPOINTS)
+        info = store.load(state, self.path if is_one else None)
+        if rank() == 0:
+            typer.echo(f"meshwright: {info.path}, after step {info.step}", err=True)
+        return state
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# --- ``meshwright eval``
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Options of ``meshwright eval``."""
+
+    trained: Trained
+    data: tuple[str, ...]
+    """Sources; none takes the ``[eval]`` of the run."""
+    seq: int | None
+    as_json: bool
+
+    def config(self) -> tuple[TrainConfig, Path]:
+        """Return the training file to evaluate with, and the folder its paths start at.
+
+        Raises:
+            ConfigError: When there is nothing to evaluate on.
+        """
+        content, folder = self.trained.content()
+        if self.data:
+            content["data"] = {key: each for key, each in content["data"].items() if key not in ("source", "args")}
+            sources = [each if each == "stdlib" else str(Path(each).absolute()) for each in self.data]
+            given = {"source": sources[0]} if len(sources) == 1 else {"mixture": [{"source": each} for each in sources]}
+            content["data"] = {**content["data"], "mixture": [], **given}
+            content["eval"] = {key: content["eval"].get(key) for key in _OF_EVAL} | given
+        else:
+            content["eval"] |= {"keep_best": False, "patience": None, "ema": False}
+        if self.seq is not None:
+            content["data"]["seq_len"] = self.seq
+        config = self.trained.config(content)
+        if not config.eval.is_on:
+            raise ConfigError(
+                "There is nothing to evaluate on",
+                expected="--data SOURCE, or a run whose training file has a table [eval]",
+                got=f"no --data, and {self.trained.path} without one",
+                fix="add --data FILE; it is repeatable, and each source has a loss of its own",
+            )
+        return config, folder
+
+    def num_processes(self) -> int:
+        """Return the ranks to start on this machine."""
+        return number_of_processes(self.config()[0])
+
+    def arguments(self) -> list[str]:
+        """Return the command line of one rank."""
+        return [
+            "eval", *self.trained.words(), *(word for each in self.data for word in ("--data", each)),
+            *(["--seq", str(self.seq)] if self.seq is not None else []), *(["--json"] if self.as_json else []),
+        ]  # fmt: skip
+
+
+def evaluate(options: EvalOptions) -> int:
+    """Compute the loss of every source as one rank of the world, and print it on rank 0; collective."""
+    config, folder = options.config()
+    prepared = join(lambda: options.trained.find(config, folder))
+    data = load_data(prepared)
+    with same_on_every_rank():
+        sample = default_collate([data.dataset[0]])
+    size = config.eval.batch_size or config.run.batch_size
+    accelerated = accelerate_trained(prepared, data, sample, size)
+    state = options.trained.load(accelerated, config)
+    validation = open_validation(prepared, data.kept_aside, accelerated, state, Path())
+    assert validation is not None, "there is something to evaluate on"
+    result = validation.run()
+    if rank() == 0:
+        _print(result, options.as_json)
+    shutdown_distributed()
+    return 0
+
+
+def _print(result: Result, as_json: bool) -> None:
+    rows = dict(result.by_source)
+    if len(rows) > 1:
+        rows["all"] = result.loss
+    if as_json:
+        found = {name: {"loss": loss, "perplexity": _finite(perplexity(loss))} for name, loss in rows.items()}
+        typer.echo(json.dumps({"step": result.step, "sources": found}, indent=1))
+        return
+    table = Table("source", Column("loss", justify="right"), Column("perplexity", justify="right"))
+    for name, loss in rows.items():
+        table.add_row(name, f"{loss:.4f}", f"{perplexity(loss):.2f}")
+    PlainConsole().print(table)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# --- ``meshwright generate``
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of ``meshwright generate``."""
+
+    trained: Trained
+    prompts: tuple[str, ...]
+    max_new_tokens: int
+    temperature: float
+    """0 takes the likeliest token."""
+    top_p: float
+    seed: int
+    uses_template: bool
+    as_json: bool
+
+    def config(self) -> tuple[TrainConfig, Path]:
+        """Return the training file to generate with, and the folder its paths start at."""
+        content, folder = self.trained.content()
+        # No data are read: only the tokenizer counts.
+        content["data"] = {key: content["data"][key] for key in ("tokenizer", "seq_len") if key in content["data"]}
+        content["eval"] = {}
+        return self.trained.config(content), folder
+
+    def num_processes(self) -> int:
+        """Return the ranks to start on this machine."""
+        return number_of_processes(self.config()[0])
+
+    def arguments(self) -> list[str]:
+        """Return the command line of one rank."""
+        return [
+            "generate", *self.trained.words(), *(word for each in self.prompts for word in ("--prompt", each)),
+            "--max-new-tokens", str(self.max_new_tokens), "--temperature", str(self.temperature),
+            "--top-p", str(self.top_p), "--seed", str(self.seed),
+            *([] if self.uses_template else ["--no-template"]), *(["--json"] if self.as_json else []),
+        ]  # fmt: skip
+
+
+def generate(options: GenerateOptions) -> int:
+    """Continue every prompt as one rank of the world, and print the texts on rank 0; collective."""
+    config, folder = options.config()
+    prepared = join(lambda: options.trained.find(config, folder))
+    corpus = prepared.corpus
+    assert isinstance(corpus, Corpus), "nothing else was named"
+    with same_on_every_rank():
+        writer = Writer(corpus, config, folder, options)
+        encoded = [writer.encode(prompt) for prompt in options.prompts]
+    sample = torch.zeros(1, min(corpus.seq_len, 32), dtype=torch.long)
+    accelerated = accelerate_trained(prepared, None, sample, 1)
+    options.trained.load(accelerated, config)
+    accelerated.model.eval()
+    texts = [writer.continued(accelerated, ids) for ids in encoded]
+    if rank() == 0:
+        _print_texts(options, texts)
+    shutdown_distributed()
+    return 0
+
+
+def _print_texts(options: GenerateOptions, texts: Sequence[str]) -> None:
+    pairs = list(zip(options.prompts, texts, strict=True))
+    if options.as_json:
+        typer.echo(json.dumps([{"prompt": prompt, "text": text} for prompt, text in pairs], indent=1))
+        return
+    for prompt, text in pairs:
+        typer.echo(f"> {prompt}\n{text}" if len(pairs) > 1 else text)
+
+
+class Writer:
+    """Turns prompts into tokens, and what a model makes of them into text.
+
+    Args:
+        corpus: Has the tokenizer, and the length that a model without ``generate`` can read.
+        config: The training file.
+        folder: The folder its paths start at.
+        options: The command line.
+    """
+
+    def __init__(self, corpus: Corpus, config: TrainConfig, folder: Path, options: GenerateOptions) -> None:
+        self._corpus, self._options = corpus, options
+        self._window = corpus.seq_len
+        model = config_path(config.model.source, folder)
+        found = folder / tokenizer_name(config.data, model if model is None or model.is_dir() else model.parent)
+        self._hf = transformers_tokenizer(found) if is_tokenizer_folder(found) else None
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return a prompt's tokens: a user's message where the tokenizer has a chat template."""
+        if self._hf is not None and self._hf.chat_template and self._options.uses_template:
+            messages = [{"role": "user", "content": prompt}]
+            found = self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return [int(each) for each in self._hf(found, add_special_tokens=False)["input_ids"]]
+        ids = self._corpus.tokenizer.encode(prompt.encode()).tolist()
+        return ids or [self._corpus.tokenizer.end_of_text]
+
+    @torch.no_grad()
+    def continued(self, accelerated: Accelerated, ids: list[int]) -> str:
+        """Return the text that follows; collective, and equal on every rank."""
+        torch.manual_seed(self._options.seed)  # replicas draw alike
+        given = torch.tensor([ids], device=accelerated.device)
+        made = self._by_model(accelerated, given) if self._generates(accelerated) else self._by_hand(accelerated, given)
+        return self._corpus.tokenizer.decode(made[0, len(ids) :].tolist())
+
+    @staticmethod
+    def _generates(accelerated: Accelerated) -> bool:
+        return hasattr(unwrapped(accelerated.model), "generation_config")
+
+    def _by_model(self, accelerated: Accelerated, ids: torch.Tensor) -> torch.Tensor:
+        options, end = self._options, self._corpus.tokenizer.end_of_text
+        draws: dict[str, Any] = {"do_sample": False}
+        if options.temperature:
+            draws = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+        model: Any = accelerated.model
+        return model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens,
+            pad_token_id=end, eos_token_id=end, **draws,
+        )  # fmt: skip
+
+    def _by_hand(self, accelerated: Accelerated, ids: torch.Tensor) -> torch.Tensor:
+        for _ in range(self._options.max_new_tokens):
+            inputs = accelerated.prepare_input(ids[:, -self._window :], accelerated.device)
+            output = call_model(accelerated.model, inputs, "unpack_dict" if isinstance(inputs, dict) else None)
+            token = self._drawn(_logits(output)[:, -1].float())
+            ids = torch.cat([ids, token], 1)
+            if int(token) == self._corpus.tokenizer.end_of_text:
+                break
+        return ids
+
+    def _drawn(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits[:, : self._corpus.vocab_size]
+        if not self._options.temperature:
+            return logits.argmax(-1, keepdim=True)
+        shares, order = (logits / self._options.temperature).softmax(-1).sort(descending=True)
+        shares = shares.masked_fill(shares.cumsum(-1) - shares >= self._options.top_p, 0)
+        return order.gather(-1, torch.multinomial(shares, 1))
+
+
+def _logits(output: Any) -> torch.Tensor:
+    found = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if isinstance(found, torch.Tensor) and found.dim() == 3:
+        return found
+    raise ModelError(
+        "The model returns no logits to draw tokens from",
+        expected="a tensor of shape (samples, tokens, vocabulary), or an output with logits",
+        got=f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(output).__name__,
+        fix="name a language model; meshwright eval has the loss of others",
+    )

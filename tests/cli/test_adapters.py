@@ -1,0 +1,115 @@
+"""The table ``[adapter]``: LoRA around a pretrained folder: trained, resumed, evaluated, exported, merged, planned."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from meshwright.cli import app, train_loop
+from meshwright.cli.adapters import merged, parse_lora
+from meshwright.cli.train_config import AdapterTable, parse_config
+from meshwright.cli.train_options import Options
+from meshwright.errors import ConfigError, ModelError
+from meshwright.strategy import Strategy
+from tests.cli import test_finetune
+from tests.cli.helpers import losses
+from tests.cli.test_eval_and_generate import as_program, evaluated
+from tests.pool import RemoteFailure
+
+peft = pytest.importorskip("peft")
+TABLE = '\n[adapter]\nr = 4\nmodules_to_save = ["lm_head"]\n\n[eval]\nsource = "val.jsonl"\nevery = 4\n'
+
+
+def train(folder, out, steps, *changes):
+    torch.manual_seed(0)
+    with as_program(folder):
+        train_loop.train(Options(folder / "sft.toml", out=folder / out, steps=steps, changes=changes))
+
+
+@pytest.fixture(scope="module")
+def folder(ranks, tmp_path_factory):
+    """A run on two ranks, of which one rank takes the last steps; and one on one rank."""
+    folder = tmp_path_factory.mktemp("adapters")
+    test_finetune.project(folder, TABLE)
+    constant = 'run.resume="auto"'
+    ranks(2).run(train, folder, "two", 2, constant, 'strategy.methods="fsdp"')
+    ranks(1).run(train, folder, "two", 4, constant)
+    ranks(1).run(train, folder, "one", 4)
+    return folder
+
+
+def test_losses_do_not_depend_on_the_ranks_or_on_a_resume(folder):
+    assert losses(folder / "two") == pytest.approx(losses(folder / "one"), rel=1e-5)
+    assert losses(folder / "one")[-1] < losses(folder / "one")[0]
+    (*_, checkpoint) = sorted((folder / "one" / "checkpoints").iterdir())
+    stored = json.loads((checkpoint / "state.json").read_text())["tensors"]
+    assert any("lora_A" in name for name in stored)
+    assert all("lora_" in name or "lm_head" in name for name in stored)  # the base is not saved
+
+
+def test_adapters_leave_alone_or_merged_into_their_base(ranks, folder):
+    for words in (["adapters"], ["merged", "--merged"]):
+        result = CliRunner().invoke(
+            app, ["checkpoint", "export", str(folder / "one"), str(folder / words[0]), *words[1:]]
+        )
+        assert result.exit_code == 0, result.output
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapters")
+    whole = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    ids = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(folder / "model")(ids).logits
+        logits = whole(ids).logits
+        assert torch.allclose(logits, adapted(ids).logits, atol=1e-5)
+        assert not torch.allclose(logits, plain, atol=1e-3)
+    assert (folder / "merged" / "tokenizer.json").is_file()
+    expected = json.loads((folder / "one" / "eval.jsonl").read_text().splitlines()[-1])["loss"]
+    assert test_finetune._alone(whole, folder) == pytest.approx(expected, rel=1e-5)
+    found, *_ = ranks(2).run(evaluated, folder, "two", (), "fsdp")
+    assert found["sources"]["val"]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_base_whose_config_names_code_from_elsewhere_is_not_merged(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "attn_implementation": "owner/repo"}')
+    with pytest.raises(ModelError, match="owner/repo"), merged(tmp_path / "out", tmp_path, None):
+        pass
+    assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_plans_count_what_is_trained(folder):
+    Strategy(["fsdp"]).save(folder / "fsdp.json")
+    words = ["plan", "--model", f"hf:{folder / 'model'}", "--cluster", "a100-40x2", "--global-batch", "4"]
+    words += ["--seq", "64", "--strategy", str(folder / "fsdp.json"), "--json"]
+    found = []
+    for more in ([], ["--lora", "r=4,targets=q_proj+v_proj"]):
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout)["plans"][0]["memory"]["ranks"][0]["moments"]["update"])
+    full, lora = found
+    trained = 2 * (4 * (32 + 32) + 4 * (32 + 16))  # of two layers: A and B of q and v, in fp32, half of them on a rank
+    assert lora["gradients"] == trained * 4 // 2
+    assert lora["optimizer"] == 2 * lora["gradients"] + 8 * 4 < full["optimizer"] / 10  # 8 tensors count their steps
+
+
+def test_what_lora_says_is_read():
+    assert parse_lora("r=16") == AdapterTable(r=16)
+    given = parse_lora("r=8, alpha=4, dropout=0.1, targets=q_proj+v_proj, rank_stabilized=true")
+    assert given == AdapterTable(r=8, alpha=4.0, dropout=0.1, targets=["q_proj", "v_proj"], rank_stabilized=True)
+    for text, words in (("alpha=3", "no r"), ("r=x", "'r=x'"), ("rank=3", "'rank=3'"), ("r=4,rank_stabilized=5", "=5")):
+        with pytest.raises(ConfigError, match=words):
+            parse_lora(text)
+
+
+def test_adapters_need_a_rank_targets_and_modules(ranks, folder):
+    with pytest.raises(ConfigError, match="r, the rank"):
+        parse_config({"model": {"source": "hf:x"}, "adapter": {"alpha": 3.0}}, "x.toml")
+    found = parse_config({"model": {"source": "hf:x"}, "adapter": {"r": 3}}, "x.toml")
+    assert found.run.save_frozen is False
+    explicit = parse_config({"model": {"source": "hf:x"}, "adapter": {"r": 3}, "run": {"save_frozen": True}}, "x.toml")
+    assert explicit.run.save_frozen is True
+    with pytest.raises(RemoteFailure, match=r"no adapters can be put around this model.*q_proj"):
+        ranks(1).run(train, folder, "absent", 1, 'adapter.targets=["absent"]')
+    named = ["plan", "--model", "llama-3-8b", "--cluster", "a100-40x2", "--global-batch", "4", "--lora", "r=4"]
+    assert "hf:PATH" in CliRunner().invoke(app, named).stderr

@@ -1,0 +1,134 @@
+"""``meshwright eval`` and ``generate``: runs and folders, on any layout, beside what transformers computes."""
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from meshwright.cli import app, eval_and_generate, train_loop
+from meshwright.cli.eval_and_generate import EvalOptions, GenerateOptions, Trained, evaluate, generate
+from meshwright.cli.train_options import Options
+from tests.cli import helpers, test_finetune
+
+LAYOUTS = {"fsdp": "fsdp", "tensor": "parallel_mode(tensor=2) + tensor_parallel", "chosen": None}
+PIPELINE = "parallel_mode(pipeline=2) + pipeline_parallel"
+PROMPTS = ("what is 1+1?", "what is 1+1+1?")
+
+
+@contextlib.contextmanager
+def as_program(folder):
+    """What a rank of the program does, in a folder; ranks of a pool live on afterwards."""
+    path, before, said = list(sys.path), Path.cwd(), io.StringIO()
+    os.chdir(folder)
+    try:
+        with (
+            mock.patch.object(eval_and_generate, "shutdown_distributed"),
+            mock.patch.object(train_loop, "shutdown_distributed"),
+            contextlib.redirect_stdout(said),
+        ):
+            yield said
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+        sys.modules.pop("tiny", None)
+
+
+def trained(folder):
+    """A short run of chats, and one of a model that is no transformers'; what they said."""
+    with as_program(folder):
+        train_loop.train(Options(folder / "sft.toml", out=folder / "run", steps=3))
+        train_loop.train(Options(folder / "tiny.toml", out=folder / "bytes", steps=2))
+
+
+@pytest.fixture(scope="module")
+def folder(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    test_finetune.project(folder, '\n[eval]\nsource = "val.jsonl"\nevery = 3\n')
+    helpers.project(folder)
+    ranks(2).run(trained, folder)
+    return folder
+
+
+def of(path, strategy=None, changes=()):
+    return Trained(Path(path), strategy, None, tuple(changes), False)
+
+
+def evaluated(folder, path, data=(), strategy=None):
+    with as_program(folder) as said:
+        evaluate(EvalOptions(of(path, strategy), data, None, True))
+    return json.loads(said.getvalue()) if said.getvalue() else None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_loss_of_a_run_is_that_of_its_validation_on_any_layout(ranks, folder, layout):
+    world = 1 if layout == "chosen" else 2
+    found, *others = ranks(world).run(evaluated, folder, "run", (), LAYOUTS[layout])
+    assert others == [None] * (world - 1)
+    expected = json.loads((folder / "run" / "eval.jsonl").read_text().splitlines()[-1])
+    assert found["step"] == 3
+    assert found["sources"]["val"]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert found["sources"]["val"]["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
+
+
+def test_sources_have_losses_of_their_own_and_a_folder_has_some_too(ranks, folder):
+    first, *_ = ranks(2).run(evaluated, folder, "model", ("val.jsonl", "chats.jsonl"))
+    assert list(first["sources"]) == ["val", "chats", "all"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert first["sources"]["val"]["loss"] == pytest.approx(test_finetune._alone(model, folder), rel=1e-5)
+    one, *_ = ranks(1).run(evaluated, folder, "bytes/checkpoints/step-00000002", ("corpus.txt",))
+    assert one["sources"]["corpus"]["loss"] > 0
+
+
+def written(folder, path, **options):
+    given = {"max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 3, "uses_template": True, "as_json": True}
+    given |= options
+    strategy = given.pop("strategy", None)
+    with as_program(folder) as said:
+        generate(GenerateOptions(of(path, strategy), PROMPTS, **given))
+    return [each["text"] for each in json.loads(said.getvalue())] if said.getvalue() else None
+
+
+def by_transformers(folder, prompt):
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    talk = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", PIPELINE])
+def test_texts_are_those_of_transformers_on_any_layout(ranks, folder, strategy):
+    found, *_ = ranks(2).run(written, folder, "model", strategy=strategy)
+    assert found == [by_transformers(folder / "model", prompt) for prompt in PROMPTS]
+
+
+def test_a_model_without_generate_is_read_token_by_token(ranks, folder):
+    alone, *_ = ranks(1).run(written, folder, "bytes", temperature=0.8, top_p=0.9)
+    shared, *_ = ranks(2).run(written, folder, "bytes", temperature=0.8, top_p=0.9, strategy="fsdp")
+    assert alone == shared
+    assert all(len(text.encode(errors="replace")) >= 1 for text in alone)
+
+
+def test_what_is_no_trained_model_is_refused(tmp_path):
+    for words, expected in (
+        (["eval", str(tmp_path), "--data", "x.txt"], "is no trained model"),
+        (["generate", str(tmp_path / "absent"), "--prompt", "x"], "no such folder"),
+    ):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 1
+        assert expected in result.stderr
+
+
+def test_there_must_be_something_to_evaluate_on(folder):
+    result = CliRunner().invoke(app, ["eval", str(folder / "bytes")])
+    assert result.exit_code == 1
+    assert "--data SOURCE" in result.stderr
