@@ -43,7 +43,11 @@ __all__ = [
     "timeout_of",
 ]
 
-ATTRIBUTES_OF = ("torch._C._distributed_c10d", "torch._C._distributed_c10d.ProcessGroup")
+ATTRIBUTES_OF = (
+    "torch._C._distributed_c10d",
+    "torch._C._distributed_c10d.ProcessGroup",
+    "torch._C._distributed_c10d.Backend.Options",
+)
 
 _enable_timings = methodcaller("_enable_collectives_timing")
 
