@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -226,15 +228,17 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 
 
-# What they log on import is of libraries that were built for other machines, and of calls among themselves.
-_TALKATIVE = ("torchao", "torch.utils._pytree")
-
-
 def main() -> None:
-    """Run the program ``meshwright``."""
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    """Run the program ``meshwright``, which shows errors alone of what other libraries log (``run.log_level``)."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+    logging.disable(logging.WARNING)
+    for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.filterwarnings("ignore", category=UserWarning, module=_TALKATIVE)
     app()
+
+
+_TALKATIVE = r"(torch|torchao|transformers|peft|datasets|bitsandbytes|deepspeed|accelerate)\b"
 
 
 def _version(wanted: bool) -> None:

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.cli.adapters import adapters_of
-from meshwright.cli.callbacks import Callbacks
+from meshwright.cli.failures import show_messages
 from meshwright.cli.ranks import check_launched
+from meshwright.cli.references import Callbacks
 from meshwright.cli.run_files import (
     ADAPTERS,
     CHECKPOINTS,
@@ -45,6 +46,7 @@ from meshwright.runtime import (
     broadcast_object,
     check_equal,
     code_versions,
+    compute_deterministically,
     first_text,
     gather_numbers,
     init_distributed,
@@ -180,6 +182,10 @@ def join(find: Callable[[], Prepared]) -> Prepared:
     with same_on_every_rank():
         if failure is not None:
             raise failure
+    if prepared is not None:
+        show_messages(prepared.config.run.log_level)
+        if prepared.config.run.deterministic:
+            compute_deterministically()
     check_equal("The installed code", code_versions(), fix="install the same Meshwright and torch on every machine")
     assert prepared is not None
     return prepared

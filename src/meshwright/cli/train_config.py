@@ -269,6 +269,23 @@ class OptimizerTable(Table):
         return None if value == "none" else value  # TOML has no null
 
 
+class ProfileTable(Table):
+    """What is profiled, in the folder ``profile`` of the run directory."""
+
+    steps: Annotated[list[_Count], Field(min_length=2, max_length=2)] = Field(
+        description="the first and the last step that are traced"
+    )
+    trace: bool = Field(default=True, description="write a trace per rank, for https://ui.perfetto.dev")
+    memory: bool = Field(default=False, description="write a snapshot of CUDA's memory per rank, too")
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: list[int]) -> list[int]:
+        if steps[0] > steps[1]:
+            raise ValueError("the first step before the last")
+        return steps
+
+
 class RunTable(Table):
     """Length, batch size and place of the run."""
 
@@ -300,7 +317,23 @@ class RunTable(Table):
     nproc: _Count | None = Field(
         default=None, description="processes on this machine; default: one per CUDA device, or 1"
     )
+    deterministic: bool = Field(
+        default=False,
+        description="compute with deterministic algorithms alone, which are slower on CUDA: two runs on the same ranks "
+        "are equal to the last bit; an operator that has none raises an error",
+    )
     log_every: _Count = Field(default=10, description="steps between printed lines where there is no terminal")
+    log_level: Literal["debug", "info", "warning", "error"] | None = Field(
+        default=None, description="which messages of other libraries are shown; default: errors alone"
+    )
+    norms_every: _Count | None = Field(
+        default=None, description="steps between norms of the weights and gradients of every layer, in norms.jsonl"
+    )
+    profile: ProfileTable | None = Field(
+        default=None,
+        description="{steps = [10, 12], trace = true, memory = false}: trace these steps, and say where they went, "
+        "predicted and measured, in the folder profile of the run directory",
+    )
     memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="usable device memory of one rank in GB (10^9 bytes); default: all of it"
     )
