@@ -230,7 +230,7 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
 
 def _of_the_model(prepared: Prepared, data: Loaded | None, weights: Path | None) -> dict[str, Any]:
     """Return the arguments of ``accelerate`` that a model needs, trained or not."""
-    limit_gb, table = prepared.config.run.memory_limit_gb, prepared.config.strategy
+    table = prepared.config.strategy
     return {
         "loss_func": prepared.model.loss_func,
         "strategy": prepared.strategy,
@@ -241,7 +241,7 @@ def _of_the_model(prepared: Prepared, data: Loaded | None, weights: Path | None)
         "allow_missing_weights": weights is not None and prepared.config.model.allow_missing_weights,
         "excluded": table.excluded,
         "included": table.included,
-        "memory_limit": int(limit_gb * 1e9) if limit_gb is not None else None,
+        "memory_limit": prepared.config.run.memory_limit_bytes,
         "cluster": prepared.cluster,
     }
 

@@ -246,9 +246,9 @@ def predicted_phases(plan: Plan) -> dict[str, float]:
 
 _LABELS = {
     "data": "waiting for data",
-    "rest": "launch, loss, logs and the like",
-    "collectives": "collectives, beside all that",
-    "waited": "of which the step waits for",
+    "rest": "launch, loss, logs",
+    "collectives": "collectives beside it",
+    "waited": "  waited for",
 }
 
 
