@@ -94,6 +94,8 @@ def write_whole(
 # metrics.jsonl      one object per step
 # anomalies.jsonl    one object per step that was skipped, undone, or ended the run: its loss and its samples
 # eval.jsonl         one object per validation
+# norms.jsonl        one object every run.norms_every steps: norms of weights and gradients by layer
+# profile/           of run.profile: a trace and a memory snapshot per rank, and summary.txt
 # checkpoints/       see meshwright.store
 # best/              the checkpoint with the lowest validation loss, if eval.keep_best
 # plan.txt           the plan, as it was shown before the first step
@@ -102,9 +104,9 @@ def write_whole(
 # adapters.json      the config and names of adapters of peft, for the same
 # .lock              locked by the run that writes here; names its host and process
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST = (
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST, NORMS, PROFILE = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "plan.txt", "model_config.json", "adapters.json",
-    "anomalies.jsonl", "eval.jsonl", "best",
+    "anomalies.jsonl", "eval.jsonl", "best", "norms.jsonl", "profile",
 )  # fmt: skip
 _RUNS = Path("runs")
 

@@ -582,7 +582,7 @@ def described_cluster(
     if measured is not None and on_host and known.num_devices != world:
         doubts.append(
             f"cluster was measured with {known.num_devices} ranks, and these are {world}: ranks share the cores of a "
-            f"CPU, so measure it with meshwright calibrate --processes {world}"
+            f"CPU, so measure it with meshwright calibrate --nproc {world}"
         )
     known = dataclasses.replace(known, num_devices=world, devices_per_node=max(local_world, 1))
     if device.type == "cuda":
