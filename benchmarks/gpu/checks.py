@@ -37,11 +37,12 @@ FAR_BEHIND = 2_000_000  # cycles that a copy is held up: a millisecond
 def world(session: Session, *, on_cpu: bool = False, nccl: bool = False) -> Iterator[None]:
     """A world of these ranks on the CPU, or on the GPU: by NCCL, or where ranks share one, by gloo."""
     on_gpu = "cpu:gloo,cuda:nccl" if nccl or _has_nccl(session) else "cpu:gloo,cuda:gloo"
-    init_distributed(backend="gloo" if on_cpu else on_gpu, timeout_s=60.0)
-    try:
-        yield
-    finally:
-        shutdown_distributed()
+    with contextlib.nullcontext() if on_cpu else session.gpu():
+        init_distributed(backend="gloo" if on_cpu else on_gpu, timeout_s=60.0)
+        try:
+            yield
+        finally:
+            shutdown_distributed()
 
 
 def _has_nccl(session: Session) -> bool:
@@ -167,7 +168,8 @@ def fp8_kernels(session: Session) -> None:
         off = max(_apart(one, other) for one, other in zip(*found, strict=True))
         return _within("products or gradients", off, FP8_LIMIT)
 
-    session.each(("E4M3", "HYBRID"), run)
+    with session.gpu():
+        session.each(("E4M3", "HYBRID"), run)
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -206,7 +208,8 @@ def attention(session: Session) -> None:
         return _within("outputs or gradients", off, 1e-5 if dtype == torch.float32 else 2e-2)
 
     # The stand-in has no flash kernel.
-    session.each([name for name in _ATTENTION if not session.tiny or name.startswith("fp32")], run)
+    with session.gpu():
+        session.each([name for name in _ATTENTION if not session.tiny or name.startswith("fp32")], run)
 
 
 def _written_out(
@@ -260,7 +263,7 @@ def late_copies_and_poison(model: torch.nn.Module) -> Iterator[None]:
 _OFFLOADED: dict[str, list[Any]] = {
     "optimizer": [("offload", "optimizer")],
     "activations": [("offload", "activation")],
-    "all": [("offload", "all")],
+    "all": [("offload", "all"), "fsdp"],
 }
 
 

@@ -170,7 +170,8 @@ def attention(session: Session) -> None:
         own, other = (statistics.median(_times(each, session)[0]) for each in (ours, torchs))
         return {"ring_block_s": own, "torch_s": other, "ratio": own / other}
 
-    session.each(("causal", "whole"), run)
+    with session.gpu():
+        session.each(("causal", "whole"), run)
 
 
 def calibration(session: Session) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,14 @@ class Session:
         """The GPU of this process."""
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
+    def gpu(self) -> contextlib.AbstractContextManager[None]:
+        """Use the GPU inside; with tiny sizes the tests' stand-in plays it, and what is outside is a CPU's."""
+        if not self.tiny:
+            return contextlib.nullcontext()
+        from tests.stand_in_cuda import stand_in_cuda
+
+        return stand_in_cuda(int(os.environ.get("LOCAL_RANK", "0")))
+
     def each(self, items: Iterable[str], run: Callable[[str], dict[str, Any] | None]) -> None:
         """Run every item that is not done; one that fails is told, and the others go on."""
         for name in items:
@@ -73,30 +81,13 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(text.strip().splitlines() or [''])[0][:300]}"
 
 
-@contextlib.contextmanager
-def playing_a_gpu(tiny: bool) -> Iterator[None]:
-    """Let the stand-in of the tests be the GPU, with tiny sizes."""
-    if not tiny:
-        yield
-        return
-    from tests.stand_in_cuda import stand_in_cuda
-
-    with stand_in_cuda(int(os.environ.get("LOCAL_RANK", "0"))):
-        yield
-
-
 def main() -> None:
     told = json.loads(sys.argv[1])
     case = next(case for case in CASES if case.name == told["case"])
     module, _, name = case.run.partition(":")
     session = Session(Path(told["lines"]), told["tiny"], frozenset(told["done"]))
     function = getattr(importlib.import_module(f"gpu.{module}"), name)
-    with playing_a_gpu(session.tiny):
-        function(session, *case.args)
-        if torch.distributed.is_initialized():
-            from meshwright.runtime import shutdown_distributed
-
-            shutdown_distributed()
+    function(session, *case.args)
 
 
 if __name__ == "__main__":
