@@ -93,6 +93,7 @@ def write_whole(
 # strategy.json      the strategy as applied
 # metrics.jsonl      one object per step
 # anomalies.jsonl    one object per step that was skipped, undone, or ended the run: its loss and its samples
+# failures.jsonl     one object per event that has interrupted the run, and per time that it went on
 # eval.jsonl         one object per validation
 # checkpoints/       see meshwright.store
 # best/              the checkpoint with the lowest validation loss, if eval.keep_best
@@ -102,9 +103,9 @@ def write_whole(
 # adapters.json      the config and names of adapters of peft, for the same
 # .lock              locked by the run that writes here; names its host and process
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST = (
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST, FAILURES = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "plan.txt", "model_config.json", "adapters.json",
-    "anomalies.jsonl", "eval.jsonl", "best",
+    "anomalies.jsonl", "eval.jsonl", "best", "failures.jsonl",
 )  # fmt: skip
 _RUNS = Path("runs")
 
@@ -272,7 +273,9 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
-        self.records = [record for record in _read_lines(path) if record["step"] <= resumed_step]
+        every = _read_lines(path)
+        self.records = [record for record in every if record["step"] <= resumed_step]
+        self.dropped = [record for record in every if record["step"] > resumed_step]
         write_document(path, "".join(map(line_of, self.records)))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
         self._pending = b""  # lines for which the disk had no room
