@@ -367,6 +367,21 @@ def _told(status: int) -> int:
     return status
 
 
+@app.command("report")
+def report_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run of meshwright train.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page.", show_default="report.html in RUN_DIR")
+    ] = None,
+    traceback: _Traceback = False,
+) -> None:
+    """Write a page about a run: loss, speed, failures, and goodput."""
+    from meshwright.cli.failures import exit_status
+    from meshwright.cli.run_report import report
+
+    raise typer.Exit(exit_status(lambda: report(run_dir, out), show_traceback=traceback))
+
+
 app.command("plan")(plan_command)
 app.command("compare")(compare_command)
 

@@ -273,7 +273,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
-        every = _read_lines(path)
+        every = read_records(path)
         self.records = [record for record in every if record["step"] <= resumed_step]
         self.dropped = [record for record in every if record["step"] > resumed_step]
         write_document(path, "".join(map(line_of, self.records)))
@@ -345,7 +345,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file that are records of steps; empty where there is no file."""
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
