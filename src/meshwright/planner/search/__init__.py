@@ -14,5 +14,6 @@ if TYPE_CHECKING:
     )
     from meshwright.planner.search.search_state import Found as Found, Objective as Objective
     from meshwright.planner.search.time_limit import USUAL_LIMIT_S as USUAL_LIMIT_S
+    from meshwright.planner.search.traced import search_and_trace as search_and_trace
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)
