@@ -9,8 +9,8 @@ from rich.console import Console
 from meshwright.cost import Link, find_cluster, memory
 from meshwright.planner import ModuleModel, PlanRequest, plan_table
 from meshwright.planner.explain import Why, plan_entry, reasons
-from meshwright.planner.module_model import token_batch
 from meshwright.planner.plans import building_rows
+from meshwright.planner.workload import token_batch
 from meshwright.strategy import Strategy
 from tests.methods import expert_runs
 from tests.tiny import SEQ_LEN, hf_gpt2, hf_llama

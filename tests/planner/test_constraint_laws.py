@@ -11,12 +11,12 @@ import meshwright as mw
 from meshwright.cost import find_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.planner import ModuleModel
-from meshwright.planner.module_model import token_batch
 from meshwright.planner.search import default_space, read_constraints
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.constraints import constrained
 from meshwright.planner.search.search_space import Candidates
 from meshwright.planner.search.search_state import rank_of_plan
+from meshwright.planner.workload import token_batch
 
 FAMILIES = (
     "gpt:layers=4,hidden=256,heads=4,vocab=1000,seq=128",

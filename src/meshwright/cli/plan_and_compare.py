@@ -44,10 +44,10 @@ from meshwright.planner.explain import (
     trace,
     why,
 )
-from meshwright.planner.module_model import token_batch
 from meshwright.planner.plan_request import named_model
 from meshwright.planner.plans import Plan
 from meshwright.planner.search import Found
+from meshwright.planner.workload import token_batch
 from meshwright.runtime.terminal import PlainConsole
 from meshwright.strategy import Strategy, read_size
 

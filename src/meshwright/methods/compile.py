@@ -184,7 +184,7 @@ class Compile(Method):
         """Fuse what runs between products, and run backward in one part.
 
         A budget of 0 recomputes the blocks; else they save what lies in memory between their kernels (see
-        ``planner/trace/fused_saves.py``). The backend ``eager`` fuses nothing.
+        [Note: saves of compiled blocks] in ``planner/trace/aten_kernels.py``). The backend ``eager`` fuses nothing.
         """
         if step.activations is not None:
             activations = step.activations if self.backend == "eager" else step.activations.fused()

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         known_models as known_models,
         parse_family as parse_family,
     )
-    from meshwright.planner.module_model import ModuleModel as ModuleModel
     from meshwright.planner.plan_request import PlanRequest as PlanRequest, plan as plan
     from meshwright.planner.plans import (
         Forecast as Forecast,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
         measured_state as measured_state,
     )
     from meshwright.planner.workload import (
+        ModuleModel as ModuleModel,
         Workload as Workload,
         cluster_at_hand as cluster_at_hand,
         described_cluster as described_cluster,

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.planner.model_shapes import Family, Shape
-from meshwright.planner.module_model import ModuleModel, token_batch
+from meshwright.planner.workload import ModuleModel, token_batch
 
 _MOST_LAYERS = 1_000  # as many as the deepest Transformers that were published (DeepNet, Wang et al. 2022)
 _MOST_EXPERTS = 10_000

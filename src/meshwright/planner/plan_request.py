@@ -20,8 +20,7 @@ from meshwright.methods import SAMPLED
 from meshwright.planner.config_models import config_path, model_of_shape, transformers_model
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.family_workload import FamilyModel
-from meshwright.planner.model_shapes import parse_family
-from meshwright.planner.module_model import ModuleModel, token_batch
+from meshwright.planner.model_shapes import Shape, parse_family
 from meshwright.planner.plans import Plan, PlannedModel, Subject, usable_bytes
 from meshwright.planner.search import (
     USUAL_LIMIT_S,
@@ -32,7 +31,7 @@ from meshwright.planner.search import (
     search_and_trace,
     search_in_stages,
 )
-from meshwright.planner.workload import Workload
+from meshwright.planner.workload import ModuleModel, Workload, token_batch
 from meshwright.strategy import Strategy, read_size
 
 HEADROOM = 0.06
@@ -143,13 +142,13 @@ class PlanRequest:
             "limit_s": self.limit_s,
         }
         if isinstance(self.model, ModuleModel) and self.model.shape is not None:
-            found = self._by_formulas(self.model, options)
+            found = self._by_formulas(self.model, self.model.shape, options)
             if found is not None:
                 return found
         find = search_in_stages if isinstance(self.subject, Workload) else search
         return find(self.subject, space=default_space(self.subject), **options)
 
-    def _by_formulas(self, model: ModuleModel, options: dict[str, Any]) -> Found | None:
+    def _by_formulas(self, model: ModuleModel, shape: Shape, options: dict[str, Any]) -> Found | None:
         """Find plans by the formulas of the model's family, and trace them; None where none of them works."""
         known = self.subject
         assert isinstance(known, Workload)
@@ -157,8 +156,7 @@ class PlanRequest:
         limit, is_free = known.limit_bytes, known.limit_is_free
 
         def search_within(within: int) -> Found:
-            outline = model.outline(self.cluster, self.global_batch, within, is_free)
-            assert outline is not None
+            outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
             return search(outline, space=default_space(outline), **options)
 
         return search_and_trace(search_within, known, limit, self.objective, self.top, self.limit_s)  # type: ignore[arg-type]

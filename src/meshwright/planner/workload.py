@@ -1,4 +1,4 @@
-"""Predict strategies for a real module: the workload, and the cluster that a job runs on.
+"""Predict strategies for a real module: the workload, modules to plan for, and the cluster that a job runs on.
 
 Every plan for a module starts from a :class:`Workload`. It takes a strategy through resolving, tracing, the pipeline
 cut, the memory budget and the methods' ``cost`` twins, and caches whatever other strategies can use again.
@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.cost import FP8, Block, Calibration, Cluster, Step, find_cluster, find_device, make_cluster, memory
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.methods import (
     SAMPLED,
     Method,
@@ -36,8 +36,11 @@ from meshwright.methods import (
 )
 from meshwright.methods.base import half_dtype, parts_between_layers
 from meshwright.methods.planner_hooks import ComputeDtypes
-from meshwright.nn.batches import leaves_of
+from meshwright.nn import check_initialized
+from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
+from meshwright.optim import check_steps_alone
 from meshwright.planner.memory_budget import Fitted, fit_budget
+from meshwright.planner.model_shapes import Shape
 from meshwright.planner.pipeline_cuts import (
     Decision,
     Pipeline,
@@ -48,11 +51,13 @@ from meshwright.planner.pipeline_cuts import (
 )
 from meshwright.planner.plans import (
     Plan,
+    Subject,
     communicator_bytes,
     forecast,
     most_host_bytes,
     needed_bytes,
     taken_bytes,
+    usable_bytes,
     usable_host_bytes,
 )
 from meshwright.planner.trace.fake_pass import Trace, flowing, trace_key, trace_of
@@ -65,7 +70,7 @@ from meshwright.planner.trace.model_state import (
     group_blocks,
 )
 from meshwright.planner.trace.tracer import Conditions, Traced, Tracer
-from meshwright.runtime import host_share_bytes, machine_name
+from meshwright.runtime import host_share_bytes, machine_name, preserved_rng
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations
@@ -424,6 +429,112 @@ def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
         if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() == 2:
             return leaf.shape[1] if leaf.shape[0] == _SAMPLES else None
     return None
+
+
+# --- A module to plan for on any cluster, before there is a job
+
+_FSDP = 3  # the ZeRO stage that a mesh axis ``zero`` implies
+
+
+@dataclass(frozen=True)
+class ModuleModel:
+    """A real module, best on ``meta``, and how it is trained.
+
+    Args:
+        name: Name for reports.
+        module: Plain module; parameters on ``meta`` need no values.
+        sample_batch: A batch of any number of samples, as the model takes it.
+        loss_func: ``loss_func(model_input, model_output)``; None takes the loss in the output, or the next-token loss.
+        model_input_format: See ``accelerate``.
+        optim_func: Builds the optimizer from parameters.
+        seq: Tokens per sample, if it has any.
+        shape: Its dimensions, if it is of a known family: a search then finds candidates by formulas.
+    """
+
+    name: str
+    module: nn.Module
+    sample_batch: Any
+    loss_func: Callable[[Any, Any], Any] | None = None
+    model_input_format: str | None = None
+    optim_func: Callable[[Any], Optimizer] | None = torch.optim.AdamW
+    seq: int | None = None
+    shape: Shape | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`~meshwright.planner.plans.PlannedModel`."""
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        found = {"name": self.name, "class": type(self.module).__name__, "num_parameters": count}
+        return found | ({"seq": self.seq} if self.seq is not None else {})
+
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None, limit_is_free: bool = False) -> Subject:
+        """See :class:`~meshwright.planner.plans.PlannedModel`. The module is traced once for CPUs and once for GPUs."""
+        is_free = limit_bytes is None or limit_is_free  # otherwise it is for tensors alone
+        limit_bytes, on_host = limit_bytes or usable_bytes(cluster.device), cluster.device.is_host
+        if on_host not in self._traced:
+            self._traced[on_host] = self._workload(cluster, samples, limit_bytes)
+        return self._traced[on_host].elsewhere(cluster, samples, limit_bytes, is_free)
+
+    @functools.cached_property
+    def _traced(self) -> dict[bool, Workload]:
+        """Return the cache of workloads, by whether they train on CPUs."""
+        return {}
+
+    def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
+        check_initialized(self.module)
+        self._check_trains()
+        return Workload(
+            model=self.module,
+            device=torch.device("cpu" if cluster.device.is_host else "cuda"),
+            optim_func=None if self.optim_func is None else self._optimizer,
+            inputs_of=functools.partial(_inputs, self.sample_batch),
+            forward=self._forward,
+            batch_size=samples,
+            num_micro_batches=None,
+            world=cluster.num_devices,
+            zero_level=_FSDP,
+            limit_bytes=limit_bytes,
+            cluster=cluster,
+            must_fit=False,
+        )
+
+    def _check_trains(self) -> None:
+        count = sum(1 for _ in self.module.parameters())
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ModelError(
+                f"Nothing of the model {self.name} trains",
+                expected="at least one parameter that requires a gradient",
+                got=f"{count} parameters, all of them frozen" if count else "a model without parameters",
+                fix="call requires_grad_(True) on what shall train" if count else "give it parameters",
+            )
+
+    def _optimizer(self, params: Any) -> Optimizer:
+        assert self.optim_func is not None
+        return check_steps_alone(self.optim_func(params))
+
+    def _forward(self, module: nn.Module, inputs: Any) -> torch.Tensor:
+        output = call_model(module, inputs, self.model_input_format)
+        loss = self.loss_func or _usual_loss
+        return first_loss(loss(inputs, output), trains=torch.is_grad_enabled())
+
+
+def _inputs(sample_batch: Any, samples: int) -> Any:
+    with preserved_rng():
+        return resized(sample_batch, samples)
+
+
+def _usual_loss(inputs: Any, output: Any) -> Any:
+    """Return the loss in the output, or the next-token loss of its logits."""
+    try:
+        return loss_of_output(inputs, output)
+    except ConfigError:
+        from meshwright.loss import next_token_loss
+
+        return next_token_loss(inputs, output)
+
+
+def token_batch(seq: int) -> torch.Tensor:
+    """Return two samples of token ids, ``[2, seq]``: zeros, since a pass without data reads no values."""
+    return torch.zeros(2, seq, dtype=torch.long)
 
 
 # --- The cluster that a job runs on, found on its devices or described by the caller
