@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.runtime import restarts
+from meshwright.runtime import launch as restarts
 from tests.cli.helpers import ROOT, environment
 
 PROGRAM = """
@@ -30,7 +30,7 @@ if attempt == "0":
 
 LAUNCHER = """
 import sys
-from meshwright.runtime.restarts import launch_restarting
+from meshwright.runtime.launch import launch_restarting
 
 if __name__ == "__main__":
     tell = lambda failure: print("told", failure.attempt, failure.rank, failure.status, failure.signal_name, flush=True)
