@@ -69,7 +69,7 @@ def teller(run_dir: Path) -> Callable[[Failure], None]:
 
 
 class RunFailures:
-    """Record and answer what one rank meets of its run's failures.
+    """Failures of a run, as one rank sees and writes them.
 
     Args:
         run_dir: The run's directory.

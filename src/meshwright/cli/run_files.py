@@ -95,6 +95,8 @@ def write_whole(
 # anomalies.jsonl    one object per step that was skipped, undone, or ended the run: its loss and its samples
 # failures.jsonl     one object per event that has interrupted the run, and per time that it went on
 # eval.jsonl         one object per validation
+# norms.jsonl        one object every run.norms_every steps: norms of weights and gradients by layer
+# profile/           of run.profile: a trace and a memory snapshot per rank, and summary.txt
 # checkpoints/       see meshwright.store
 # best/              the checkpoint with the lowest validation loss, if eval.keep_best
 # plan.txt           the plan, as it was shown before the first step
@@ -103,9 +105,11 @@ def write_whole(
 # adapters.json      the config and names of adapters of peft, for the same
 # .lock              locked by the run that writes here; names its host and process
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST, FAILURES = (
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "plan.txt", "model_config.json", "adapters.json",
-    "anomalies.jsonl", "eval.jsonl", "best", "failures.jsonl",
+)  # fmt: skip
+ANOMALIES, EVAL, BEST, NORMS, PROFILE, FAILURES = (
+    "anomalies.jsonl", "eval.jsonl", "best", "norms.jsonl", "profile", "failures.jsonl",
 )  # fmt: skip
 _RUNS = Path("runs")
 

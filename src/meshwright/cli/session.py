@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.cli.adapters import adapters_of
-from meshwright.cli.callbacks import Callbacks
+from meshwright.cli.failures import show_messages
 from meshwright.cli.ranks import check_launched
+from meshwright.cli.references import Callbacks
 from meshwright.cli.run_files import (
     ADAPTERS,
     CHECKPOINTS,
@@ -46,6 +47,7 @@ from meshwright.runtime import (
     broadcast_object,
     check_equal,
     code_versions,
+    compute_deterministically,
     first_text,
     gather_numbers,
     init_distributed,
@@ -194,6 +196,10 @@ def join(find: Callable[[], Prepared]) -> Prepared:
     with same_on_every_rank():
         if failure is not None:
             raise failure
+    if prepared is not None:
+        show_messages(prepared.config.run.log_level)
+        if prepared.config.run.deterministic:
+            compute_deterministically()
     check_equal("The installed code", code_versions(), fix="install the same Meshwright and torch on every machine")
     assert prepared is not None
     return prepared
@@ -238,7 +244,7 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
 
 def _of_the_model(prepared: Prepared, data: Loaded | None, weights: Path | None) -> dict[str, Any]:
     """Return the arguments of ``accelerate`` that a model needs, trained or not."""
-    limit_gb, table = prepared.config.run.memory_limit_gb, prepared.config.strategy
+    table = prepared.config.strategy
     return {
         "loss_func": prepared.model.loss_func,
         "strategy": prepared.strategy,
@@ -249,7 +255,7 @@ def _of_the_model(prepared: Prepared, data: Loaded | None, weights: Path | None)
         "allow_missing_weights": weights is not None and prepared.config.model.allow_missing_weights,
         "excluded": table.excluded,
         "included": table.included,
-        "memory_limit": int(limit_gb * 1e9) if limit_gb is not None else None,
+        "memory_limit": prepared.config.run.memory_limit_bytes,
         "cluster": prepared.cluster,
     }
 
@@ -271,6 +277,9 @@ def accelerate_trained(prepared: Prepared, data: Loaded | None, sample_batch: An
 def _model(prepared: Prepared, weights: Path | None) -> nn.Module:
     """Build the model without memory, or whole where its code needs values; collective."""
     build = functools.partial(prepared.model.build, prepared.corpus.vocab_size, prepared.corpus.seq_len)
+    if prepared.model.needs_values:
+        with same_on_every_rank():
+            return build()
     model, problem = _without_memory(build, allow_lacking=weights is not None)
     if any_rank(model is None):  # also an error of the user's own, which the ordinary build tells
         with same_on_every_rank():

@@ -8,15 +8,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.run_display import Observer, print_report
 from meshwright.cli.run_failures import RunFailures
-from meshwright.cli.run_files import ANOMALIES, append_line
+from meshwright.cli.run_files import ANOMALIES, PROFILE, append_line
 from meshwright.cli.session import Session, open_session
 from meshwright.cli.train_options import Options
 from meshwright.data import IndexOrder
 from meshwright.errors import CheckpointError, LossSpikeError, UnsoundStepError
+from meshwright.inspect import layer_norms
 from meshwright.optim import OuterOptimizer
 from meshwright.runtime import (
     StopSignals,
@@ -32,6 +33,9 @@ from meshwright.runtime.watch import Watch
 from meshwright.store.entries import generator_tensors, set_generators
 from meshwright.store.manifest import step_name
 from meshwright.training.accelerated import StepResult
+
+if TYPE_CHECKING:
+    from meshwright.training.step_profile import StepProfile
 
 _ROLLBACKS = 3  # to one checkpoint, each followed by other batches
 _DONE = {"skip": "skipped", "warn": "taken", "rollback": "rolled back"}
@@ -163,7 +167,10 @@ def _run(session: Session) -> int:
     failures = observer.failures if observer is not None else RunFailures(session.run_dir, start)
     watching = Watch(run.hang_limit_s, failures.told, failures.hung)
     with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals, watching as watch:
-        stopped_by = _steps(session, observer, signals, watch, failures)
+        with _profiled(session) as profile:
+            stopped_by = _steps(session, observer, signals, watch, failures)
+        if observer is not None and profile is not None:
+            observer.show_profile(profile)
     (peak_bytes,) = largest([peak_memory_bytes(session.accelerated.device)])
     if observer is not None:
         print_report(session, observer.records, peak_bytes)
@@ -174,6 +181,20 @@ def _run(session: Session) -> int:
         session.snapshots.close()  # what lasts is the checkpoint
     shutdown_distributed()
     return 128 + stopped_by if stopped_by else 0
+
+
+def _profiled(session: Session) -> contextlib.AbstractContextManager[StepProfile | None]:
+    """Profile the steps that ``run.profile`` names, if there are some ahead."""
+    table, start = session.prepared.config.run.profile, session.state.step
+    if table is None:
+        return contextlib.nullcontext()
+    first, last = (each - start for each in table.steps)
+    if last < 1:
+        text = f"steps {table.steps[0]} to {table.steps[1]} are over: nothing is profiled"
+        print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+        return contextlib.nullcontext()
+    steps = max(first, 1), last
+    return session.accelerated.profile(session.run_dir / PROFILE, steps, trace=table.trace, memory=table.memory)
 
 
 def _steps(
@@ -201,6 +222,10 @@ def _steps(
                 continue
         step = session.state.step
         session.callbacks.call("on_step", step, result)
+        if run.norms_every is not None and step % run.norms_every == 0:
+            norms = layer_norms(accelerated.model)
+            if observer is not None:
+                observer.show_norms(norms)
         is_last = step == run.steps
         # With an outer optimizer replicas synchronize rarely, and do not hear of each other's signals by the loss.
         asked = signals.among(sums()) if outer is None else signals.asked() if step % _ASK_REPLICAS_EVERY == 0 else 0

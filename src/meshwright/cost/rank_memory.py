@@ -412,7 +412,10 @@ def _updating_bytes(step: Step, placements: Sequence[OffloadPlacement], where: M
     def size(parameter: Parameter, tensors: tuple[StateTensor, ...]) -> int:
         return sum(_state_bytes(step, parameter, tensor, where) for tensor in tensors)
 
+    is_divided = step.shard_axis is not None or any(p.tensor_dim is not None for _, p in step.every_parameter())
     for placement, (_, p) in zip(placements, step.every_parameter(), strict=True):
+        if p.updating is not None and p.updating.only_divided and not is_divided:
+            continue
         if p.updating is not None and p.trainable and placement.on_device:
             key = (p.updating.group, p.tensor_dim is not None, p.expert is not None, p.sharded)
             together[key] = together.get(key, 0) + placement.on_device * size(p, p.updating.together)

@@ -182,7 +182,7 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
     entries = model_entries(state.model)
     weights = updatable(entries, state.optim)
     left_out = _left_out(state, entries)
-    targets = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
+    targets = {_weights_name(name, state, record): each for name, each in weights.items() if name not in left_out}
     others = others or Others()
     _check_model(entries, record, others, left_out)
     _check_parts(state, record)
@@ -204,6 +204,25 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
         outer = plan_outer(outer_optimizer, weights, view)
         own |= outer.targets  # these replace weights that equal the global ones, which are loaded instead
     return Restoration(state, record, entries, own, optimizer, average, view, outer, averaged)
+
+
+def _weights_name(name: str, state: TrainingState, record: Record) -> str:
+    """Return the stored name of what an entry of the model is filled with: buffers have no average.
+
+    Raises:
+        CheckpointError: When averages are asked for, and there are none.
+    """
+    if not state.averaged:
+        return f"model.{name}"
+    if record.average is None:
+        raise CheckpointError(
+            "The checkpoint has no moving average of the weights",
+            expected="a checkpoint of a run with the method ema",
+            got="weights alone",
+            fix="leave eval.ema out (--set eval.ema=false)",
+        )
+    average = f"average.{name}"
+    return average if average in record.tensors else f"model.{name}"
 
 
 def _left_out(state: TrainingState, entries: ModelEntries) -> set[str]:
