@@ -110,9 +110,13 @@ class Faults:
     def on_step(self, step: int, result: Any = None) -> None:
         """Strike if it is time to."""
         resource.setrlimit(resource.RLIMIT_FSIZE, self.limit)
+        begun = self.folder / "begun"
+        if self.rank == 0 and not begun.exists():
+            begun.touch()
+        passed_s = time.time() - begun.stat().st_mtime if begun.exists() else 0.0
         for number, (at_s, kind, rank) in enumerate(self.faults):
             mark = self.folder / f"struck-{number}"
-            if rank == self.rank and time.time() >= at_s and not mark.exists():
+            if rank == self.rank and passed_s >= at_s and not mark.exists():
                 mark.touch()
                 self.strike(kind)
 
@@ -205,11 +209,10 @@ def worker() -> None:
 def run(
     way: str, ranks: int, seconds: float, faults: list[Fault], *, alone: bool = False
 ) -> tuple[float, Steps, int, Path]:
-    """Return when a run ended, its steps, how many failures have struck, and its folder."""
+    """Return the seconds of a run since its first step, its steps, how many failures have struck, and its folder."""
     folder = Path(tempfile.mkdtemp(prefix="goodput-"))
     (folder / "out").mkdir()
-    began_s = time.time()
-    (folder / "faults.json").write_text(json.dumps([(began_s + at_s, kind, rank) for at_s, kind, rank in faults]))
+    (folder / "faults.json").write_text(json.dumps(faults))
     given = {**os.environ, "GOODPUT_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     given |= {"GOODPUT_ALONE": "1"} if alone else {}
     if way == WAYS[2]:
@@ -228,11 +231,13 @@ def run(
         ]  # fmt: skip
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(command, env=given, stdout=said, stderr=said, start_new_session=True)
+        while not (folder / "begun").exists():
+            time.sleep(0.05)
         time.sleep(seconds)
-        ended_s = time.time()
+        passed_s = time.time() - (folder / "begun").stat().st_mtime
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return ended_s, steps_of(folder, way), len(list(folder.glob("struck-*"))), folder
+    return passed_s, steps_of(folder, way), len(list(folder.glob("struck-*"))), folder
 
 
 def steps_of(folder: Path, way: str) -> Steps:
@@ -269,13 +274,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         results: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
         for number in range(options.rounds):
             faults = drawn(options.seconds, options.every_s, ranks, 100 * ranks + number)
-            # From the moment when the first step of the slowest to start is done.
-            faults = [(at_s + options.start_s, kind, rank) for at_s, kind, rank in faults]
             for way in WAYS:
-                ended_s, steps, struck, folder = run(way, ranks, options.start_s + options.seconds, faults)
-                first = min(steps)
-                passed_s = ended_s - (steps[first][0] - steps[first][1])
-                results[way].append((len(steps) * ideal[way] / passed_s, struck, len(faults)))
+                passed_s, steps, struck, folder = run(way, ranks, options.seconds, faults)
+                results[way].append(((len(steps) - 1) * ideal[way] / passed_s, struck, len(faults)))
                 share = results[way][-1][0]
                 print(f"{ranks} ranks, {way}: {len(steps)} steps in {passed_s:.0f} s, goodput {share:.3f}, "
                       f"{struck} of {len(faults)} failures ({folder})", flush=True)  # fmt: skip
@@ -293,8 +294,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=300.0, help="of each run, under failures")
     parser.add_argument("--every-s", type=float, default=60.0, help="mean time between two failures")
-    parser.add_argument("--start-s", type=float, default=20.0, help="before the first failure may come")
-    parser.add_argument("--warm-s", type=float, default=25.0, help="of each run without failures")
+    parser.add_argument("--warm-s", type=float, default=15.0, help="of each run without failures")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--out", type=Path, default=None, help="JSON of the rows; a plot beside it as SVG")
