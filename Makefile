@@ -10,6 +10,7 @@ GPU_MINUTES ?= 10
 GPU_DIR ?= runs/gpu
 FUZZ_DIR ?= runs/fuzz
 CASES ?= 500
+SPREAD ?= -n 2 --dist loadfile
 TORCH_oldest := 2.11.0
 TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
@@ -53,8 +54,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two processes, each with files of its own: while ranks of one wait for each other, the other computes.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 parity: $(READY)
 	$(BIN)/python -m pytest --parity=all tests/methods/test_parity.py tests/optim/test_parity_table.py tests/parity
@@ -72,7 +74,7 @@ fuzz-strategies: $(READY)
 	$(BIN)/python -m tests.fuzz.strategies --cases $(CASES) --out $(FUZZ_DIR)/strategies
 
 oldest newest: %: $(VENV)-%/.ready
-	$(VENV)-$*/bin/python -m pytest
+	$(VENV)-$*/bin/python -m pytest $(SPREAD)
 
 $(VENV)-oldest/.ready $(VENV)-newest/.ready: $(VENV)-%/.ready: $(READY) Makefile
 	$(BIN)/python -m venv $(VENV)-$*
