@@ -344,10 +344,12 @@ def train_command(
 
 def _train(options: Options) -> int:
     """Train here, or start the ranks that do."""
+    from meshwright.cli.run_failures import teller
     from meshwright.cli.run_files import default_run_dir
     from meshwright.cli.train_loop import train
     from meshwright.cli.train_options import number_of_processes, prepare
     from meshwright.runtime.launch import inside_launcher, stay_on_this_machine
+    from meshwright.runtime.restarts import launch_restarting
 
     if inside_launcher():
         _leave_interrupts_to_the_launcher()
@@ -358,9 +360,11 @@ def _train(options: Options) -> int:
         return train(options)
     # Report what is wrong with the request once, here, before any rank has started.
     prepared = prepare(options, nproc)
-    return _start_ranks(
-        options.arguments(prepared.run_dir or default_run_dir(options.file)), nproc, options.max_restarts
-    )
+    run_dir = prepared.run_dir or default_run_dir(options.file)
+    arguments = ["meshwright", *options.arguments(run_dir)]
+    if not options.max_restarts:
+        return _start_ranks(arguments[1:], nproc)
+    return _told(launch_restarting(arguments, nproc, options.max_restarts, teller(run_dir), _PRELOAD))
 
 
 def _leave_interrupts_to_the_launcher() -> None:
@@ -368,18 +372,41 @@ def _leave_interrupts_to_the_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _start_ranks(arguments: list[str], nproc: int, max_restarts: int = 0) -> int:
+# What every rank that trains imports, for those that are started again.
+_PRELOAD = ("meshwright.cli.train_loop", "meshwright.methods.zero", "meshwright.planner.trace.fake_pass")
+
+
+def _start_ranks(arguments: list[str], nproc: int) -> int:
+    from meshwright.runtime.launch import launch
+
+    return _told(launch(["-m", "meshwright", *arguments], nproc))
+
+
+def _told(status: int) -> int:
     from rich.console import Console
 
     from meshwright.cli.failures import INTERRUPTED
-    from meshwright.runtime.launch import launch
 
-    status = launch(["-m", "meshwright", *arguments], nproc, max_restarts)
     if status != 0:
         Console().show_cursor(True)  # a rank that was ended while drawing leaves it hidden
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     return status
+
+
+@app.command("report")
+def report_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run of meshwright train.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page.", show_default="report.html in RUN_DIR")
+    ] = None,
+    traceback: _Traceback = False,
+) -> None:
+    """Write a page about a run: loss, speed, failures, and goodput."""
+    from meshwright.cli.failures import exit_status
+    from meshwright.cli.run_report import report
+
+    raise typer.Exit(exit_status(lambda: report(run_dir, out), show_traceback=traceback))
 
 
 app.command("plan")(plan_command)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.cli.run_failures import RunFailures
 from meshwright.cli.run_files import EVAL, METRICS, NORMS, PLAN, PROFILE, MetricsFile, report_unwritten
 from meshwright.cli.session import Session
 from meshwright.cli.trackers import RunInfo, Trackers
@@ -138,6 +139,9 @@ class Observer:
         self._console = PlainConsole()
         self._metrics = MetricsFile(session.run_dir / METRICS, session.state.step)
         self.records = self._metrics.records
+        self.failures = RunFailures(
+            session.run_dir, session.state.step, self._metrics.dropped, self.records[-1] if self.records else None
+        )
         self._validations = None
         if session.validation is not None:
             self._validations = MetricsFile(session.run_dir / EVAL, session.state.step)
@@ -194,6 +198,8 @@ class Observer:
 
     def show_step(self, record: dict[str, Any]) -> None:
         """Record one step, and show it."""
+        if record["step"] == self._first_step:
+            self.failures.went_on(record, self._session.source)
         self._metrics.append(record)
         self._trackers.log({name: record.get(name) for name in _SCALARS}, record["step"])
         self._smooth(record["loss"])

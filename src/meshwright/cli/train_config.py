@@ -310,6 +310,16 @@ class ProfileTable(Table):
         return steps
 
 
+class SnapshotTable(Table):
+    """Snapshots of the training state in host memory."""
+
+    every: _Count = Field(default=1, description="steps between two snapshots")
+    max_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="most host memory of one rank's snapshots in GB (10^9 bytes); default: what there is"
+    )
+    neighbour: bool = Field(default=True, description="keep a second copy at a rank of another host")
+
+
 class RunTable(Table):
     """Length, batch size and place of the run."""
 
@@ -330,6 +340,11 @@ class RunTable(Table):
     )
     background_checkpoints: bool = Field(
         default=False, description="write checkpoints while training goes on, from a copy in host memory"
+    )
+    snapshot: SnapshotTable | None = Field(
+        default=None,
+        description="keep the newest states in host memory, {every = 1, max_gb = 40, neighbour = true}: a run that is "
+        "started again after a failure goes on from there, and loses a step at most; default: checkpoints alone",
     )
     grace_s: Annotated[float, Field(gt=0)] = Field(
         default=25.0, description="seconds for saving a checkpoint after SIGTERM or Ctrl-C"

@@ -38,7 +38,7 @@ from meshwright.methods.base import half_dtype, parts_between_layers
 from meshwright.methods.planner_hooks import ComputeDtypes
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
-from meshwright.optim import check_steps_alone
+from meshwright.optim import check_steps_alone, fused_where_possible
 from meshwright.planner.memory_budget import Fitted, fit_budget
 from meshwright.planner.pipeline_cuts import (
     Decision,
@@ -441,7 +441,7 @@ class ModuleModel:
         sample_batch: A batch of any number of samples, as the model takes it.
         loss_func: ``loss_func(model_input, model_output)``; None takes the loss in the output, or the next-token loss.
         model_input_format: See ``accelerate``.
-        optim_func: Builds the optimizer from parameters.
+        optim_func: Builds the optimizer from parameters; torch's own with fused kernels on GPUs, as in a run.
         seq: Tokens per sample, if it has any.
     """
 
@@ -475,10 +475,11 @@ class ModuleModel:
     def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
         check_initialized(self.module)
         self._check_trains()
+        device = torch.device("cpu" if cluster.device.is_host else "cuda")
         return Workload(
             model=self.module,
-            device=torch.device("cpu" if cluster.device.is_host else "cuda"),
-            optim_func=None if self.optim_func is None else self._optimizer,
+            device=device,
+            optim_func=None if self.optim_func is None else functools.partial(self._optimizer, device),
             inputs_of=functools.partial(_inputs, self.sample_batch),
             forward=self._forward,
             batch_size=samples,
@@ -499,9 +500,9 @@ class ModuleModel:
                 fix="call requires_grad_(True) on what shall train" if count else "give it parameters",
             )
 
-    def _optimizer(self, params: Any) -> Optimizer:
+    def _optimizer(self, device: torch.device, params: Any) -> Optimizer:
         assert self.optim_func is not None
-        return check_steps_alone(self.optim_func(params))
+        return check_steps_alone(fused_where_possible(self.optim_func, device)(params))
 
     def _forward(self, module: nn.Module, inputs: Any) -> torch.Tensor:
         output = call_model(module, inputs, self.model_input_format)
