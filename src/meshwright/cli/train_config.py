@@ -294,7 +294,7 @@ class OptimizerTable(Table):
 
 
 class ProfileTable(Table):
-    """What is profiled, in the folder ``profile`` of the run directory."""
+    """The steps that are profiled, in the folder ``profile`` of the run directory."""
 
     steps: Annotated[list[_Count], Field(min_length=2, max_length=2)] = Field(
         description="the first and the last step that are traced"
