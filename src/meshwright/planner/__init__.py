@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from meshwright.planner.config_models import transformers_model as transformers_model
     from meshwright.planner.family_ops import Implementation as Implementation
     from meshwright.planner.family_workload import FamilyModel as FamilyModel, FamilyWorkload as FamilyWorkload
+    from meshwright.planner.job_cluster import (
+        cluster_at_hand as cluster_at_hand,
+        described_cluster as described_cluster,
+    )
     from meshwright.planner.model_shapes import (
         Shape as Shape,
         known_models as known_models,
@@ -38,8 +42,6 @@ if TYPE_CHECKING:
     from meshwright.planner.workload import (
         ModuleModel as ModuleModel,
         Workload as Workload,
-        cluster_at_hand as cluster_at_hand,
-        described_cluster as described_cluster,
     )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)
