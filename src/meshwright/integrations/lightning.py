@@ -114,7 +114,8 @@ class FabricStrategy(DDPStrategy):
                 )
         job = accelerate(
             module, optimizer, loss_func=_loss_for_predictions, strategy=self._strategy,
-            sample_batch=self._sample_batch, model_input_format=usual_input_format(self._sample_batch), **self._accelerate_args,
+            sample_batch=self._sample_batch, model_input_format=usual_input_format(self._sample_batch),
+            **self._accelerate_args,
         )  # fmt: skip
         if job.pipeline is not None:
             raise ConfigError(
