@@ -70,7 +70,7 @@ def teller(run_dir: Path) -> Callable[[Failure], None]:
 
 
 class RunFailures:
-    """What a rank does about failures of its run.
+    """Failures of a run, as one rank sees and writes them.
 
     Args:
         run_dir: The run's directory.
