@@ -6,13 +6,16 @@ READY := $(VENV)/.ready
 RUN_DIR ?= runs/gpt2-stdlib-$(shell date +%Y%m%d-%H%M%S)
 KILLS ?= 200
 FUZZ_S ?= 300
+GPU_MINUTES ?= 10
+GPU_DIR ?= runs/gpu
 FUZZ_DIR ?= runs/fuzz
 CASES ?= 500
+SPREAD ?= -n 2 --dist loadfile
 TORCH_oldest := 2.11.0
 TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint bench docs dist parity faults fuzz fuzz-strategies oldest newest clean help
+.PHONY: run test lint bench docs dist parity faults fuzz fuzz-strategies oldest newest gpu clean help
 
 help:
 	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
@@ -25,6 +28,7 @@ help:
 	@echo "make oldest  all tests with the oldest torch that is supported, in an environment of its own (several GB)"
 	@echo "make newest  the same with the newest torch that has been tried"
 	@echo "make bench   beside DDP, FSDP2, DeepSpeed, Accelerate and Fabric; then overhead and optimizers"
+	@echo "make gpu     on a machine with GPUs: whether all is right there and how fast, GPU_MINUTES=10; goes on where it stopped"
 	@echo "make docs    the manual, into site/: open site/index.html, or SERVE=1 serves it while pages are edited"
 	@echo "make dist    a wheel and a source archive in dist/, installed and run in an empty environment"
 	@echo "make clean   remove the virtual environment and caches"
@@ -50,8 +54,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two processes, each with files of its own: while ranks of one wait for each other, the other computes.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 parity: $(READY)
 	$(BIN)/python -m pytest --parity=all tests/methods/test_parity.py tests/optim/test_parity_table.py tests/parity
@@ -69,7 +74,7 @@ fuzz-strategies: $(READY)
 	$(BIN)/python -m tests.fuzz.strategies --cases $(CASES) --out $(FUZZ_DIR)/strategies
 
 oldest newest: %: $(VENV)-%/.ready
-	$(VENV)-$*/bin/python -m pytest
+	$(VENV)-$*/bin/python -m pytest $(SPREAD)
 
 $(VENV)-oldest/.ready $(VENV)-newest/.ready: $(VENV)-%/.ready: $(READY) Makefile
 	$(BIN)/python -m venv $(VENV)-$*
@@ -86,6 +91,12 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/clip.py
 	$(BIN)/python benchmarks/optimizers.py
+
+# Where torch and what the package needs are installed, nothing is downloaded: such machines may have no network.
+gpu:
+	@if python3 -c 'import pydantic, pytest, rich, safetensors, torch, typer' 2>/dev/null; then found=python3; \
+	else $(MAKE) $(READY) && found=$(BIN)/python; fi; \
+	$$found benchmarks/gpu.py --minutes $(GPU_MINUTES) --out $(GPU_DIR)
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

@@ -6,7 +6,8 @@
 Same model, data, optimizer, clipping and threads; 2 processes. The two take turns, a few steps each, so that a machine
 whose speed drifts slows both alike; the ratio is the median over all turns of (ours / raw).
 
-    python benchmarks/overhead.py [--rounds N] [--json FILE]
+    python benchmarks/overhead.py [--rounds N] [--ranks N] [--json FILE]
+    python benchmarks/overhead.py --tiny      48 blocks of width 8: next to nothing but Python
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))
 from gpt2 import GPT2
 
 SIZES = {"vocab_size": 257, "seq_len": 128, "dim": 256, "num_layers": 6, "num_heads": 4}
+TINY = {"vocab_size": 16, "seq_len": 8, "dim": 8, "num_layers": 48, "num_heads": 1}
 BATCH, MAX_NORM, STEPS_PER_TURN = 4, 1.0, 4
 OPTIM = {"lr": 1e-3, "fused": True}
 
@@ -140,10 +142,14 @@ def compare(kind: str, rounds: int, device: torch.device) -> dict[str, float | s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="turns of each (default 20)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--tiny", action="store_true", help="48 blocks of width 8, where a step is nothing but Python")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     if not inside_launcher():
-        return launch([__file__, *sys.argv[1:]], 2)
+        return launch([__file__, *sys.argv[1:]], arguments.ranks)
+    if arguments.tiny:
+        SIZES.update(TINY)
     mw.init_distributed()
     results = []
     mw.print_rank(f"{'strategy':10} {'raw':>9} {'ours':>9} {'ours / raw':>11}")

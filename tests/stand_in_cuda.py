@@ -468,7 +468,7 @@ def _patches(local_rank: int) -> dict[str, Any]:
         "get_per_process_memory_fraction": lambda device=None: 1.0, "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None, "get_rng_state": lambda device=None: state.clone(),
         "set_rng_state": lambda new, device=None: None, "is_bf16_supported": lambda including_emulation=True: True,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: False, "_sleep": lambda cycles: None,
     }  # fmt: skip
 
 

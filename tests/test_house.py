@@ -56,7 +56,7 @@ def test_no_module_makes_tensors(path):
 
 
 def test_modules_are_few_and_whole():
-    assert len(FILES) <= 320
+    assert len(FILES) <= 324  # 320, and the doors into other people's loops
     assert len(house.crumbs()) <= 15
     assert not house.basenames_used_often()
 
@@ -64,7 +64,7 @@ def test_modules_are_few_and_whole():
 def test_rooms_are_few_and_nothing_lies_loose():
     assert {path.name for path in SOURCE.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py", "version.py"}
     assert {room_of(path) for path in FILES if path.parent != SOURCE} == set(FLOOR_OF) - {"errors", "version"}
-    assert len(FLOOR_OF) <= 19
+    assert len(FLOOR_OF) <= 20
     assert len(FLOORS) <= 11
 
 

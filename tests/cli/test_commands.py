@@ -15,7 +15,7 @@ from meshwright.comm import BENCHMARK_OPS
 from meshwright.errors import ConfigError
 from meshwright.methods import rules
 from meshwright.strategy.value import METHOD_CONFIGS
-from tests.cli.helpers import project
+from tests.cli.helpers import meshwright as run_program, project
 
 
 def _run(*arguments):
@@ -88,7 +88,7 @@ def test_methods_as_json():
     [
         ((), "name a training file"),
         (("absent.toml",), "absent.toml cannot be read"),
-        (("FILE", "--set", "run.stepz=3"), "did you mean 'steps'"),
+        (("FILE", "--set", "run.stepz=3"), "Did you mean `run.steps`?"),
         (("FILE", "--resume"), "--out RUN_DIR"),
         (("FILE", "--resume", "--out", "absent"), "no checkpoint to resume from"),
         (("FILE", "--nproc", "3"), "run.batch_size does not divide"),
@@ -106,6 +106,31 @@ def test_a_refusal_is_one_paragraph(tmp_path, arguments, word):
         "tiny.py",
         "tiny.toml",
     ]
+
+
+def test_options_have_one_name_in_all_commands_and_earlier_ones_stay():
+    import typer
+
+    commands = typer.main.get_command(app).commands
+    names = {("--nproc", "--processes"): ("train", "eval", "generate", "calibrate", "bench-comm"),
+             ("--batch-size", "--global-batch"): ("train", "plan", "compare"),
+             ("--seq-len", "--seq"): ("train", "plan", "compare", "eval"),
+             ("--num-micro-batches", "--micro-batches"): ("train", "plan"),
+             ("--strategy",): ("train", "plan", "eval", "generate")}  # fmt: skip
+    for opts, known in names.items():
+        for name in known:
+            assert any(tuple(param.opts) == opts for param in commands[name].params), (name, opts)
+
+
+@pytest.mark.long
+def test_words_of_the_command_line_reach_every_rank(tmp_path):
+    options = ("--batch-size", 6, "--seq-len", 8, "--num-micro-batches", 3, "--strategy", "zero2", "--steps", 2)
+    result = run_program("train", project(tmp_path), "--nproc", 2, "--out", "run", *options, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["run"]["batch_size"], config["data"]["seq_len"], config["run"]["num_micro_batches"]) == (6, 8, 3)
+    assert config["strategy"]["methods"] == "zero2"
+    assert "--strategy zero2 --set run.batch_size=6" in result.stdout
 
 
 def test_traceback_shows_where(tmp_path):

@@ -17,6 +17,7 @@ from meshwright.cli import app, eval_and_generate, train_loop
 from meshwright.cli.eval_and_generate import EvalOptions, GenerateOptions, Trained, evaluate, generate
 from meshwright.cli.train_options import Options
 from tests.cli import helpers, test_finetune
+from tests.pool import RemoteFailure
 
 LAYOUTS = {"fsdp": "fsdp", "tensor": "parallel_mode(tensor=2) + tensor_parallel", "chosen": None}
 PIPELINE = "parallel_mode(pipeline=2) + pipeline_parallel"
@@ -132,3 +133,31 @@ def test_there_must_be_something_to_evaluate_on(folder):
     result = CliRunner().invoke(app, ["eval", str(folder / "bytes")])
     assert result.exit_code == 1
     assert "--data SOURCE" in result.stderr
+
+
+def trained_with_average(folder):
+    changes = ('strategy.methods="fsdp + ema(decay=0.9)"', 'eval.source="corpus.txt"', "eval.ema=true", "run.steps=4")
+    with as_program(folder):
+        train_loop.train(Options(folder / "tiny.toml", out=folder / "averaged", changes=changes))
+
+
+def evaluated_with(folder, *changes):
+    with as_program(folder) as said:
+        evaluate(EvalOptions(of("averaged", "fsdp", changes), (), None, True))
+    return json.loads(said.getvalue())["sources"]["corpus"]["loss"] if said.getvalue() else None
+
+
+def test_the_average_of_the_weights_is_evaluated_where_the_run_did(ranks, folder):
+    ranks(2).run(trained_with_average, folder)
+    expected = json.loads((folder / "averaged" / "eval.jsonl").read_text().splitlines()[-1])["loss"]
+    for world in (1, 2):
+        assert ranks(world).run(evaluated_with, folder)[0] == pytest.approx(expected, rel=1e-6)
+    (weights,) = ranks(1).run(evaluated_with, folder, "eval.ema=false")
+    assert abs(weights - expected) > 1e-3 * expected
+    with pytest.raises(RemoteFailure, match="no moving average of the weights"):
+        ranks(1).run(evaluated_without_one, folder)
+
+
+def evaluated_without_one(folder):
+    with as_program(folder):
+        evaluate(EvalOptions(of("bytes", None, ("eval.ema=true",)), ("corpus.txt",), None, True))

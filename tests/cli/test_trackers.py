@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.cli import trackers
-from meshwright.cli.callbacks import Callbacks
+from meshwright.cli.references import Callbacks
 from meshwright.cli.trackers import RunInfo, Trackers, check_trackers
 from meshwright.errors import ConfigError
 from tests.cli.helpers import meshwright, metrics, project

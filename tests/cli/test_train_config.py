@@ -41,16 +41,15 @@ def test_all_mistakes_are_named_at_once():
     )
     assert "9 mistakes" in text
     for word in (
-        "model.source: 'module:function'",
-        "optimzer: no such key (did you mean 'optimizer'?)",
-        "run.steps: greater than or equal to 1",
-        "run.steps = -3",
-        "run.stepz: no such key (did you mean 'steps'?)",
-        "run.device: 'auto' or 'cpu'",
-        "run.seed = True",
-        "data.seq_len = '4'",
-        "data.source: a valid string or a valid list",
-        "optimizer.betas",
+        "`model.source` takes 'hf:FOLDER' of a model; 'gpt2' names dimensions alone",
+        "Unknown key `optimzer`",
+        "`run.steps` must be greater than or equal to 1, and is -3",
+        "Unknown key `run.stepz`",
+        "`run.device` must be 'auto' or 'cpu', and is 'gpu'",
+        "`run.seed` must be a valid integer, and is True",
+        "`data.seq_len` must be a valid integer, and is '4'",
+        "`data.source` must be a valid string",
+        "`optimizer.betas`",
     ):
         assert word in text, word
 
@@ -58,12 +57,12 @@ def test_all_mistakes_are_named_at_once():
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        ({}, "model: a value"),
-        ({"model": 3}, "model: a table"),
-        ({**MINIMAL, "strategy": {"methods": "x.json"}}, "strategy.file"),
+        ({}, "`model` is missing in x.toml"),
+        ({"model": 3}, "`model` must be a table, and is 3 in x.toml"),
+        ({"model": {"source": "a"}}, "`model.source` must be 'module:function'"),
         ({**MINIMAL, "strategy": {"methods": "zero2", "file": "x.json"}}, "not both"),
         ({**MINIMAL, "strategy": {"methods": "zero2", "excluded": ["fsdp"]}}, "beside methods = 'auto' only"),
-        ({**MINIMAL, "optimizer": {"lr": float("nan")}}, "optimizer.lr: a finite number"),
+        ({**MINIMAL, "optimizer": {"lr": float("nan")}}, "`optimizer.lr` must be a finite number"),
     ],
 )
 def test_single_mistakes(content, word):
@@ -84,17 +83,37 @@ def test_changes_are_typed_as_toml_and_the_last_one_wins(tmp_path):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ("optimizer.lrr=1", "did you mean 'lr'"),
-        ("optimiser.lr=1", "did you mean 'optimizer'"),
+        ("run.eval_every=1", "Unknown key `run.eval_every` in {file}. Did you mean `eval.every`?"),
+        ("run.learning_rate=1", "Did you mean `optimizer.lr`?"),
+        ("run.profile.stepz=1", "Unknown key `run.profile.stepz`"),
+        ("data.warmup_steps=1", "Did you mean `optimizer.warmup_steps`?"),
+        ("optimiser.lr=1", "Did you mean `optimizer`?"),
+        ("run.memory_limit=lots", '`run.memory_limit` takes bytes, 1 or more, or a size such as "40 GiB"'),
         ("run.steps", "table.key=value"),
         ("run.steps.x=1", "run.steps to be a table"),
-        ("run.steps=many", "run.steps = 'many'"),
+        ("run.steps=many", "`run.steps` must be a valid integer, and is 'many' in {file}"),
     ],
 )
 def test_wrong_changes_are_refused(tmp_path, change, word):
     with pytest.raises(ConfigError) as caught:
         read_config(_file(tmp_path), [change])
-    assert word in str(caught.value)
+    assert word.format(file=tmp_path / "x.toml") in str(caught.value)
+
+
+def test_words_of_commands_are_those_of_files(tmp_path):
+    file = _file(
+        tmp_path, '[model]\nsource = "a:b"\n[strategy]\nmethods = "auto"\nexcluded = ["fsdp"]\ncluster = "c"\n'
+    )
+    config = read_config(file, ["run.memory_limit=40 GiB"], strategy="zero2")
+    assert config.run.memory_limit_bytes == 40 * 2**30
+    assert (config.strategy.methods, config.strategy.excluded, config.strategy.cluster) == ("zero2", [], "c")
+    config = read_config(file, ["run.memory_limit_gb=1.5"], strategy="x.json")
+    assert config.run.memory_limit_bytes == 1_500_000_000
+    assert config.strategy.file.endswith("/x.json")
+    in_file = parse_config({**MINIMAL, "strategy": {"methods": "x.json"}}, "x.toml").strategy
+    assert (in_file.file, in_file.methods, in_file.is_automatic) == ("x.json", "auto", False)
+    with pytest.raises(ConfigError, match="memory_limit or memory_limit_gb, not both"):
+        read_config(file, ["run.memory_limit=9", "run.memory_limit_gb=1.5"])
 
 
 def test_files_that_are_no_toml(tmp_path):

@@ -32,3 +32,13 @@ def test_what_went_wrong_once(ranks, path):
     trained = ranks(case.world).run(running.train, case)
     assert {each.refused for each in trained} == {""}
     assert running.findings(case, trained) == []
+
+
+@pytest.mark.long
+def test_rounding_is_told_from_wrong_numbers(ranks):
+    # T5 on tensor ranks under AdamW: 1.0e-4 apart in float32, 1e-15 in float64.
+    case = draw("230.0")
+    wide = ranks(case.world).run(running.train_in_float64, case)
+    assert running.is_rounding(case, wide)
+    wide[0].losses[-1] *= 1 + 1e-7
+    assert not running.is_rounding(case, wide)

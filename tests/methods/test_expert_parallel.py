@@ -80,6 +80,13 @@ CASES = {
     "tensor sequence": (4, "mixtral", {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1),
     "tensor sequence qwen3": (4, "qwen3", {"tensor": 2, "expert": 2}, [SEQUENCE, "checkpoint"], "adamw", 2),
     "tensor sequence listed": (4, "attending", {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1),
+    "tensor sequence latent": (4, "deepseek3", {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1),
+    "tensor sequence latent recomputed": (
+        4, "deepseek3", {"tensor": 2, "expert": 2}, [SEQUENCE, "checkpoint"], "adamw", 2
+    ),
+    "tensor sequence latent pipeline": (
+        8, "deepseek3", {"tensor": 2, "expert": 2, "pipeline": 2}, [SEQUENCE, scheduled("1f1b")], "sgd", 2
+    ),
     "tensor sequence zero": (8, "mixtral", {"tensor": 2, "expert": 2, "zero": 2}, [SEQUENCE, "fsdp"], "sgd", 1),
     "tensor sequence pipeline": (
         8, "mixtral", {"tensor": 2, "expert": 2, "pipeline": 2}, [SEQUENCE, scheduled("1f1b")], "sgd", 2
@@ -91,7 +98,7 @@ CASES = {
         8, "attending", {"tensor": 2, "expert": 2, "pipeline": 2}, ["tensor_parallel", scheduled("gpipe")], "sgd", 2
     ),
 }  # fmt: skip
-SHORT = ("mixtral", "listed", "half listed", "sequence fsdp", "pipeline zbv", "tensor")
+SHORT = ("mixtral", "listed", "half listed", "sequence fsdp", "pipeline zbv", "tensor", "tensor sequence latent")
 LONG = pytest.mark.long
 reference = functools.cache(expert_runs.reference)
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import meshwright as mw
 from meshwright.methods import TensorParallel
 from meshwright.methods.tensor.split_checks import check_grouped
 from meshwright.planner import Workload
-from tests.methods.split_runs import MLP_PLAN, Mlp, build
+from tests.methods.split_runs import LATENT, MLP_PLAN, SIZES, Mlp, build
 
 GPT2_PLAN = {"h.*.mlp.c_fc": "colwise"}
 
@@ -187,3 +188,20 @@ def test_a_method_without_its_axis_and_an_axis_without_its_method():
     with pytest.raises(mw.StrategyError, match="add tensor_parallel to the strategy"):
         resolve(mw.Strategy([("parallel_mode", {"tensor": 2, "data": 2})]), 4)
     assert resolve(mw.Strategy(["tensor_parallel", ("parallel_mode", {"tensor": 2, "data": 2})]), 4).axes
+
+
+def _latent_attention(heads=4, change=lambda model: None):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": heads, "use_cache": False}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **LATENT, **sizes}))
+    change(model.model.layers[0].self_attn)
+    return {path.rpartition(".")[2]: style for path, style in styles(model).items() if "self_attn" in path}
+
+
+def test_a_latent_attention_that_the_models_own_plan_leaves_whole_is_split_where_it_can_be():
+    split = {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise", "kv_a_proj_with_mqa": "mla_kv_a_proj"}
+    assert _latent_attention() == split
+    assert _latent_attention(heads=3) == {}  # two ranks do not divide them
+    # Something with weights for each head, of which nobody here knows.
+    assert _latent_attention(change=lambda attention: attention.register_module("gate", nn.Linear(2, 4))) == {}
+    scale = nn.Parameter(torch.ones(4))
+    assert _latent_attention(change=lambda attention: attention.register_parameter("scale", scale)) == {}

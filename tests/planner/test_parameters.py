@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright import ConfigError
+from meshwright import ConfigError, Strategy
+from meshwright.cost import make_cluster
 from meshwright.planner import OptimizerProbe, describe_blocks, measured_state, plan_table
+from meshwright.planner.workload import ModuleModel
 from tests import tiny
 
 OPTIMIZERS = [
@@ -53,6 +57,7 @@ def test_each_group_keeps_what_its_own_hyperparameters_ask_for():
 
 
 CUDA = torch.device("cuda")  # torch's choice for it is known without one
+MOMENTUM = {"momentum": 0.9, "weight_decay": 0.1, "lr": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,7 @@ CUDA = torch.device("cuda")  # torch's choice for it is known without one
         (torch.optim.AdamW, {}, torch.device("cpu"), 0, 0),
         (torch.optim.AdamW, {"foreach": True}, torch.device("cpu"), 1, 0),
         (mw.optim.AdamW8bit, {}, CUDA, 0, 0),
+        (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "fused": True}, CUDA, 1, 0),
     ],
 )
 def test_what_is_held_for_a_moment(optim_class, args, device, together, apart):
@@ -75,6 +81,23 @@ def test_what_is_held_for_a_moment(optim_class, args, device, together, apart):
     found = probe.updating(nn.Parameter(torch.ones(8, 8)))
     assert sum(each.itemsize for each in (found.together if found else ())) == 4 * together
     assert sum(each.itemsize for each in (found.apart if found else ())) == 4 * apart
+
+
+@pytest.mark.parametrize(
+    ("optim_class", "args", "strategy", "held"),
+    [
+        (torch.optim.AdamW, {}, ["zero1"], False),
+        (torch.optim.SGD, MOMENTUM, [], False),
+        (torch.optim.SGD, MOMENTUM, ["zero1"], True),  # torch's fused kernel has no rule for DTensors
+        (torch.optim.SGD, MOMENTUM, [("parallel_mode", {"tensor": 2}), "tensor_parallel"], True),
+        (torch.optim.Adagrad, {}, [], True),
+    ],
+)
+def test_plans_for_gpus_take_fused_kernels_where_a_run_takes_them(optim_class, args, strategy, held):
+    groups = None if not args else lambda model: [{"params": list(model.parameters()), **args}]
+    model = ModuleModel("tiny", tiny.plain(), tiny.Tokens().ids[:2], tiny.loss_func, optim_func=optim_class)
+    subject = replace(model.subject(make_cluster("H100", 2), 4, None), optim_param_func=groups)
+    assert (subject.plan(Strategy(strategy)).memory.updating > 0) is held
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class CalibrateOptions:
     """Options of ``meshwright calibrate``."""
 
     out: Path
-    processes: int | None
+    nproc: int | None
     device: str
     clock: str
 
@@ -42,7 +42,7 @@ class CalibrateOptions:
         """
         check_choice("--device", self.device, DEVICES)
         check_choice("--clock", self.clock, _CLOCKS)
-        check_launched("--processes", self.processes)
+        check_launched("--nproc", self.nproc)
         # Rank 0 alone writes the file: other nodes need no such directory.
         if rank() == 0:
             self._check_out()
@@ -64,7 +64,7 @@ class CalibrateOptions:
             ConfigError: When there are fewer CUDA devices than ranks.
         """
         cpu = "measure the CPU with --device cpu"
-        return num_ranks(self.processes, on_cuda=self.uses_cuda, otherwise=2, option="--processes", use_cpu=cpu)
+        return num_ranks(self.nproc, on_cuda=self.uses_cuda, otherwise=2, option="--nproc", use_cpu=cpu)
 
     def arguments(self) -> list[str]:
         """Return the command line of one rank."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -79,10 +81,18 @@ def export_command(
 
 _MODEL = "llama-3-8b, gpt:KEY=N,… (layers, hidden, heads, vocab), hf:PATH of a config.json, or MODULE:FUNCTION."
 _CLUSTER = "A preset such as h100x64 or a100-40x8, or a cluster file (.toml, .json)."
-_BATCH = "Samples per step, over all devices."
+# An option is named after the key of a training file that it sets; words of earlier versions stay.
+_SEQ, _BATCH, _MICRO = (
+    ("--seq-len", "--seq"),
+    ("--batch-size", "--global-batch"),
+    ("--num-micro-batches", "--micro-batches"),
+)
+_BATCH_HELP = "Samples per step, over all devices."
 _Seq = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Tokens per sample.", show_default="the model's own length")
+    int | None,
+    typer.Option(*_SEQ, metavar="N", min=1, help="Tokens per sample.", show_default="the model's own length"),
 ]
+_STRATEGY = "Text such as 'fsdp', or a JSON file."
 _SAMPLE = "Function that returns a batch, for a MODULE:FUNCTION that takes no token ids."
 _Sample = Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)]
 _LOSS = "Function (input, output) -> loss, for a MODULE:FUNCTION."
@@ -94,13 +104,13 @@ _AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print everyth
 def plan_command(
     model: Annotated[str, typer.Option(metavar="MODEL", help=_MODEL)],
     cluster: Annotated[str, typer.Option(metavar="CLUSTER", help=_CLUSTER)],
-    global_batch: Annotated[int, typer.Option(metavar="N", min=1, help=_BATCH)],
+    global_batch: Annotated[int, typer.Option(*_BATCH, metavar="N", min=1, help=_BATCH_HELP)],
     seq: _Seq = None,
     strategy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Predict this strategy instead of searching.")
+        str | None, typer.Option(metavar="TEXT|FILE", help=f"Predict it instead of searching. {_STRATEGY}")
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Parts into which --strategy cuts a batch.")
+        int | None, typer.Option(*_MICRO, metavar="N", min=1, help="Parts into which --strategy cuts a batch.")
     ] = None,
     objective: Annotated[
         str, typer.Option(metavar="WHAT", help="What plans are ranked by: tokens_per_s, price or memory.")
@@ -166,7 +176,7 @@ def compare_command(
     ],
     model: Annotated[str | None, typer.Option(metavar="MODEL", help=_MODEL)] = None,
     cluster: Annotated[str | None, typer.Option(metavar="CLUSTER", help=_CLUSTER)] = None,
-    global_batch: Annotated[int | None, typer.Option(metavar="N", min=1, help=_BATCH)] = None,
+    global_batch: Annotated[int | None, typer.Option(*_BATCH, metavar="N", min=1, help=_BATCH_HELP)] = None,
     seq: _Seq = None,
     sample: _Sample = None,
     loss: _Loss = None,
@@ -179,7 +189,7 @@ def compare_command(
     from meshwright.cli.plan_and_compare import CompareOptions, Subjects, compare
 
     def command() -> int:
-        given = {"--model": model, "--cluster": cluster, "--global-batch": global_batch}
+        given = {"--model": model, "--cluster": cluster, "--batch-size": global_batch}
         absent = [option for option, value in given.items() if value is None]
         others = [value for value in (seq, sample, loss, memory_limit) if value is not None]
         if absent and (len(absent) < len(given) or others):
@@ -200,6 +210,9 @@ def compare_command(
 # --- The program, and the commands that start ranks: ``meshwright train``, ``bench-comm`` and ``calibrate``
 
 _INTERRUPTED = 130  # ``failures.INTERRUPTED``, whose module would slow down --help
+_NPROC, _NPROC_HELP = ("--nproc", "--processes"), "Processes on this machine."
+_Nproc = Annotated[int | None, typer.Option(*_NPROC, metavar="N", min=1, help=_NPROC_HELP)]
+_Strategy = Annotated[str | None, typer.Option(metavar="TEXT|FILE", help=_STRATEGY, show_default="chosen")]
 _OPS = "all_gather, reduce_scatter, send_recv, all_reduce, all_to_all"
 
 
@@ -226,15 +239,17 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 
 
-# What they log on import is of libraries that were built for other machines, and of calls among themselves.
-_TALKATIVE = ("torchao", "torch.utils._pytree")
-
-
 def main() -> None:
-    """Run the program ``meshwright``."""
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    """Run the program ``meshwright``, which shows errors alone of what other libraries log (``run.log_level``)."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+    logging.disable(logging.WARNING)
+    for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.filterwarnings("ignore", category=UserWarning, module=_TALKATIVE)
     app()
+
+
+_TALKATIVE = r"(torch|torchao|transformers|peft|datasets|bitsandbytes|deepspeed|accelerate)\b"
 
 
 def _version(wanted: bool) -> None:
@@ -268,7 +283,7 @@ class _Train(TyperCommand):
 @app.command("train", cls=_Train)
 def train_command(
     file: Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="Training file.")] = None,
-    nproc: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on this machine.")] = None,
+    nproc: _Nproc = None,
     steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Optimizer steps of the whole run (run.steps).")
     ] = None,
@@ -283,6 +298,16 @@ def train_command(
     out: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Where the run is written.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the file; repeatable.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(*_BATCH, metavar="N", min=1, help="Sequences per step, over all processes.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(*_SEQ, metavar="N", min=2, help="Tokens per sequence.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(*_MICRO, metavar="N", min=1, help="Parts into which each rank cuts a batch.")
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="TEXT|FILE", help=_STRATEGY, show_default="the file's")
     ] = None,
     max_restarts: Annotated[
         int,
@@ -310,17 +335,21 @@ def train_command(
                 got="no file",
                 fix="name a training file; meshwright train --help-config lists its keys",
             )
-        return _train(Options(file, nproc, steps, resume, out, tuple(changes or ()), traceback, max_restarts))
+        set_by = {"run.batch_size": batch_size, "data.seq_len": seq, "run.num_micro_batches": micro_batches}
+        every = [*(changes or ()), *(f"{key}={value}" for key, value in set_by.items() if value is not None)]
+        return _train(Options(file, nproc, steps, resume, out, tuple(every), traceback, max_restarts, strategy))
 
     _leave_with(exit_status(command, show_traceback=traceback))
 
 
 def _train(options: Options) -> int:
     """Train here, or start the ranks that do."""
+    from meshwright.cli.run_failures import teller
     from meshwright.cli.run_files import default_run_dir
     from meshwright.cli.train_loop import train
     from meshwright.cli.train_options import number_of_processes, prepare
     from meshwright.runtime.launch import inside_launcher, stay_on_this_machine
+    from meshwright.runtime.restarts import launch_restarting
 
     if inside_launcher():
         _leave_interrupts_to_the_launcher()
@@ -331,9 +360,11 @@ def _train(options: Options) -> int:
         return train(options)
     # Report what is wrong with the request once, here, before any rank has started.
     prepared = prepare(options, nproc)
-    return _start_ranks(
-        options.arguments(prepared.run_dir or default_run_dir(options.file)), nproc, options.max_restarts
-    )
+    run_dir = prepared.run_dir or default_run_dir(options.file)
+    arguments = ["meshwright", *options.arguments(run_dir)]
+    if not options.max_restarts:
+        return _start_ranks(arguments[1:], nproc)
+    return _told(launch_restarting(arguments, nproc, options.max_restarts, teller(run_dir), _PRELOAD))
 
 
 def _leave_interrupts_to_the_launcher() -> None:
@@ -341,13 +372,21 @@ def _leave_interrupts_to_the_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _start_ranks(arguments: list[str], nproc: int, max_restarts: int = 0) -> int:
+# What every rank that trains imports, for those that are started again.
+_PRELOAD = ("meshwright.cli.train_loop", "meshwright.methods.zero", "meshwright.planner.trace.fake_pass")
+
+
+def _start_ranks(arguments: list[str], nproc: int) -> int:
+    from meshwright.runtime.launch import launch
+
+    return _told(launch(["-m", "meshwright", *arguments], nproc))
+
+
+def _told(status: int) -> int:
     from rich.console import Console
 
     from meshwright.cli.failures import INTERRUPTED
-    from meshwright.runtime.launch import launch
 
-    status = launch(["-m", "meshwright", *arguments], nproc, max_restarts)
     if status != 0:
         Console().show_cursor(True)  # a rank that was ended while drawing leaves it hidden
     if status == INTERRUPTED:
@@ -355,13 +394,26 @@ def _start_ranks(arguments: list[str], nproc: int, max_restarts: int = 0) -> int
     return status
 
 
+@app.command("report")
+def report_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run of meshwright train.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page.", show_default="report.html in RUN_DIR")
+    ] = None,
+    traceback: _Traceback = False,
+) -> None:
+    """Write a page about a run: loss, speed, failures, and goodput."""
+    from meshwright.cli.failures import exit_status
+    from meshwright.cli.run_report import report
+
+    raise typer.Exit(exit_status(lambda: report(run_dir, out), show_traceback=traceback))
+
+
 app.command("plan")(plan_command)
 app.command("compare")(compare_command)
 
 _RANKS_DEFAULT = "one per CUDA device, or 2 on the CPU"
-_Ranks = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Ranks on this machine.", show_default=_RANKS_DEFAULT)
-]
+_Ranks = Annotated[int | None, typer.Option(*_NPROC, metavar="N", min=1, help=_NPROC_HELP, show_default=_RANKS_DEFAULT)]
 _Device = Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")]
 
 
@@ -400,7 +452,7 @@ def bench_comm_command(
 @app.command("calibrate")
 def calibrate_command(
     out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where to write the cluster.")] = Path("cluster.json"),
-    processes: _Ranks = None,
+    nproc: _Ranks = None,
     device: _Device = "auto",
     clock: Annotated[
         str, typer.Option(metavar="auto|wall|cpu", help="Which clock counts; auto: cpu where others keep it busy.")
@@ -411,7 +463,7 @@ def calibrate_command(
     from meshwright.cli.calibrate_cluster import CalibrateOptions, run_calibration
     from meshwright.cli.failures import exit_status
 
-    options = CalibrateOptions(out, processes, device, clock)
+    options = CalibrateOptions(out, nproc, device, clock)
     raise typer.Exit(exit_status(lambda: _on_ranks(options, run_calibration), show_traceback=traceback))
 
 
@@ -419,9 +471,6 @@ def calibrate_command(
 
 _TRAINED = "A run of meshwright train, one of its checkpoints, or a folder with a model of transformers."
 _Trained = Annotated[Path, typer.Argument(metavar="RUN_DIR|FOLDER", help=_TRAINED)]
-_STRATEGY = "Text such as 'fsdp', or a JSON file."
-_Strategy = Annotated[str | None, typer.Option(metavar="TEXT|FILE", help=_STRATEGY, show_default="chosen")]
-_Nproc = Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on this machine.")]
 _Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the training file; repeatable."),
@@ -435,7 +484,7 @@ def eval_command(
         list[str] | None,
         typer.Option(metavar="SOURCE", help="As data.source; repeatable, each with a loss.", show_default="[eval]'s"),
     ] = None,
-    seq: Annotated[int | None, typer.Option(metavar="N", min=2, help="Tokens per sequence (data.seq_len).")] = None,
+    seq: Annotated[int | None, typer.Option(*_SEQ, metavar="N", min=2, help="Tokens per sequence.")] = None,
     strategy: _Strategy = None,
     nproc: _Nproc = None,
     changes: _Changes = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from meshwright.cli.ranks import check_launched
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_files import CHECKPOINTS, CONFIG
 from meshwright.cli.session import accelerate_trained, join, load_data
-from meshwright.cli.train_config import TrainConfig, parse_config, put_changes
+from meshwright.cli.train_config import TrainConfig, parse_config, put_changes, put_strategy
 from meshwright.cli.train_corpus import Corpus, tokenizer_name
 from meshwright.cli.train_model import optimizer_of
 from meshwright.cli.train_options import Prepared, find_all, number_of_processes, strategy_of
@@ -34,8 +34,8 @@ from meshwright.store.entries import unwrapped
 from meshwright.store.manifest import MANIFEST
 from meshwright.training.accelerated import Accelerated
 
-_OF_A_RUN = ("seed", "device", "memory_limit_gb", "batch_size", "save_frozen")
-_OF_EVAL = ("batches", "batch_size")
+_OF_A_RUN = ("seed", "device", "memory_limit", "memory_limit_gb", "batch_size", "save_frozen")
+_OF_EVAL = ("batches", "batch_size", "ema")
 _SEQ_LEN = 1024  # of a folder's model, or what it can take
 _LONGEST = ("max_position_embeddings", "n_positions")
 
@@ -96,11 +96,7 @@ class Trained:
 
     def config(self, content: dict[str, Any]) -> TrainConfig:
         """Return the training file that the tables make, with the changes of the command line."""
-        if self.strategy is not None:
-            is_file = self.strategy.endswith(".json")
-            content["strategy"] = (
-                {"file": str(Path(self.strategy).absolute())} if is_file else {"methods": self.strategy}
-            )
+        put_strategy(content, self.strategy)
         content["run"] |= {"trackers": [], **({"nproc": self.nproc} if self.nproc is not None else {})}
         put_changes(content, self.changes)
         return parse_config(content, str(self.path))
@@ -115,7 +111,7 @@ class Trained:
 
     def load(self, accelerated: Accelerated, config: TrainConfig) -> TrainingState:
         """Load the newest checkpoint that is whole, or the one that is named, if this is a run; collective."""
-        state = TrainingState(accelerated.model, frozen=config.run.save_frozen)
+        state = TrainingState(accelerated.model, frozen=config.run.save_frozen, averaged=config.eval.ema)
         run = self.run()
         if run is None:
             return state
@@ -123,7 +119,8 @@ class Trained:
         store = CheckpointStore(self.path if self.path != run and not is_one else run / CHECKPOINTS)
         info = store.load(state, self.path if is_one else None)
         if rank() == 0:
-            typer.echo(f"meshwright: {info.path}, after step {info.step}", err=True)
+            average = ", the moving average of its weights" if config.eval.ema else ""
+            typer.echo(f"meshwright: {info.path}, after step {info.step}{average}", err=True)
         return state
 
 
@@ -160,9 +157,9 @@ class EvalOptions:
             sources = [each if each == "stdlib" else str(Path(each).absolute()) for each in self.data]
             given = {"source": sources[0]} if len(sources) == 1 else {"mixture": [{"source": each} for each in sources]}
             content["data"] = {**content["data"], "mixture": [], **given}
-            content["eval"] = {key: content["eval"].get(key) for key in _OF_EVAL} | given
+            content["eval"] = {key: content["eval"].get(key) for key in _OF_EVAL if key in content["eval"]} | given
         else:
-            content["eval"] |= {"keep_best": False, "patience": None, "ema": False}
+            content["eval"] |= {"keep_best": False, "patience": None}
         if self.seq is not None:
             content["data"]["seq_len"] = self.seq
         config = self.trained.config(content)
@@ -183,7 +180,7 @@ class EvalOptions:
         """Return the command line of one rank."""
         return [
             "eval", *self.trained.words(), *(word for each in self.data for word in ("--data", each)),
-            *(["--seq", str(self.seq)] if self.seq is not None else []), *(["--json"] if self.as_json else []),
+            *(["--seq-len", str(self.seq)] if self.seq is not None else []), *(["--json"] if self.as_json else []),
         ]  # fmt: skip
 
 
@@ -197,7 +194,9 @@ def evaluate(options: EvalOptions) -> int:
     size = config.eval.batch_size or config.run.batch_size
     accelerated = accelerate_trained(prepared, data, sample, size)
     state = options.trained.load(accelerated, config)
-    validation = open_validation(prepared, data.kept_aside, accelerated, state, Path())
+    # The average has been loaded in place of the weights: there is none beside them.
+    loaded = config.model_copy(update={"eval": config.eval.model_copy(update={"ema": False})})
+    validation = open_validation(replace(prepared, config=loaded), data.kept_aside, accelerated, state, Path())
     assert validation is not None, "there is something to evaluate on"
     result = validation.run()
     if rank() == 0:

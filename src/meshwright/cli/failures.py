@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -21,6 +23,23 @@ from meshwright.runtime.terminal import PlainConsole
 INTERRUPTED = 130  # after Ctrl-C, as shells have it
 # What gloo and NCCL report on the ranks that did not fail.
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+
+def show_messages(level: str | None) -> None:
+    """Show messages of other libraries from a level of ``logging`` on; None leaves it as it is.
+
+    The program shows their errors alone: what they log and warn of on import is of libraries that were built for other
+    machines, and of calls among themselves. ``logging.disable`` also holds for those that set a level of their own.
+    """
+    if level is None:
+        return
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.disable(number - 1)
+    if number < logging.WARNING:
+        logging.basicConfig(level=number, format="%(name)s: %(message)s")
+        logging.getLogger().setLevel(number)
+    if number <= logging.WARNING:
+        warnings.resetwarnings()
 
 
 def exit_status(command: Callable[[], int], *, show_traceback: bool = False) -> int:

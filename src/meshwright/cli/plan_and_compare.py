@@ -100,7 +100,7 @@ class Subjects:
         if (self.seq is None) == (self.sample is None):
             raise ConfigError(
                 "A module needs a sample",
-                expected="--seq for a model that takes token ids, or --sample MODULE:FUNCTION that returns a batch",
+                expected="--seq-len for a model that takes token ids, or --sample MODULE:FUNCTION that returns a batch",
                 got="neither" if self.seq is None else "both",
                 fix="give one of them",
             )
@@ -146,7 +146,8 @@ class PlanOptions:
     """Options of ``meshwright plan``."""
 
     subjects: Subjects
-    strategy: Path | None = None
+    strategy: str | None = None
+    """Text, or the path of a JSON file."""
     num_micro_batches: int | None = None
     objective: str = "tokens_per_s"
     excluded: tuple[str, ...] = ()
@@ -351,7 +352,7 @@ def _written(
     if strategies:
         raise ConfigError(
             "Strategies can be compared for a model on a cluster",
-            expected="--model, --cluster and --global-batch, or files of meshwright plan --json",
+            expected="--model, --cluster and --batch-size, or files of meshwright plan --json",
             got=f"neither, and the strategies {', '.join(strategies)}",
             fix="name the model, the cluster and the batch",
         )
@@ -363,7 +364,7 @@ def _written(
             "The plans are for different models or batches",
             expected="one model, with one batch and length of samples",
             got=names,
-            fix="plan them for the same, or compare their strategies with --model, --cluster and --global-batch",
+            fix="plan them for the same, or compare their strategies with --model, --cluster and --batch-size",
         )
     entries = [dict(each["plans"][0]) for each in known]
     clusters = [each.get("cluster") for each in known]

@@ -10,14 +10,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cli.run_files import EVAL, METRICS, PLAN, MetricsFile, report_unwritten
+from meshwright.cli.run_failures import RunFailures
+from meshwright.cli.run_files import EVAL, METRICS, NORMS, PLAN, PROFILE, MetricsFile, report_unwritten
 from meshwright.cli.session import Session
 from meshwright.cli.trackers import RunInfo, Trackers
 from meshwright.cli.train_corpus import Corpus
@@ -27,6 +28,9 @@ from meshwright.errors import readable_bytes
 from meshwright.planner import plan_table
 from meshwright.runtime import world_size
 from meshwright.runtime.terminal import PlainConsole
+
+if TYPE_CHECKING:
+    from meshwright.training.step_profile import StepProfile
 
 UNKNOWN = "–"
 
@@ -135,9 +139,15 @@ class Observer:
         self._console = PlainConsole()
         self._metrics = MetricsFile(session.run_dir / METRICS, session.state.step)
         self.records = self._metrics.records
+        self.failures = RunFailures(
+            session.run_dir, session.state.step, self._metrics.dropped, self.records[-1] if self.records else None
+        )
         self._validations = None
         if session.validation is not None:
             self._validations = MetricsFile(session.run_dir / EVAL, session.state.step)
+        self._norms = None
+        if self._run.norms_every is not None:
+            self._norms = MetricsFile(session.run_dir / NORMS, session.state.step)
         info = RunInfo(session.run_dir, session.prepared.config.model_dump(mode="json"), session.state.step)
         self._trackers = Trackers(session.prepared.trackers, info)
         self._progress = TrainingProgress(self._console, self._run.steps, session.state.step)
@@ -161,8 +171,9 @@ class Observer:
         self._print_instead(self._progress.above)
         self._progress.stop()
         self._metrics.close()
-        if self._validations is not None:
-            self._validations.close()
+        for file in (self._validations, self._norms):
+            if file is not None:
+                file.close()
         self._trackers.close()
 
     def _keep_plan(self, table: RenderableType) -> None:
@@ -187,6 +198,8 @@ class Observer:
 
     def show_step(self, record: dict[str, Any]) -> None:
         """Record one step, and show it."""
+        if record["step"] == self._first_step:
+            self.failures.went_on(record, self._session.source)
         self._metrics.append(record)
         self._trackers.log({name: record.get(name) for name in _SCALARS}, record["step"])
         self._smooth(record["loss"])
@@ -210,11 +223,32 @@ class Observer:
         self._trackers.log({f"eval/{name}": value for name, value in figures.items()}, result.step)
         self._console.print(result.line(), soft_wrap=True, highlight=False, markup=False)
 
+    def show_norms(self, norms: Mapping[str, tuple[float, float | None]]) -> None:
+        """Record the norms of every layer's weights and gradients."""
+        assert self._norms is not None
+        step = self._session.state.step
+        kinds = [{name: both[index] for name, both in norms.items()} for index in range(2)]
+        self._norms.append({"step": step, "weights": kinds[0], "gradients": kinds[1]})
+        named = zip(("norm", "grad_norm"), kinds, strict=True)
+        self._trackers.log({f"{kind}/{name}": value for kind, own in named for name, value in own.items()}, step)
+
+    def show_profile(self, profile: StepProfile) -> None:
+        """Print where the profiled steps went, and say where their traces are."""
+        folder = self._session.run_dir / PROFILE
+        if profile.summary:
+            self._console.print(profile.summary, soft_wrap=True, highlight=False)
+            self._trackers.file(folder / "summary.txt")
+        if traces := sorted(folder.glob("trace-rank*")):
+            self._console.print(
+                f"Traces: {_short(traces[0])} and the like, for https://ui.perfetto.dev", soft_wrap=True
+            )
+
     def rewind(self, step: int) -> None:
         """Drop all records after a step."""
         self._metrics.rewind(step)
-        if self._validations is not None:
-            self._validations.rewind(step)
+        for file in (self._validations, self._norms):
+            if file is not None:
+                file.rewind(step)
         self._first_step, self._smoothed = step + 1, None
         self._trackers.rewind(step)
 

@@ -93,7 +93,10 @@ def write_whole(
 # strategy.json      the strategy as applied
 # metrics.jsonl      one object per step
 # anomalies.jsonl    one object per step that was skipped, undone, or ended the run: its loss and its samples
+# failures.jsonl     one object per event that has interrupted the run, and per time that it went on
 # eval.jsonl         one object per validation
+# norms.jsonl        one object every run.norms_every steps: norms of weights and gradients by layer
+# profile/           of run.profile: a trace and a memory snapshot per rank, and summary.txt
 # checkpoints/       see meshwright.store
 # best/              the checkpoint with the lowest validation loss, if eval.keep_best
 # plan.txt           the plan, as it was shown before the first step
@@ -102,9 +105,9 @@ def write_whole(
 # adapters.json      the config and names of adapters of peft, for the same
 # .lock              locked by the run that writes here; names its host and process
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST = (
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST, NORMS, PROFILE, FAILURES = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "plan.txt", "model_config.json", "adapters.json",
-    "anomalies.jsonl", "eval.jsonl", "best",
+    "anomalies.jsonl", "eval.jsonl", "best", "norms.jsonl", "profile", "failures.jsonl",
 )  # fmt: skip
 _RUNS = Path("runs")
 
@@ -272,7 +275,9 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
-        self.records = [record for record in _read_lines(path) if record["step"] <= resumed_step]
+        every = read_records(path)
+        self.records = [record for record in every if record["step"] <= resumed_step]
+        self.dropped = [record for record in every if record["step"] > resumed_step]
         write_document(path, "".join(map(line_of, self.records)))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
         self._pending = b""  # lines for which the disk had no room
@@ -342,7 +347,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file that are records of steps; empty where there is no file."""
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:

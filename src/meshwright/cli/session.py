@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -16,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.cli.adapters import adapters_of
-from meshwright.cli.callbacks import Callbacks
+from meshwright.cli.failures import show_messages
 from meshwright.cli.ranks import check_launched
+from meshwright.cli.references import Callbacks
 from meshwright.cli.run_files import (
     ADAPTERS,
     CHECKPOINTS,
@@ -45,6 +47,7 @@ from meshwright.runtime import (
     broadcast_object,
     check_equal,
     code_versions,
+    compute_deterministically,
     first_text,
     gather_numbers,
     init_distributed,
@@ -58,8 +61,10 @@ from meshwright.runtime import (
 )
 from meshwright.runtime.device import GeneratorState
 from meshwright.runtime.launch import launch_id
-from meshwright.store import CheckpointStore, TrainingState
+from meshwright.runtime.rendezvous import named_ranks
+from meshwright.store import CheckpointStore, HostSnapshots, TrainingState
 from meshwright.store.entries import unwrapped
+from meshwright.store.manifest import step_of
 from meshwright.strategy import Strategy
 from meshwright.training.accelerate import accelerate
 from meshwright.training.accelerated import Accelerated
@@ -78,6 +83,8 @@ class Session:
     run_dir: Path
     accelerated: Accelerated
     store: CheckpointStore
+    snapshots: HostSnapshots | None
+    """None: checkpoints alone."""
     state: TrainingState
     order: IndexOrder | RepeatedStream
     """Order of the samples of the whole run."""
@@ -88,6 +95,8 @@ class Session:
     validation: Validation | None
     """None where there are no data for it."""
     callbacks: Callbacks
+    source: str
+    """What the run has begun with."""
     lock: RunLock | None
     """Keeps other runs out of ``run_dir``; None on ranks other than 0."""
 
@@ -104,8 +113,13 @@ def open_session(options: Options) -> Session:
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     resumes = _resumes(options, prepared, store, restarted=restarted)
     accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
-    state = _state(prepared, accelerated)
-    if resumes:
+    state, snapshots = _state(prepared, accelerated), _snapshots(prepared, accelerated, run_dir)
+    may_resume = options.resume or restarted or prepared.config.run.resume is not None
+    source = "the beginning"
+    if snapshots is not None and may_resume and _restored(accelerated, store, snapshots, state):
+        source = "a snapshot"
+    elif resumes:
+        source = "a checkpoint"
         _resume(prepared, accelerated, store, state)
     validation = open_validation(prepared, data.kept_aside, accelerated, state, run_dir)
     with same_on_every_rank():
@@ -120,12 +134,14 @@ def open_session(options: Options) -> Session:
         run_dir,
         accelerated,
         store,
+        snapshots,
         state,
         data.order,
         peak_flops_per_s,
         tokens,
         validation,
         callbacks,
+        source,
         lock,
     )
 
@@ -134,7 +150,7 @@ def _resumes(options: Options, prepared: Prepared, store: CheckpointStore, *, re
     """Return whether the run goes on from a checkpoint; collective."""
     is_auto = prepared.config.run.resume is not None
     resumes = any_rank(options.resume or ((restarted or is_auto) and store.newest() is not None))
-    if is_auto and not resumes:
+    if is_auto and not resumes and prepared.config.run.snapshot is None:
         text = f"there is no whole checkpoint in {store.directory}: the run starts from the beginning"
         print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
     return resumes
@@ -180,6 +196,10 @@ def join(find: Callable[[], Prepared]) -> Prepared:
     with same_on_every_rank():
         if failure is not None:
             raise failure
+    if prepared is not None:
+        show_messages(prepared.config.run.log_level)
+        if prepared.config.run.deterministic:
+            compute_deterministically()
     check_equal("The installed code", code_versions(), fix="install the same Meshwright and torch on every machine")
     assert prepared is not None
     return prepared
@@ -224,7 +244,7 @@ def _accelerate(prepared: Prepared, data: Loaded, *, reads_weights: bool) -> Acc
 
 def _of_the_model(prepared: Prepared, data: Loaded | None, weights: Path | None) -> dict[str, Any]:
     """Return the arguments of ``accelerate`` that a model needs, trained or not."""
-    limit_gb, table = prepared.config.run.memory_limit_gb, prepared.config.strategy
+    table = prepared.config.strategy
     return {
         "loss_func": prepared.model.loss_func,
         "strategy": prepared.strategy,
@@ -235,7 +255,7 @@ def _of_the_model(prepared: Prepared, data: Loaded | None, weights: Path | None)
         "allow_missing_weights": weights is not None and prepared.config.model.allow_missing_weights,
         "excluded": table.excluded,
         "included": table.included,
-        "memory_limit": int(limit_gb * 1e9) if limit_gb is not None else None,
+        "memory_limit": prepared.config.run.memory_limit_bytes,
         "cluster": prepared.cluster,
     }
 
@@ -298,6 +318,28 @@ def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:
         extra={"config": prepared.config.model_dump_json()},
         frozen=prepared.config.run.save_frozen,
     )
+
+
+def _snapshots(prepared: Prepared, accelerated: Accelerated, run_dir: Path) -> HostSnapshots | None:
+    table = prepared.config.run.snapshot
+    if table is None:
+        return None
+    snapshots = HostSnapshots(run_dir, table.every, max_gb=table.max_gb, neighbour=table.neighbour)
+    accelerated.plan = dataclasses.replace(accelerated.plan, num_snapshots=snapshots.num_copies)
+    return snapshots
+
+
+def _restored(accelerated: Accelerated, store: CheckpointStore, snapshots: HostSnapshots, state: TrainingState) -> bool:
+    """Go on from the snapshots in host memory, unless there is a newer checkpoint; return whether it does."""
+    now, newest = (state.extra, state.strategy), store.newest()
+    info = snapshots.load(state, at_least=step_of(newest) if newest is not None else 0)
+    if info is None:
+        return False
+    state.extra, state.strategy = carried_over(now[0], state.extra), now[1]
+    copies = f", {named_ranks(info.copies_of)} from the neighbour's copy" if info.copies_of else ""
+    text = f"going on after step {info.step} from the snapshots in host memory{copies}"
+    print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+    return True
 
 
 def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore, state: TrainingState) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-import textwrap
 import tomllib
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from meshwright.errors import ConfigError, did_you_mean
+from meshwright.cli.config_help import HELP, Table, explained, keys_help
+from meshwright.errors import ConfigError
 from meshwright.lr_scheduler import Decay
+from meshwright.strategy import read_size
 
 OPTIMIZERS = ("adamw", "sgd")
 
@@ -24,13 +22,6 @@ _Reference = Annotated[str, Field(pattern=f"^{_REFERENCE}$")]
 _Count = Annotated[int, Field(ge=1)]
 _NonNegative = Annotated[int, Field(ge=0)]
 _Betas = Annotated[tuple[float, ...], Field(strict=False, min_length=2, max_length=3)]  # TOML has lists only
-
-
-class Table(BaseModel):
-    """Base of all tables: immutable, with unknown keys refused."""
-
-    # TOML is typed: text where a number belongs is a mistake, not a number.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelTable(Table):
@@ -67,6 +58,17 @@ class ModelTable(Table):
         "default: cross-entropy of the next token, nats per token; where data.source is a function, the loss that the "
         "model's output carries",
     )
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _is_more_than_dimensions(cls, source: Any) -> Any:
+        if isinstance(source, str) and not source.startswith("hf:") and not re.fullmatch(_REFERENCE, source):
+            from meshwright.planner.model_shapes import known_models  # late: it is asked for names alone
+
+            if source.partition(":")[0] in (*known_models(), "gpt", "llama", "mixtral"):
+                text = f"'hf:FOLDER' of a model; {source!r} names dimensions alone, which meshwright plan can do with"
+                raise ValueError(text)
+        return source
 
 
 class AdapterTable(Table):
@@ -202,10 +204,10 @@ class StrategyTable(Table):
 
     methods: str | list[Any] = Field(
         default="auto",
-        description="'auto', text such as \"zero2 + amp_native(dtype='bf16')\", or a list of names and "
-        "[name, config] pairs (see: meshwright methods)",
+        description="'auto', text such as \"zero2 + amp_native(dtype='bf16')\", a list of names and [name, config] "
+        "pairs (see: meshwright methods), or the path of a .json file, as strategy.json of an earlier run",
     )
-    file: str | None = Field(default=None, description="strategy.json of an earlier run, instead of methods")
+    file: str | None = Field(default=None, description="the same path under a name of its own, instead of methods")
     excluded: list[str] = Field(default=[], description="methods that 'auto' must not use")
     included: list[str] = Field(default=[], description="methods that 'auto' must use")
     cluster: str | None = Field(
@@ -217,12 +219,13 @@ class StrategyTable(Table):
         description="seconds in which 'auto' runs the best few plans; what they teach is saved in the file of cluster",
     )
 
-    @field_validator("methods")
+    @model_validator(mode="before")
     @classmethod
-    def _no_path(cls, methods: Any) -> Any:
-        if isinstance(methods, str) and methods.strip().endswith(".json"):
-            raise ValueError("methods; a path belongs into strategy.file")
-        return methods
+    def _path_is_a_file(cls, table: Any) -> Any:
+        methods = table.get("methods") if isinstance(table, dict) else None
+        if isinstance(methods, str) and methods.strip().endswith(".json") and table.get("file") is None:
+            return {**table, "file": methods.strip(), "methods": "auto"}
+        return table
 
     @model_validator(mode="after")
     def _decided_once(self) -> Self:
@@ -269,6 +272,33 @@ class OptimizerTable(Table):
         return None if value == "none" else value  # TOML has no null
 
 
+class ProfileTable(Table):
+    """What is profiled, in the folder ``profile`` of the run directory."""
+
+    steps: Annotated[list[_Count], Field(min_length=2, max_length=2)] = Field(
+        description="the first and the last step that are traced"
+    )
+    trace: bool = Field(default=True, description="write a trace per rank, for https://ui.perfetto.dev")
+    memory: bool = Field(default=False, description="write a snapshot of CUDA's memory per rank, too")
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: list[int]) -> list[int]:
+        if steps[0] > steps[1]:
+            raise ValueError("the first step before the last")
+        return steps
+
+
+class SnapshotTable(Table):
+    """Snapshots of the training state in host memory."""
+
+    every: _Count = Field(default=1, description="steps between two snapshots")
+    max_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="most host memory of one rank's snapshots in GB (10^9 bytes); default: what there is"
+    )
+    neighbour: bool = Field(default=True, description="keep a second copy at a rank of another host")
+
+
 class RunTable(Table):
     """Length, batch size and place of the run."""
 
@@ -290,6 +320,11 @@ class RunTable(Table):
     background_checkpoints: bool = Field(
         default=False, description="write checkpoints while training goes on, from a copy in host memory"
     )
+    snapshot: SnapshotTable | None = Field(
+        default=None,
+        description="keep the newest states in host memory, {every = 1, max_gb = 40, neighbour = true}: a run that is "
+        "started again after a failure goes on from there, and loses a step at most; default: checkpoints alone",
+    )
     grace_s: Annotated[float, Field(gt=0)] = Field(
         default=25.0, description="seconds for saving a checkpoint after SIGTERM or Ctrl-C"
     )
@@ -300,9 +335,29 @@ class RunTable(Table):
     nproc: _Count | None = Field(
         default=None, description="processes on this machine; default: one per CUDA device, or 1"
     )
+    deterministic: bool = Field(
+        default=False,
+        description="compute with deterministic algorithms alone, which are slower on CUDA: two runs on the same ranks "
+        "are equal to the last bit; an operator that has none raises an error",
+    )
     log_every: _Count = Field(default=10, description="steps between printed lines where there is no terminal")
+    log_level: Literal["debug", "info", "warning", "error"] | None = Field(
+        default=None, description="which messages of other libraries are shown; default: errors alone"
+    )
+    norms_every: _Count | None = Field(
+        default=None, description="steps between norms of the weights and gradients of every layer, in norms.jsonl"
+    )
+    profile: ProfileTable | None = Field(
+        default=None,
+        description="{steps = [10, 12], trace = true, memory = false}: trace these steps, and say where they went, "
+        "predicted and measured, in the folder profile of the run directory",
+    )
+    memory_limit: str | int | None = Field(
+        default=None,
+        description="usable device memory of one rank: a size such as '40 GiB' or '40 GB', or bytes; default: all",
+    )
     memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="usable device memory of one rank in GB (10^9 bytes); default: all of it"
+        default=None, description="the same in GB (10^9 bytes): an older name for memory_limit"
     )
     device: Literal["auto", "cpu"] = Field(default="auto", description="'auto' (CUDA where there is some) or 'cpu'")
     trackers: list[str] = Field(
@@ -323,6 +378,28 @@ class RunTable(Table):
     out: str | None = Field(
         default=None, description="run directory; default: runs/<name of this file>-<time> in the working directory"
     )
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _is_a_size(cls, value: Any) -> Any:
+        try:
+            read_size(value, "memory_limit")
+        except ConfigError as error:
+            raise ValueError(error.expected) from None
+        return value
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.memory_limit is not None and self.memory_limit_gb is not None:
+            raise ValueError("memory_limit or memory_limit_gb, not both")
+        return self
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """Return the usable device memory of one rank; None: all of it."""
+        if self.memory_limit_gb is not None:
+            return int(self.memory_limit_gb * 1e9)
+        return read_size(self.memory_limit, "run.memory_limit")
 
 
 class TrainConfig(Table):
@@ -349,22 +426,27 @@ class TrainConfig(Table):
 
 # --- Reading
 
-_HELP = "meshwright train --help-config lists every key"
 
-
-def read_config(file: Path, changes: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+def read_config(
+    file: Path,
+    changes: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+    strategy: str | None = None,
+) -> TrainConfig:
     """Read a training file.
 
     Args:
         file: TOML file.
         changes: ``table.key=value`` texts, as ``--set`` takes them; later ones win.
         overrides: Values by dotted key that take precedence over all; None leaves a key as it is.
+        strategy: As :func:`put_strategy` takes it; None leaves the file's.
 
     Raises:
         ConfigError: When the file cannot be read, or naming every key that is wrong.
     """
     content = _read_toml(file)
     put_changes(content, changes)
+    put_strategy(content, strategy)
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(content, key, value)
@@ -381,6 +463,15 @@ def put_changes(content: dict[str, Any], changes: Sequence[str]) -> None:
         _put(content, *_parse_change(change))
 
 
+def put_strategy(content: dict[str, Any], strategy: str | None) -> None:
+    """Put the strategy of a command line, text or the path of a .json file, in place of the one in a training file."""
+    if strategy is None:
+        return
+    given = {"file": str(Path(strategy).absolute())} if strategy.endswith(".json") else {"methods": strategy}
+    kept = {key: each for key, each in dict(content.get("strategy", {})).items() if key == "cluster"}
+    content["strategy"] = kept | given
+
+
 def parse_config(content: Mapping[str, Any], where: str) -> TrainConfig:
     """Validate the content of a training file.
 
@@ -390,7 +481,7 @@ def parse_config(content: Mapping[str, Any], where: str) -> TrainConfig:
     try:
         return TrainConfig.model_validate(dict(content))
     except ValidationError as error:
-        raise _explained(error, where) from None
+        raise explained(error, where, TrainConfig) from None
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -404,7 +495,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
             fix="name a training file; examples/gpt2/stdlib.toml is one",
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not TOML", expected="tables of key = value", got=str(error), fix=_HELP) from None
+        raise ConfigError(f"{file} is not TOML", expected="tables of key = value", got=str(error), fix=HELP) from None
 
 
 _DEEPEST = 100  # lists within lists: what is saved with a checkpoint may be of 255
@@ -459,111 +550,6 @@ def _put(content: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def _explained(error: ValidationError, where: str) -> ConfigError:
-    expected: dict[str, list[str]] = {}
-    got: dict[str, str] = {}
-    for each in error.errors():
-        # Deeper parts of the location name alternatives of a union type, which no user has written.
-        names = [str(part) for part in each["loc"][:2]]
-        key = ".".join(names)
-        got.setdefault(key, _got(each, key))
-        wanted = _expected(each, names)
-        if wanted not in expected.setdefault(key, []):
-            expected[key].append(wanted)
-    count = f"{len(expected)} mistakes" if len(expected) > 1 else "a mistake"
-    return ConfigError(
-        f"{where} has {count}",
-        expected="; ".join(f"{key}: {' or '.join(wanted)}" if key else wanted[0] for key, wanted in expected.items()),
-        got="; ".join(got.values()),
-        fix=_HELP,
-    )
-
-
-def _expected(each: Any, names: list[str]) -> str:
-    if each["type"] == "extra_forbidden":
-        known = list(_table(names[:-1]).model_fields)
-        hint = did_you_mean(names[-1], known) or f"; keys are {', '.join(known)}"
-        return f"no such key{hint}"
-    if each["type"] == "missing":
-        return "a value" if each["loc"] == tuple(names) else "more values"
-    if each["type"] == "model_type":
-        return "a table"
-    message = each["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if each["type"] == "string_pattern_mismatch":
-        return _table(names[:-1]).model_fields[names[-1]].description or message
-    return message
-
-
-def _got(each: Any, key: str) -> str:
-    if each["type"] == "missing" and each["loc"] == tuple(key.split(".")):
-        return f"no {key}"
-    value = repr(each["input"]) if not isinstance(each["input"], Table) else "both"
-    shown = value if len(value) < 80 else value[:80] + "…"
-    return f"{key} = {shown}" if key and value != "both" else "a combination of them"
-
-
-def _table(names: list[str]) -> type[BaseModel]:
-    table: Any = TrainConfig
-    for name in names:
-        table = table.model_fields[name].annotation
-    return table
-
-
-# --- ``meshwright train --help-config``, made from the models that validate a training file
-
-_WIDTH = 100
-
-
 def config_help() -> str:
     """Return all tables and keys with type, default and description, as TOML to paste into a file."""
-    lines = ["# A training file for: meshwright train FILE.toml", "# Relative paths start at the file's own folder."]
-    for name, field in TrainConfig.model_fields.items():
-        table: type[Table] = field.annotation  # type: ignore[assignment]
-        lines += ["", f"[{name}]", f"# {table.__doc__}"]
-        for key, entry in table.model_fields.items():
-            lines += ["", *_described(entry), f"{'' if entry.is_required() else '# '}{key} = {_default(entry)}"]
-    return "\n".join(lines)
-
-
-def _described(entry: FieldInfo) -> Iterator[str]:
-    limits = "".join(f", {symbol} {limit}" for symbol, limit in _limits(entry))
-    text = f"{_type_name(entry.annotation)}{limits}: {entry.description}"
-    return (f"# {line}" for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
-
-
-def _default(entry: FieldInfo) -> str:
-    if entry.is_required():
-        return '"…"'
-    return "…" if entry.default is None else _toml(entry.default)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-def _type_name(annotation: Any) -> str:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _type_name(arguments[0])
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(each) for each in arguments if each is not types.NoneType)
-    if origin is typing.Literal:
-        return " | ".join(f"'{each}'" for each in arguments)
-    if origin in (list, tuple):
-        items = sorted({_type_name(each) for each in arguments if each is not Ellipsis})
-        return "list" if items == ["anything"] else f"list of {' or '.join(items)}"
-    names = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}
-    return names.get(origin or annotation, "table")
-
-
-def _limits(entry: FieldInfo) -> Iterator[tuple[str, Any]]:
-    # Limits are on the field itself, or on the inner type of an optional key; both print alike.
-    found = re.findall(r"\b(Ge|Gt|Le)\((?:ge|gt|le)=([\d.]+)\)", f"{entry.metadata} {entry.annotation}")
-    symbols = {"Ge": "≥", "Gt": ">", "Le": "≤"}
-    return ((symbols[kind], limit) for kind, limit in found)
+    return keys_help(TrainConfig)

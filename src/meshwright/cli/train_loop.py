@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.run_display import Observer, print_report
-from meshwright.cli.run_files import ANOMALIES, append_line
+from meshwright.cli.run_failures import RunFailures
+from meshwright.cli.run_files import ANOMALIES, PROFILE, append_line
 from meshwright.cli.session import Session, open_session
 from meshwright.cli.train_options import Options
 from meshwright.data import IndexOrder
 from meshwright.errors import CheckpointError, LossSpikeError, UnsoundStepError
+from meshwright.inspect import layer_norms
 from meshwright.optim import OuterOptimizer
 from meshwright.runtime import (
     StopSignals,
@@ -30,6 +33,9 @@ from meshwright.runtime.watch import Watch
 from meshwright.store.entries import generator_tensors, set_generators
 from meshwright.store.manifest import step_name
 from meshwright.training.accelerated import StepResult
+
+if TYPE_CHECKING:
+    from meshwright.training.step_profile import StepProfile
 
 _ROLLBACKS = 3  # to one checkpoint, each followed by other batches
 _DONE = {"skip": "skipped", "warn": "taken", "rollback": "rolled back"}
@@ -112,6 +118,8 @@ class Anomalies:
         if times > _ROLLBACKS:
             what = f"the run has gone back to step {info.step} {_ROLLBACKS} times, and the loss rose again"
             raise self._error(what, "resume from an earlier checkpoint, or with a lower learning rate")
+        if session.snapshots is not None:
+            session.snapshots.forget(state)
         if self._observer is not None:
             self._observer.rewind(info.step)
         text = f"back from step {spiked} to step {info.step}; the batches in between are skipped"
@@ -156,19 +164,42 @@ def _run(session: Session) -> int:
         shutdown_distributed()
         return 0
     observer = Observer(session) if rank() == 0 else None
-    with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals, Watch(run.hang_limit_s) as watch:
-        stopped_by = _steps(session, observer, signals, watch)
+    failures = observer.failures if observer is not None else RunFailures(session.run_dir, start)
+    watching = Watch(run.hang_limit_s, failures.told, failures.hung)
+    with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals, watching as watch:
+        with _profiled(session) as profile:
+            stopped_by = _steps(session, observer, signals, watch, failures)
+        if observer is not None and profile is not None:
+            observer.show_profile(profile)
     (peak_bytes,) = largest([peak_memory_bytes(session.accelerated.device)])
     if observer is not None:
         print_report(session, observer.records, peak_bytes)
     if stopped_by:
         name = signal.Signals(stopped_by).name
         print_rank(f"meshwright: stopped by {name} after step {session.state.step}, which is saved", file=sys.stderr)
+    if session.snapshots is not None:
+        session.snapshots.close()  # what lasts is the checkpoint
     shutdown_distributed()
     return 128 + stopped_by if stopped_by else 0
 
 
-def _steps(session: Session, observer: Observer | None, signals: StopSignals, watch: Watch) -> int:
+def _profiled(session: Session) -> contextlib.AbstractContextManager[StepProfile | None]:
+    """Profile the steps that ``run.profile`` names, if there are some ahead."""
+    table, start = session.prepared.config.run.profile, session.state.step
+    if table is None:
+        return contextlib.nullcontext()
+    first, last = (each - start for each in table.steps)
+    if last < 1:
+        text = f"steps {table.steps[0]} to {table.steps[1]} are over: nothing is profiled"
+        print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+        return contextlib.nullcontext()
+    steps = max(first, 1), last
+    return session.accelerated.profile(session.run_dir / PROFILE, steps, trace=table.trace, memory=table.memory)
+
+
+def _steps(
+    session: Session, observer: Observer | None, signals: StopSignals, watch: Watch, failures: RunFailures
+) -> int:
     """Train and save up to the end of the run; return the signal that ended it early, or 0."""
     run, start, accelerated = session.prepared.config.run, session.state.step, session.accelerated
     assert accelerated.dataloader is not None
@@ -185,11 +216,16 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
             with watch.paused():
                 anomalies.end(error)
             raise
+        _check_finite(session, failures, result)
         with watch.paused() if result.spike == "rollback" else contextlib.nullcontext():
             if anomalies.look(result):
                 continue
         step = session.state.step
         session.callbacks.call("on_step", step, result)
+        if run.norms_every is not None and step % run.norms_every == 0:
+            norms = layer_norms(accelerated.model)
+            if observer is not None:
+                observer.show_norms(norms)
         is_last = step == run.steps
         # With an outer optimizer replicas synchronize rarely, and do not hear of each other's signals by the loss.
         asked = signals.among(sums()) if outer is None else signals.asked() if step % _ASK_REPLICAS_EVERY == 0 else 0
@@ -198,17 +234,35 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
         over = _validated(session, observer, watch, is_last=is_last or bool(asked))
         ends = is_last or over or bool(asked)
         if ends or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
-            _save(session, watch, is_last=ends)
+            _save(session, watch, failures, is_last=ends)
+        if not ends and session.snapshots is not None:
+            session.snapshots.take(session.state)
         if ends:
             session.callbacks.call("on_stop", step)
             return 0 if is_last or over else asked
     return 0
 
 
-def _save(session: Session, watch: Watch, *, is_last: bool) -> None:
+def _check_finite(session: Session, failures: RunFailures, result: StepResult) -> None:
+    """Go back to the state before a step that is not finite, where there are snapshots."""
+    if session.snapshots is None or result.skipped or result.spike is not None:
+        return
+    loss, grad_norm = float(result.loss), float(result.grad_norm)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        failures.not_finite(session.state.step, loss, grad_norm)
+
+
+def _save(session: Session, watch: Watch, failures: RunFailures, *, is_last: bool) -> None:
     with watch.paused():
         in_background = session.prepared.config.run.background_checkpoints and not is_last
-        path = session.store.save(session.state, non_blocking=in_background)
+        try:
+            path = session.store.save(session.state, non_blocking=in_background)
+        except CheckpointError as error:
+            # With snapshots a disk that is full for a while is no reason to end: the next checkpoint is tried again.
+            if session.snapshots is None or is_last or not getattr(error, "agreed", False):
+                raise
+            failures.not_saved(session.state.step, error)
+            return
     session.callbacks.call("on_checkpoint", session.state.step, path)
 
 
@@ -261,6 +315,7 @@ def _record(session: Session, result: StepResult, lr: float, started_s: float) -
     tokens = samples * session.tokens_per_sample if session.tokens_per_sample is not None else None
     return {
         "step": session.state.step,
+        "time_s": time.time(),
         "loss": loss,
         "lr": lr,
         "grad_norm": grad_norm,

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.config_help import Table
 from meshwright.cli.ranks import num_ranks
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_files import check_not_running, check_run_dir, is_restart
 from meshwright.cli.trackers import check_trackers
-from meshwright.cli.train_config import StrategyTable, Table, TrainConfig, read_config
+from meshwright.cli.train_config import StrategyTable, TrainConfig, read_config
 from meshwright.cli.train_corpus import Corpus, find_corpus, find_validation
 from meshwright.cli.train_data import Samples, find_samples
 from meshwright.cli.train_model import ModelSource, OptimizerChoice, model_source, optimizer_of
@@ -37,6 +38,8 @@ class Options:
     changes: tuple[str, ...] = ()
     traceback: bool = False
     max_restarts: int = 0
+    strategy: str | None = None
+    """Text, or the path of a JSON file, in place of the file's."""
 
     def read(self) -> TrainConfig:
         """Return the training file with this command line's changes.
@@ -44,7 +47,8 @@ class Options:
         Raises:
             ConfigError: Naming every key that is wrong.
         """
-        return read_config(self.file, self.changes, {"run.steps": self.steps, "run.nproc": self.nproc})
+        overrides = {"run.steps": self.steps, "run.nproc": self.nproc}
+        return read_config(self.file, self.changes, overrides, self.strategy)
 
     def arguments(self, run_dir: Path) -> list[str]:
         """Return the command line of one rank of this run."""
@@ -54,6 +58,7 @@ class Options:
             *(["--steps", str(self.steps)] if self.steps is not None else []),
             *(["--resume"] if self.resume else []),
             *(["--traceback"] if self.traceback else []),
+            *(["--strategy", self.strategy] if self.strategy is not None else []),
             *(word for change in self.changes for word in ("--set", change)),
         ]  # fmt: skip
 
@@ -61,6 +66,7 @@ class Options:
         """Return the command line that goes on with this run up to ``steps``."""
         words = ["meshwright", "train", str(self.file), "--out", str(run_dir), "--resume", "--steps", str(steps)]
         words += ["--nproc", str(self.nproc)] if self.nproc is not None else []
+        words += ["--strategy", self.strategy] if self.strategy is not None else []
         return shlex.join([*words, *(word for change in self.changes for word in ("--set", change))])
 
 

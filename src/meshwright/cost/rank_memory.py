@@ -305,6 +305,22 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
     )
 
 
+def snapshot_bytes(step: Step) -> int:
+    """Return the bytes of the tensors of which a snapshot of one rank's training state consists.
+
+    Where a parameter has an fp32 master, that is stored in its place; gradients are not stored.
+    """
+    known = memory(step)
+
+    def stored(parameter: Parameter) -> int:
+        has_master = step.master is not None and parameter.trainable and parameter.floating
+        return copy_bytes(step, parameter) if has_master else held_bytes(step, parameter)
+
+    weights = sum(count * stored(parameter) for count, parameter in step.every_parameter())
+    states = known.optimizer + known.host_optimizer + known.disk_optimizer + known.average + known.host_average
+    return weights + states + known.buffers + known.outer
+
+
 def held_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
     """Return the bytes of one rank's part of a parameter, as the model stores it."""
     placement = Placement(step.parameters.axis, step.held_itemsize(parameter))
@@ -396,7 +412,10 @@ def _updating_bytes(step: Step, placements: Sequence[OffloadPlacement], where: M
     def size(parameter: Parameter, tensors: tuple[StateTensor, ...]) -> int:
         return sum(_state_bytes(step, parameter, tensor, where) for tensor in tensors)
 
+    is_divided = step.shard_axis is not None or any(p.tensor_dim is not None for _, p in step.every_parameter())
     for placement, (_, p) in zip(placements, step.every_parameter(), strict=True):
+        if p.updating is not None and p.updating.only_divided and not is_divided:
+            continue
         if p.updating is not None and p.trainable and placement.on_device:
             key = (p.updating.group, p.tensor_dim is not None, p.expert is not None, p.sharded)
             together[key] = together.get(key, 0) + placement.on_device * size(p, p.updating.together)

@@ -155,6 +155,7 @@ class Updating:
     apart: tuple[StateTensor, ...]  # while its own turn lasts
     group: int = 0  # groups are updated one after the other
     operators: int = 0  # run for each parameter by itself; those over lists of parameters are not counted
+    only_divided: bool = False  # where no parameter is divided over ranks, one kernel does it without temporaries
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from meshwright.errors import ConfigError, DataError, did_you_mean, join_names
 if TYPE_CHECKING:
     from meshwright.data.host_reader import HostLoader
 
+_END = object()
 _LOADER_ARGS = tuple(name for name in inspect.signature(DataLoader).parameters if name != "dataset")
 
 
@@ -41,6 +44,8 @@ class GlobalBatchLoader(DataLoader[Any]):
         self._seeds_workers = self.generator is None
         self.epoch = 0
         """Number of the current iteration, or of the next one."""
+        self.waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        """Entered around the wait for every batch, by a profile."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._seeds_workers:
@@ -76,7 +81,7 @@ class GlobalBatchLoader(DataLoader[Any]):
         last_counts = self._last_counts()
         last = len(self) - 1 if last_counts is not None else None
         every = (self.replica_batch_size,) * self.num_replicas if last_counts is not None else None
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self._waited_for(batches)):
             _CURRENT[:] = [last_counts if number == last else every]
             _FILLED_UP.pop(self, None)
             if number == last and last_counts is not None:
@@ -85,6 +90,15 @@ class GlobalBatchLoader(DataLoader[Any]):
         _CURRENT.clear()
         _FILLED_UP.pop(self, None)
         self.set_epoch(self.epoch + 1)
+
+    def _waited_for(self, batches: Iterable[Any]) -> Iterator[Any]:
+        ahead = iter(batches)
+        while True:
+            with self.waiting():
+                batch = next(ahead, _END)
+            if batch is _END:
+                return
+            yield batch
 
     def _last_counts(self) -> tuple[int, ...] | None:
         """Return how many samples of the last batch are no repeats, on each replica; None if all are, or unknown."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         inspect_model as inspect_model,
         inspect_tensor as inspect_tensor,
         keep_name_order as keep_name_order,
+        layer_norms as layer_norms,
     )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

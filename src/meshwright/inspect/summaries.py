@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -79,6 +80,25 @@ def inspect_model(
     order = known_order or list(dict.fromkeys(name for names, _ in found for name in names))
     names, moments = merged(tables, one_team=True, order=order)
     return [entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)]
+
+
+def layer_norms(model: nn.Module) -> dict[str, tuple[float, float | None]]:
+    """Return the 2-norms of the weights and of the gradients of every layer; collective, and equal on every rank.
+
+    Call it between steps, where gradients are as the update took them: clipped, if they were.
+
+    Args:
+        model: Plain, or prepared by ``accelerate``.
+
+    Returns:
+        By the name of the module that has the parameters; None for a layer without gradients.
+    """
+    squares: dict[str, list[float]] = {}
+    for each in inspect_model(model):
+        count, total = math.prod(each["shape"]), squares.setdefault(each["name"].rpartition(".")[0], [0.0, 0.0])
+        for index, kind in enumerate(("", "grad_")):
+            total[index] += (count - 1) * each[f"{kind}std"] ** 2 + count * each[f"{kind}mean"] ** 2
+    return {name: (math.sqrt(own), math.sqrt(grads) or None) for name, (own, grads) in squares.items()}
 
 
 def _pattern(pattern: str | None, param_name: str | None) -> str:

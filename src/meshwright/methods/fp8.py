@@ -166,6 +166,10 @@ def gather_cost(step: Step) -> Step:
 
 # --- The method. ATorch's is on TransformerEngine, this one on torch and torchao
 
+_UNFUSED = (
+    "fp8: without compile the casts of delayed scaling move some 29 bytes for each element that they cast, which may "
+    "cost more than products in 8 bits save; add the method compile, or compile the blocks"
+)
 _OF_HISTORY = ("margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax")
 _AXES = (
     "sequence",
@@ -375,6 +379,8 @@ class Fp8(Method):
         several = self.reduce_amax and any(job.size(axis) > 1 for axis in _AXES)
         group = job.mesh_axes.flat_mesh(*_AXES).get_group() if several else None
         job.optimizer.before_update.append(functools.partial(update_scales, layers, group))
+        if job.device.type == "cuda" and job.strategy.get("compile") is None:
+            job.notices.append(_UNFUSED)
         if job.optim_func is None:
             job.notices.append(
                 "fp8: no optimizer is known, whose steps would update the scales: call "

@@ -32,7 +32,7 @@ from meshwright.optim import (
     step_by_layouts,
     step_on_local_tensors,
 )
-from meshwright.optim.guarded_step import KERNELS, call_around, parameters_in
+from meshwright.optim.guarded_step import call_around, parameters_in
 from meshwright.runtime import AXES, flat_mesh, world_size
 from meshwright.runtime.torch_internals.ddp import reset_reducer
 from meshwright.store.entries import stored_name, unwrapped
@@ -389,44 +389,6 @@ def _check_fused_kernel(optimizer: Optimizer) -> None:
                 got="fused=True",
                 fix="leave fused out of optim_args",
             )
-
-
-_OTHER_CHOICES = ("fused", "foreach", "capturable", "differentiable")
-
-
-def fused_where_possible(build: Callable[..., Optimizer], device: torch.device) -> Callable[..., Optimizer]:
-    """Let an optimizer of torch use its fused kernels on CUDA, unless its arguments choose otherwise.
-
-    torch itself takes lists of operations (``foreach``): more kernels, more memory for a moment, and a step that cannot
-    be skipped on the device.
-
-    Args:
-        build: Called with parameters and options.
-        device: The device that the model computes on.
-
-    Returns:
-        A function that builds the same optimizer.
-    """
-    if device.type != "cuda" or build not in KERNELS:
-        return build
-
-    def built(params: Any, **options: Any) -> Optimizer:
-        optimizer = build(params, **options)
-        for group in optimizer.param_groups:
-            if any(group.get(name) for name in _OTHER_CHOICES) or group.get("foreach") is False:
-                return optimizer
-            if group["fused"] is False or not all(_has_kernel(build, each) for each in group["params"]):
-                return optimizer
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group["fused"], group["foreach"] = True, False
-        return optimizer
-
-    return built
-
-
-def _has_kernel(build: Any, parameter: torch.Tensor) -> bool:
-    # torch's fused SGD has no rule for DTensors.
-    return torch.is_floating_point(parameter) and not (build is SGD and isinstance(parameter, DTensor))
 
 
 # --- Failed steps: nothing of a failed forward or backward may reach the next step

@@ -196,9 +196,11 @@ def resized(batch: Any, samples: int) -> Any:
     """Return the batch cut or repeated along dim 0 to a number of samples."""
     size = batch_size_of(batch)
     places = [place % size for place in range(samples)]
+    index = torch.tensor(places)
 
     def choose(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf[torch.tensor(places, device=leaf.device)]
+        # A tensor of Python's numbers that is made on a GPU is waited for.
+        return leaf[index.to(leaf.device, non_blocking=True)]
 
     return _chosen(batch, size, choose, places)
 

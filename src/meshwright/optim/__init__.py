@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         check_steps_alone as check_steps_alone,
         clip_grad_norm_ as clip_grad_norm_,
         clip_grad_value_ as clip_grad_value_,
+        fused_where_possible as fused_where_possible,
         local_tensor as local_tensor,
         set_placement as set_placement,
         step_by_layouts as step_by_layouts,

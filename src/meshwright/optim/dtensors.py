@@ -13,7 +13,7 @@ import functools
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.optim import NAdam, Optimizer, RAdam
+from torch.optim import SGD, NAdam, Optimizer, RAdam
 from torch.optim.adadelta import Adadelta
 from torch.optim.adagrad import Adagrad
 from torch.optim.adam import Adam
@@ -571,3 +571,29 @@ def check_steps_alone(optimizer: Optimizer) -> Optimizer:
             fix="use another optimizer, such as torch.optim.AdamW",
         )
     return optimizer
+
+
+KERNELS = (Adam, AdamW, SGD)
+"""Classes whose kernels divide gradients by ``grad_scale``, and leave everything as it is where ``found_inf`` is 1."""
+
+
+def fused_where_possible(build: Callable[..., Optimizer], device: torch.device) -> Callable[..., Optimizer]:
+    """Let an optimizer of torch use its fused kernels on CUDA, unless its arguments choose otherwise.
+
+    torch itself takes lists (``foreach``): more kernels and memory, and steps that cannot be skipped on the device.
+    """
+    if device.type != "cuda" or build not in KERNELS:
+        return build
+
+    def built(params: Any, **options: Any) -> Optimizer:
+        optimizer = build(params, **options)
+        groups, every = optimizer.param_groups, [p for group in optimizer.param_groups for p in group["params"]]
+        is_chosen = any(group[name] is not None for group in groups for name in ("fused", "foreach"))
+        is_chosen |= any(group.get(name) for group in groups for name in ("capturable", "differentiable"))
+        # torch's fused SGD has no rule for DTensors.
+        has_kernels = all(p.is_floating_point() and not (build is SGD and isinstance(p, DTensor)) for p in every)
+        for group in (optimizer.defaults, *groups) if has_kernels and not is_chosen else ():
+            group["fused"], group["foreach"] = True, False
+        return optimizer
+
+    return built

@@ -16,10 +16,18 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
-from meshwright.optim.dtensors import Stages, clip_divisor, clip_grad_norm_, clip_grad_value_, divide_, local_tensor
+from meshwright.optim.dtensors import (
+    KERNELS,
+    Stages,
+    clip_divisor,
+    clip_grad_norm_,
+    clip_grad_value_,
+    divide_,
+    local_tensor,
+)
 from meshwright.optim.full_state_dict import gathered_state_dict, laid_out_like, load_laid_out
 from meshwright.optim.mixed_precision import MasterWeights, ScaleGradient
 from meshwright.runtime import HostCopy, agreed
@@ -484,9 +492,6 @@ def _prepared_guard(optimizer: Optimizer | None) -> GuardedOptimizer | None:
 
 # --- torch's fused kernels: they can skip a step, and clip, by numbers that the host does not know
 
-KERNELS = (Adam, AdamW, SGD)
-"""Classes whose kernels divide gradients by ``grad_scale``, and leave everything as it is where ``found_inf`` is 1."""
-
 
 def use_fused(optimizer: Optimizer) -> bool:
     """Return whether an optimizer, and no subclass of it, updates all its parameters with the fused kernels."""
@@ -494,12 +499,7 @@ def use_fused(optimizer: Optimizer) -> bool:
 
 
 def step_unless(optimizer: Optimizer, skipped: torch.Tensor) -> None:
-    """Take a step that the device skips where a number is 1; the host does not wait for it.
-
-    Args:
-        optimizer: See :func:`use_fused`.
-        skipped: 0 or 1, 0-dim fp32 on the device.
-    """
+    """Take a step of fused kernels, which the device leaves out where ``skipped`` (0-dim fp32) is 1."""
     kernels: Any = optimizer
     kernels.found_inf = skipped
     try:
@@ -570,7 +570,7 @@ def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
         return None
     inner: Optimizer = optimizer.inner if guarded else optimizer  # type: ignore[attr-defined]
     # Their kernels divide by ``grad_scale``, and write the quotients back.
-    if type(inner) not in KERNELS or not use_fused(inner):
+    if not use_fused(inner):
         return None
     if shows_gradients(inner) or hasattr(inner, "grad_scale"):
         return None

@@ -27,7 +27,7 @@ from meshwright.cost import (
     peak,
     simulate,
 )
-from meshwright.cost.rank_memory import DRAWN_PER_S
+from meshwright.cost.rank_memory import DRAWN_PER_S, snapshot_bytes
 from meshwright.errors import readable_bytes
 from meshwright.methods import besides_mesh, with_micro_batches
 from meshwright.runtime import COMMUNICATOR_BYTES
@@ -130,6 +130,13 @@ class Plan:
     host_bytes: int = 0  # of host memory beside the device's, on the rank that holds most of it
     host_limit_bytes: int | None = None  # bytes of host memory that one rank may hold; None: unknown
     communicator_bytes: int = 0  # of the limit, for collectives along the axes of the mesh
+    num_snapshots: int = 0  # copies of a rank's state that its host keeps (``run.snapshot``), those for others included
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Return the host memory of one rank's snapshots."""
+        steps = self.steps or (self.step,)
+        return self.num_snapshots * max(map(snapshot_bytes, steps)) if self.num_snapshots else 0
 
     @property
     def fits(self) -> bool:
@@ -430,6 +437,9 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
         what = f"copies from {copy.source} to {copy.target} in {copy.moment}, per step"
         table.add_row(what, readable_bytes(copy.bytes_per_step), *(() if measured is None else ("",)))
     table.add_section()
+    if plan.num_snapshots:
+        what = f"on the host: {plan.num_snapshots} snapshots of the state"
+        table.add_row(what, readable_bytes(plan.snapshot_bytes), *(() if measured is None else ("",)))
     for what, figure in building_rows(plan):
         table.add_row(what, figure, *(() if measured is None else ("",)))
     if plan.step.traffic:

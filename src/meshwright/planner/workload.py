@@ -38,7 +38,7 @@ from meshwright.methods.base import half_dtype, parts_between_layers
 from meshwright.methods.planner_hooks import ComputeDtypes
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
-from meshwright.optim import check_steps_alone
+from meshwright.optim import check_steps_alone, fused_where_possible
 from meshwright.planner.memory_budget import Fitted, fit_budget
 from meshwright.planner.model_shapes import Shape
 from meshwright.planner.pipeline_cuts import (
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from meshwright.planner.plans import Forecast
     from meshwright.strategy import MethodConfig, Strategy
 
+_FSDP = 3  # the ZeRO stage that a mesh axis ``zero`` implies
 _IDS = ("input_ids", "decoder_input_ids")
 _SAMPLES = 2  # a dim of size 1 may be no batch dim
 
@@ -152,11 +153,7 @@ class Workload:
             return known._plan(resolved, num_micro_batches or self.num_micro_batches)
 
     def num_replicas(self, strategy: Strategy) -> int:
-        """Return the number of ranks, or groups of ranks, that take samples of their own under a strategy.
-
-        Raises:
-            StrategyError: When its methods do not fit together or do not fit the world.
-        """
+        """Return the number of ranks, or groups of ranks, that take samples of their own under a strategy."""
         return _replicas(self._resolved(strategy))
 
     def _resolved(self, strategy: Strategy) -> Resolved:
@@ -408,8 +405,7 @@ def _token_parts(resolved: Resolved) -> int:
 
 
 def _replicas(resolved: Resolved) -> int:
-    sizes = dict(resolved.axes)
-    return math.prod(sizes.get(axis, 1) for axis in SAMPLED)
+    return math.prod(size for axis, size in resolved.axes if axis in SAMPLED)
 
 
 def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
@@ -433,8 +429,6 @@ def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
 
 # --- A module to plan for on any cluster, before there is a job
 
-_FSDP = 3  # the ZeRO stage that a mesh axis ``zero`` implies
-
 
 @dataclass(frozen=True)
 class ModuleModel:
@@ -446,7 +440,7 @@ class ModuleModel:
         sample_batch: A batch of any number of samples, as the model takes it.
         loss_func: ``loss_func(model_input, model_output)``; None takes the loss in the output, or the next-token loss.
         model_input_format: See ``accelerate``.
-        optim_func: Builds the optimizer from parameters.
+        optim_func: Builds the optimizer from parameters; torch's own with fused kernels on GPUs, as in a run.
         seq: Tokens per sample, if it has any.
         shape: Its dimensions, if it is of a known family: a search then finds candidates by formulas.
     """
@@ -482,10 +476,11 @@ class ModuleModel:
     def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
         check_initialized(self.module)
         self._check_trains()
+        device = torch.device("cpu" if cluster.device.is_host else "cuda")
         return Workload(
             model=self.module,
-            device=torch.device("cpu" if cluster.device.is_host else "cuda"),
-            optim_func=None if self.optim_func is None else self._optimizer,
+            device=device,
+            optim_func=None if self.optim_func is None else functools.partial(self._optimizer, device),
             inputs_of=functools.partial(_inputs, self.sample_batch),
             forward=self._forward,
             batch_size=samples,
@@ -507,9 +502,9 @@ class ModuleModel:
                 fix="call requires_grad_(True) on what shall train" if count else "give it parameters",
             )
 
-    def _optimizer(self, params: Any) -> Optimizer:
+    def _optimizer(self, device: torch.device, params: Any) -> Optimizer:
         assert self.optim_func is not None
-        return check_steps_alone(self.optim_func(params))
+        return check_steps_alone(fused_where_possible(self.optim_func, device)(params))
 
     def _forward(self, module: nn.Module, inputs: Any) -> torch.Tensor:
         output = call_model(module, inputs, self.model_input_format)
@@ -590,7 +585,7 @@ def described_cluster(
     if measured is not None and on_host and known.num_devices != world:
         doubts.append(
             f"cluster was measured with {known.num_devices} ranks, and these are {world}: ranks share the cores of a "
-            f"CPU, so measure it with meshwright calibrate --processes {world}"
+            f"CPU, so measure it with meshwright calibrate --nproc {world}"
         )
     known = dataclasses.replace(known, num_devices=world, devices_per_node=max(local_world, 1))
     if device.type == "cuda":

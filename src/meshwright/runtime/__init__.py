@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         COMMUNICATOR_BYTES as COMMUNICATOR_BYTES,
         GeneratorState as GeneratorState,
         HostCopy as HostCopy,
+        compute_deterministically as compute_deterministically,
         host_share_bytes as host_share_bytes,
         machine_name as machine_name,
         measured_flops_per_s as measured_flops_per_s,

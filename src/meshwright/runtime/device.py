@@ -53,6 +53,16 @@ def seed_in_use(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def compute_deterministically() -> None:
+    """Let torch compute with deterministic algorithms alone; before the first kernel of cuBLAS.
+
+    An operator that has none raises torch's error, which names it.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
 @dataclass(frozen=True)
 class GeneratorState:
     """State of torch's, numpy's and random's generators; of CUDA devices, only the current one's."""

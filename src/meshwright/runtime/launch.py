@@ -120,6 +120,11 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def restarts_left() -> bool:
+    """Return whether the launcher would start the ranks again if one failed now."""
+    return restart_count() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
 def launch_id() -> str | None:
     """Return an id that all attempts of one launch share, and no other launch; None without one.
 
@@ -139,7 +144,7 @@ def stay_on_this_machine() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
+def launch(arguments: Sequence[str], nproc: int) -> int:
     """Run ``python ARGUMENTS…`` as ``nproc`` local ranks and wait for them.
 
     The ranks write to this terminal. When one fails, the others are ended within seconds. They meet over the loopback
@@ -148,7 +153,6 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     Args:
         arguments: Command line after the interpreter, such as ``["-m", "package", …]``.
         nproc: Number of processes.
-        max_restarts: Number of times that all ranks are started again after one has failed; see :func:`restart_count`.
 
     Returns:
         0, or the exit status of the rank that failed first (1 where a signal ended it, 130 on Ctrl-C).
@@ -156,12 +160,8 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     Raises:
         LaunchError: Where so many interpreters would not fit into this machine's memory.
     """
-    _check_room(nproc)
-    if warning := separate_tasks_warning(os.environ):
-        print(f"meshwright: {warning}", file=sys.stderr, flush=True)
-    # Without a limit every rank starts a thread per core and they fight over the cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
-    stay_on_this_machine()
+    check_room(nproc)
+    prepare_environment(nproc)
     # The rank that failed has said why; the launcher's own account of it would bury that.
     for module in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
@@ -172,7 +172,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
         run_id=f"meshwright-{uuid.uuid4()}",
         rdzv_backend=_LOOPBACK_BACKEND,
         local_addr="localhost",
-        max_restarts=max_restarts,
+        max_restarts=0,
         monitor_interval=_MONITOR_INTERVAL_S,
     )
     try:
@@ -188,7 +188,16 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     return 0
 
 
-def _check_room(nproc: int) -> None:
+def prepare_environment(nproc: int) -> None:
+    """Set the variables that all ranks of this machine inherit, and warn of processes that would train alone."""
+    if warning := separate_tasks_warning(os.environ):
+        print(f"meshwright: {warning}", file=sys.stderr, flush=True)
+    # Without a limit every rank starts a thread per core and they fight over the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
+    stay_on_this_machine()
+
+
+def check_room(nproc: int) -> None:
     """Refuse more processes than fit into memory, before any is started."""
     most = host_share_bytes(1) // _RANK_BYTES
     if nproc > max(most, 1):

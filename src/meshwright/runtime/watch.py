@@ -246,17 +246,23 @@ class Watch:
     Args:
         limit_s: Seconds without a beat that make a hang. It is reported within 1.5 times as many.
         tell: Called with what was found, on one rank.
+        hung: Called after that, on the same rank, with the text and the ranks at fault, where steps have stopped.
 
     Raises:
         ConfigError: When ``limit_s`` is not above 0.
     """
 
-    def __init__(self, limit_s: float, tell: Callable[[str], None] = say) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        tell: Callable[[str], None] = say,
+        hung: Callable[[str, Sequence[int]], None] | None = None,
+    ) -> None:
         if limit_s <= 0:
             raise ConfigError(
                 "limit_s is not a duration", expected="seconds above 0", got=repr(limit_s), fix="give the longest step"
             )
-        self._limit_s, self._tell = limit_s, tell
+        self._limit_s, self._tell, self._hung = limit_s, tell, hung
         self._pause_s = min(limit_s / _LOOKS_PER_LIMIT, 2.0)  # between two reports
         self._over = threading.Event()
         self._rank, self._size, self._watched = 0, 1, 0
@@ -326,6 +332,8 @@ class Watch:
             if self._is_sender:
                 cause = f"which rank 0 or the launcher keeps: {str(error).splitlines()[0]}"
                 self._tell(f"{self._hang_text()} rank {self._rank} cannot reach the store of the ranks, {cause}")
+                if self._hung is not None:
+                    self._hung(cause, ())
 
     def _sample_for(self, duration_s: float) -> None:
         end_s = time.monotonic() + duration_s
@@ -444,6 +452,8 @@ class Watch:
             self._tell(f"rank {self._rank} holds up the others; it is at\n{stack_of(self._watched)}")
         if text:
             self._tell(f"{self._hang_text()} {text}")
+            if self._hung is not None:
+                self._hung(text, guilty)
 
     def _hang_text(self) -> str:
         return f"no step has ended for {self._limit_s:g} s:"

@@ -7,6 +7,7 @@ from meshwright.runtime.lazy import lazy_exports
 if TYPE_CHECKING:
     from meshwright.store.checkpoints import CheckpointStore as CheckpointStore
     from meshwright.store.entries import CheckpointInfo as CheckpointInfo, TrainingState as TrainingState
+    from meshwright.store.host_snapshots import HostSnapshots as HostSnapshots
     from meshwright.store.model_file import (
         LoadedKeys as LoadedKeys,
         load as load,

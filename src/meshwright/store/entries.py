@@ -49,6 +49,8 @@ class TrainingState:
     frozen: bool = True
     """Whether parameters that are not trained are stored too. Without them (adapters around a large model) a
     checkpoint loads only into a model that has them already; those of one that holds them are then left alone."""
+    averaged: bool = False
+    """Whether ``load`` fills the model with the moving average of its weights (method ``ema``), for evaluation."""
 
 
 @dataclass(frozen=True)

@@ -360,6 +360,28 @@ def tensor_records(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecor
 _RECORD = TypeAdapter(Record)
 
 
+def record_of(text: str | bytes, where: str) -> Record:
+    """Return the record of its JSON text.
+
+    Raises:
+        CheckpointError: When it is of another schema.
+        Exception: ValueError, KeyError, TypeError, AttributeError or RecursionError, when it is no record.
+    """
+    found: dict[str, Any] = json.loads(text)
+    schema = found.pop("schema")
+    if schema != _RECORD_SCHEMA:
+        raise CheckpointError(
+            f"{where} is of an unknown schema",
+            expected=str(_RECORD_SCHEMA),
+            got=repr(schema),
+            fix="load it with the version of Meshwright that wrote it",
+        )
+    record = _RECORD.validate_python(found)
+    for value in (record.extra, record.model_values, record.lr_scheduler, record.scaler):
+        from_plain(value)  # finds values that cannot be decoded before anything is loaded
+    return record
+
+
 def read_record(directory: Path) -> Record:
     """Read the record of a checkpoint whose files are already verified.
 
@@ -371,19 +393,7 @@ def read_record(directory: Path) -> Record:
         check_link(directory, RECORD)
         if not path.is_file():
             raise ValueError("no file")  # a pipe, or a device, could be read without end
-        found: dict[str, Any] = json.loads(path.read_bytes())
-        schema = found.pop("schema")
-        if schema != _RECORD_SCHEMA:
-            raise CheckpointError(
-                f"{path} is of an unknown schema",
-                expected=str(_RECORD_SCHEMA),
-                got=repr(schema),
-                fix="load it with the version of Meshwright that wrote it",
-            )
-        record = _RECORD.validate_python(found)
-        for value in (record.extra, record.model_values, record.lr_scheduler, record.scaler):
-            from_plain(value)  # finds values that cannot be decoded before anything is loaded
-        return record
+        return record_of(path.read_bytes(), str(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read",
@@ -422,6 +432,11 @@ _STEP = re.compile(r"step-(\d{8,})")
 def step_name(step: int) -> str:
     """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by its name."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:

@@ -70,8 +70,13 @@ class Snapshot:
     """This rank's part where there are replicas; :func:`completed` adds the others'."""
 
 
-def capture(state: TrainingState, world_size: int) -> Snapshot:
+def capture(state: TrainingState, world_size: int, *, alone: bool = False) -> Snapshot:
     """Name everything in a training state.
+
+    Args:
+        state: Live objects.
+        world_size: Number of ranks.
+        alone: Whether this rank is to be restored from what it captures here, without what other replicas have.
 
     Raises:
         CheckpointError: When something in it cannot be stored.
@@ -109,7 +114,7 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
     if not isinstance(state.optim, OuterOptimizer):
         return Snapshot(in_model_order(entries, tensors), record)
     assert optimizer is not None, "there is an optimizer"
-    tensors, parts = capture_replicas(state.optim, weights, tensors, optimizer, record.scaler)
+    tensors, parts = capture_replicas(state.optim, weights, tensors, optimizer, record.scaler, alone=alone)
     return Snapshot(in_model_order(entries, tensors), record, parts)
 
 
@@ -177,7 +182,7 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
     entries = model_entries(state.model)
     weights = updatable(entries, state.optim)
     left_out = _left_out(state, entries)
-    targets = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
+    targets = {_weights_name(name, state, record): each for name, each in weights.items() if name not in left_out}
     others = others or Others()
     _check_model(entries, record, others, left_out)
     _check_parts(state, record)
@@ -199,6 +204,25 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
         outer = plan_outer(outer_optimizer, weights, view)
         own |= outer.targets  # these replace weights that equal the global ones, which are loaded instead
     return Restoration(state, record, entries, own, optimizer, average, view, outer, averaged)
+
+
+def _weights_name(name: str, state: TrainingState, record: Record) -> str:
+    """Return the stored name of what an entry of the model is filled with: buffers have no average.
+
+    Raises:
+        CheckpointError: When averages are asked for, and there are none.
+    """
+    if not state.averaged:
+        return f"model.{name}"
+    if record.average is None:
+        raise CheckpointError(
+            "The checkpoint has no moving average of the weights",
+            expected="a checkpoint of a run with the method ema",
+            got="weights alone",
+            fix="leave eval.ema out (--set eval.ema=false)",
+        )
+    average = f"average.{name}"
+    return average if average in record.tensors else f"model.{name}"
 
 
 def _left_out(state: TrainingState, entries: ModelEntries) -> set[str]:
@@ -302,6 +326,8 @@ def capture_replicas(
     tensors: dict[str, torch.Tensor],
     record: OptimizerRecord,
     scaler: Any,
+    *,
+    alone: bool = False,
 ) -> tuple[dict[str, torch.Tensor], ReplicaParts]:
     """Divide a rank's tensors into those that are equal in all replicas and those of its own replica.
 
@@ -311,6 +337,7 @@ def capture_replicas(
         tensors: All tensors of model and inner optimizer, by the names they have without replicas.
         record: The inner optimizer's record.
         scaler: Its loss scale, in plain values.
+        alone: See :func:`capture`; what is equal in all replicas is then every replica's.
 
     Returns:
         The tensors that this rank is to write, by stored name, and their records.
@@ -326,10 +353,11 @@ def capture_replicas(
         or (name in weight_names and not shared.replicas_are_equal)
         or (name.startswith("model.") and not isinstance(tensor, nn.Parameter) and name not in weight_names)
     }
-    copies, outer = _outer_tensors(optimizer, names)
+    copies, outer = _outer_tensors(optimizer, names, alone=alone)
     # Another replica may write the global weights, so replica 0 writes its own weights in warm-up only.
     apart = set() if optimizer.in_warmup else weight_names
-    firsts = [name for name in tensors if number == 0 and not name.startswith(_STATE) and name not in apart]
+    is_writer = number == 0 or alone
+    firsts = [name for name in tensors if is_writer and not name.startswith(_STATE) and name not in apart]
     everywhere = {name: tensors[name] for name in firsts} | copies
     parts = ReplicaParts(
         number,
@@ -341,13 +369,13 @@ def capture_replicas(
 
 
 def _outer_tensors(
-    optimizer: OuterOptimizer, names: Mapping[torch.Tensor, str]
+    optimizer: OuterOptimizer, names: Mapping[torch.Tensor, str], *, alone: bool
 ) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
     """Return global weights, outer states and pseudo-gradients under way, where this rank is to write them."""
     shared = optimizer.synchronizer
     copies = {names[parameter]: copy for parameter, copy in shared.copy.of.items()}
     states, record = capture_optimizer(optimizer.outer, copies)
-    if optimizer.replicas.rank != 0 and not optimizer.policy.split:
+    if optimizer.replicas.rank != 0 and not optimizer.policy.split and not alone:
         return {}, record
     tensors = {_OUTER_STATE + name.removeprefix(_STATE): tensor for name, tensor in states.items()}
     if not optimizer.in_warmup:  # global weights are made when it ends
@@ -373,6 +401,15 @@ def completed(record: Record, parts: ReplicaParts) -> Record:
         _merge_groups(outer.optimizer, part.outer.optimizer)
     outer.replicas.extend(_joined(replicas[number]) for number in sorted(replicas))
     return dataclasses.replace(record, tensors=tensors, outer=outer)
+
+
+def completed_alone(snapshot: Snapshot, num_replicas: int) -> Record:
+    """Return the record from which one rank is restored alone: every replica is recorded as its own."""
+    parts = snapshot.replica
+    if parts is None:
+        return snapshot.record
+    outer = dataclasses.replace(parts.outer, replicas=[parts.own] * num_replicas)
+    return dataclasses.replace(snapshot.record, tensors=parts.shared, outer=outer)
 
 
 def _joined(ranks: list[ReplicaRecord]) -> ReplicaRecord:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from meshwright.methods import PipelineEngine
     from meshwright.methods.expert.balance import ExpertLoad
     from meshwright.optim import GuardedOptimizer, SpikeAction, Stages, WeightAverage
+    from meshwright.training.step_profile import StepProfile
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class Accelerated:
         self._measures_next = False
         self._saved_bytes = 0  # in device memory
         self._offloaded_bytes = 0  # copied to the host
+        self._profile: StepProfile | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optim, self.dataloader, self.loss_func, self.prepare_input, self.args))
@@ -154,18 +158,25 @@ class Accelerated:
                 fix="pass optim_func, such as torch.optim.AdamW",
                 expected="an optimizer built by optim_func",
             )
+        with contextlib.nullcontext() if self._profile is None else self._profile.step():
+            return self._step(optim, batch)
+
+    def _step(self, optim: Optimizer, batch: Any) -> StepResult:
         optim.zero_grad()
         if self._job.check_unchanged is not None:
             self._job.check_unchanged()
         with restored_buffers(self.model, self._may_skip) as restore_buffers:
             parts, shares = self._without_repeats(batch, self._parts(batch), STEP_AXES)
             loss = self._mean_loss(self._forward_backward(parts, shares))
-            grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
-            # The verdict comes before the update, which the guard then skips. The host may learn it after the update.
             is_alone = not is_outer(optim)
-            find_spike = self._judge(loss, may_be_late=is_alone)
-            update()
-            spike = find_spike() if find_spike is not None else None
+            with self._phase("optimizer"):
+                grad_norm, update = clipped_step(
+                    self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages
+                )
+                # The verdict comes before the update, which the guard then skips. The host may learn it after it.
+                find_spike = self._judge(loss, may_be_late=is_alone)
+                update()
+                spike = find_spike() if find_spike is not None else None
             skipped = self._guard is not None and self._guard.step_was_skipped
             if skipped:
                 restore_buffers()
@@ -180,6 +191,51 @@ class Accelerated:
             return None
         guard.loss = loss
         return judge_loss(loss, guard, spikes, may_be_late=may_be_late) if spikes is not None else None
+
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._profile is None else self._profile.phase(name)
+
+    @contextlib.contextmanager
+    def profile(
+        self,
+        folder: str | os.PathLike[str],
+        steps: tuple[int, int] = (3, 5),
+        *,
+        trace: bool = True,
+        memory: bool = False,
+    ) -> Iterator[StepProfile]:
+        """Profile some of the steps taken inside the ``with`` block; collective.
+
+        Each rank writes ``trace-rankN.json.gz``, which https://ui.perfetto.dev opens, with the phases of the step named
+        (``meshwright.forward``, …), and rank 0 ``summary.txt``: where the step went, predicted and measured. Phases are
+        measured in the steps before those that are traced, if there are such beside the first.
+
+        Args:
+            folder: Where they are written.
+            steps: The first and the last step to trace, counted from 1 at the beginning of the block.
+            trace: Whether to trace; without it only phases are measured.
+            memory: Write ``memory-rankN.pickle``, too: every allocation in these steps, for pytorch.org/memory_viz.
+                CUDA alone has it.
+
+        Raises:
+            ConfigError: When ``steps`` are no two numbers in order, or another profile is active.
+        """
+        from meshwright.training.step_profile import StepProfile  # late: few runs need it
+
+        if self._profile is not None:
+            raise ConfigError(
+                "The job is profiled already", expected="one profile at a time", got="a second", fix="leave the first"
+            )
+        waiting: Any = self.dataloader if hasattr(self.dataloader, "waiting") else None
+        with StepProfile(self.plan, self.device, Path(folder), steps, trace=trace, memory=memory) as self._profile:
+            if waiting is not None:
+                waiting.waiting = lambda: self._phase("data")
+            try:
+                yield self._profile
+            finally:
+                if waiting is not None:
+                    waiting.waiting = contextlib.nullcontext
+                self._profile = None
 
     def measured_step(self, batch: Any) -> tuple[StepResult, dict[str, int]]:
         """Run a :meth:`step` and measure the bytes on this rank, by the classes of ``plan.memory``.
@@ -196,14 +252,17 @@ class Accelerated:
         with abandoned_if_it_fails(self._job, self.optim):
             inputs_and_divisors, check = self._prepare(parts, shares or shares_of(parts))
             if self._job.pipeline is not None:
-                loss = self._run_pipeline(self._job.pipeline, list(inputs_and_divisors))
+                with self._phase("forward and backward"):
+                    loss = self._run_pipeline(self._job.pipeline, list(inputs_and_divisors))
                 check()
                 return loss
             total: torch.Tensor | None = None
             for index, (inputs, divisor) in enumerate(inputs_and_divisors):
                 with self._job.micro_batch(index == len(parts) - 1):
-                    loss = divided(self._forward(inputs), divisor)
-                    loss.backward()
+                    with self._phase("forward"):
+                        loss = divided(self._forward(inputs), divisor)
+                    with self._phase("backward"):
+                        loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
             assert total is not None
             check()

@@ -169,7 +169,7 @@ def _check_rows(tensors: Sequence[torch.Tensor], rows: int | None) -> None:
 def _order_of_replicas(job: Job, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[int]:
     """Return where in the group each replica is; refuse values of different shapes. Collective."""
     shapes = repr([(tuple(leaf.shape), leaf.dtype) for leaf in tensors])
-    own = torch.tensor([job.mesh_axes.replica, zlib.crc32(shapes.encode())], device=job.device)
+    own = torch.tensor([job.mesh_axes.replica, zlib.crc32(shapes.encode())]).to(job.device, non_blocking=True)
     every = own.new_empty(dist.get_world_size(group), 2)
     dist.all_gather(list(every), own, group=group)
     numbers_and_shapes = every.tolist()

@@ -20,7 +20,7 @@ from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.methods import Job
 from meshwright.methods.birth import Birth
-from meshwright.methods.job import MeshAxes, OptimizerRequests, fused_where_possible
+from meshwright.methods.job import MeshAxes, OptimizerRequests
 from meshwright.nn import check_model
 from meshwright.nn.batches import (
     batch_size_of,
@@ -34,7 +34,7 @@ from meshwright.nn.batches import (
     tensors_of,
     to_device,
 )
-from meshwright.optim import check_steps_alone
+from meshwright.optim import check_steps_alone, fused_where_possible
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, described_cluster, fitting, only_configs
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, settings as settings_in_use, world_size
 from meshwright.runtime.agreement import value_text

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import meshwright as mw
@@ -469,3 +469,42 @@ def test_a_dataloader_yields_this_ranks_share(ranks):
     assert first[2] == [[0, 2], [4, 6]]
     assert mean != other_mean, "each rank's own statistics where there is no CUDA"
     assert not broadcast
+
+
+class _CountedStream(IterableDataset):
+    """Yields the helpers' samples, and counts what is read on this rank."""
+
+    reads = 0
+
+    def __iter__(self):
+        for number in range(helpers.SAMPLES):
+            self.reads += 1
+            yield helpers.dataset()[number]
+
+
+def _boost_with_a_stream():
+    plugin, stream = TorchDDPPlugin(), _CountedStream()
+    loader = plugin.prepare_dataloader(stream, batch_size=4)
+    model, optim, _ = helpers.build()
+    _, _, _, same, _ = Booster(plugin=plugin).boost(model, optim, dataloader=loader)
+    assert same is loader
+    return stream.reads, [batch[0] for batch in same], stream.reads
+
+
+def test_one_rank_of_a_host_reads_a_stream_for_the_others(ranks):
+    before, batches, reads = zip(*ranks(2).run(_boost_with_a_stream), strict=True)
+    assert sum(reads) - sum(before) == helpers.SAMPLES
+    every = torch.stack([each for both in zip(*batches, strict=True) for each in both])
+    seen = sorted(every.flatten(0, -2).tolist())
+    assert seen == sorted(helpers.dataset().tensors[0].tolist())
+
+
+def _boost_with_a_stream_on_one_rank():
+    plugin = TorchDDPPlugin()
+    loader = plugin.prepare_dataloader(_CountedStream(), batch_size=4) if mw.rank() == 0 else None
+    model, optim, _ = helpers.build()
+    return Booster(plugin=plugin).boost(model, optim, dataloader=loader)[3] is loader
+
+
+def test_a_loader_on_one_rank_alone_is_left_as_it_is(ranks):
+    assert ranks(2).run(_boost_with_a_stream_on_one_rank) == [True, True]

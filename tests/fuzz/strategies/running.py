@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -52,6 +55,29 @@ class Reference:
     after: dict[str, torch.Tensor]
 
 
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Compute in float64, also where a model asks for float32."""
+    wide, to, build = torch.float64, torch.Tensor.to, models.build
+
+    def to_wide(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args = tuple(wide if each is torch.float32 else each for each in args)
+        kwargs = {key: wide if each is torch.float32 else each for key, each in kwargs.items()}
+        return to(tensor, *args, **kwargs)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(wide)
+    try:
+        with (
+            mock.patch.object(torch.Tensor, "to", to_wide),
+            mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+            mock.patch.object(models, "build", lambda *args: build(*args).double()),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def batches(name: str) -> list[Any]:
     rows = models.data(name)
     loader = DataLoader(rows, BATCH, sampler=DistributedSampler(rows, num_replicas=1, rank=0, seed=0))
@@ -63,8 +89,13 @@ def batches(name: str) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def reference(name: str, layers: int, optimizer: str, max_grad_norm: float | None) -> Reference:
-    """Train plainly."""
+def reference(name: str, layers: int, optimizer: str, max_grad_norm: float | None, wide: bool = False) -> Reference:
+    """Train plainly, in float64 if asked to."""
+    with in_float64() if wide else contextlib.nullcontext():
+        return _reference(name, layers, optimizer, max_grad_norm)
+
+
+def _reference(name: str, layers: int, optimizer: str, max_grad_norm: float | None) -> Reference:
     model = models.build(name, layers)
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     optim_class, args = OPTIMIZERS[optimizer]
@@ -79,6 +110,23 @@ def reference(name: str, layers: int, optimizer: str, max_grad_norm: float | Non
         optim.step()
         losses.append(loss.item())
     return Reference(losses, norms, before, {key: value.detach() for key, value in model.named_parameters()})
+
+
+def train_in_float64(case: Case) -> Trained:
+    """Train the case as :func:`train` does, in float64."""
+    with in_float64():
+        return train(case)
+
+
+def is_rounding(case: Case, ranks: list[Trained]) -> bool:
+    """Say whether the same case in float64 gives the same numbers, ten thousand times closer than they must be.
+
+    AdamW divides by the size of gradients: where these are near zero, what float32 rounds comes back as large as an
+    update, and a norm may differ by 1e-4 for no fault.
+    """
+    expected = reference(case.model, case.layers, case.optimizer, case.max_grad_norm, wide=True)
+    pairs = [*zip(ranks[0].losses, expected.losses, strict=True), *zip(ranks[0].norms, expected.norms, strict=False)]
+    return {each.refused for each in ranks} == {""} and all(abs(a / b - 1) <= LOSSES / 1e4 for a, b in pairs)
 
 
 def train(case: Case) -> Trained:

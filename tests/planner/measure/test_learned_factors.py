@@ -125,7 +125,7 @@ def test_a_described_cluster_is_that_of_the_job_or_says_what_is_not():
     found, told = described_cluster(dataclasses.replace(cluster(), calibration=elsewhere), CPU, 4, 2)
     assert (found.num_devices, found.devices_per_node) == (4, 2)
     assert "measured on Another, 64 cores" in told[0]
-    assert "calibrate --processes 4" in told[1]
+    assert "calibrate --nproc 4" in told[1]
     with pytest.raises(ConfigError, match="other devices than those that train"):
         described_cluster("h100x2", CPU, 2, 2)
 

@@ -23,7 +23,7 @@ from meshwright.compat.bmtrain.overflow import (
 )
 from meshwright.errors import CheckpointError, ConfigError, NonFiniteError
 from meshwright.optim.checks import check_dense
-from meshwright.optim.dtensors import local_tensor, multiply_
+from meshwright.optim.dtensors import by_kind, local_tensor, multiply_
 from meshwright.optim.full_state_dict import load_laid_out
 from meshwright.optim.guarded_step import GuardedOptimizer
 from meshwright.optim.outer import OuterOptimizer
@@ -281,8 +281,9 @@ class OptimManager:
         # Gradients without a known norm were unscaled when they were checked.
         ignoring = self.on_nonfinite == "ignore"
         scaled = [g for g in local_gradients(parameters) if ignoring or self._watch.is_measured(g)]
-        if self.loss_scale != 1.0 and scaled:
-            multiply_(scaled, torch.tensor(1.0 / self.loss_scale, dtype=torch.float32))
+        for kind in by_kind(scaled) if self.loss_scale != 1.0 else ():
+            # Filled on the device: a tensor of a number is made on the host, and its copy waited for.
+            multiply_(kind, torch.full((), 1.0 / self.loss_scale, dtype=torch.float32, device=kind[0].device))
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """Return the loss scale's entries, ``optimizers`` and ``lr_schedulers``, in the order they were added.

@@ -234,10 +234,14 @@ class GradientWatch:
         """
         known = [self._measured[id(gradient)] for gradient in [*plain, *to_unscale] if self.is_measured(gradient)]
         norms = {id(norm): norm for _, _, norm in known}
-        flags = [any_nonfinite([gradient for gradient in plain if not self.is_measured(gradient)])]
+        unknown = [gradient for gradient in plain if not self.is_measured(gradient)]
         fresh = [gradient for gradient in to_unscale if not self.is_measured(gradient)]
-        flags.append(unscale_and_find_nonfinite(fresh, inverse_scale))
+        # Without gradients a flag would be made on the host, and its copy to the device waited for.
+        flags = [any_nonfinite(unknown)] if unknown else []
+        flags += [unscale_and_find_nonfinite(fresh, inverse_scale)] if fresh else []
         flags += [(~torch.isfinite(norm)).float() for norm in norms.values()]
+        if not flags:
+            return torch.zeros(())
         device = next((flag.device for flag in flags if flag.device.type != "cpu"), flags[0].device)
         return torch.stack([flag.to(device) for flag in flags]).max()
 

@@ -28,12 +28,14 @@ from meshwright.compat.colossalai.boosted_optimizer import (
 from meshwright.compat.colossalai.checkpoint_io import CheckpointVerbs, with_lora
 from meshwright.compat.colossalai.optimizers import FusedLAMB
 from meshwright.compat.colossalai.plugin import Plugin
+from meshwright.data.loader import GlobalBatchLoader
 from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
 from meshwright.methods import StageOutput
 from meshwright.nn.batches import batch_size_of, micro_batches, to_device, usual_input_format
 from meshwright.nn.fsdp_units import reshard
 from meshwright.runtime import (
     GeneratorState,
+    any_rank,
     print_rank,
     same_on_every_rank,
     settings,
@@ -107,15 +109,16 @@ class Booster(CheckpointVerbs):
             model: Plain, initialised, equal on every rank.
             optimizer: Built over ``model.parameters()`` and not stepped; its groups and hyperparameters stay.
             criterion: Computes the loss from any arguments.
-            dataloader: Returned unchanged; ``plugin.prepare_dataloader`` makes one with this rank's share. If layers,
-                tokens or blocks are divided, the model is traced on the first sample of its dataset.
+            dataloader: ``plugin.prepare_dataloader`` makes one with this rank's share; one rank of a host then reads a
+                stream for the others. If layers, tokens or blocks are divided, the model is traced on the first sample
+                of its dataset.
             lr_scheduler: Built over ``optimizer``; returned unchanged, and goes on with it.
 
         Returns:
             model: The result of ``accelerate``, called as before; ``model.unwrap()`` is the model given.
             optimizer: See :class:`BoostedOptimizer`.
             criterion: Wrapped if the precision needs it, to compute the loss in fp32 or in autocast.
-            dataloader, lr_scheduler: Unchanged.
+            dataloader, lr_scheduler: The same objects.
 
         Raises:
             MeshwrightError: On every rank, when the arguments do not fit together; nothing is changed then.
@@ -155,6 +158,7 @@ class Booster(CheckpointVerbs):
         if self.plugin is not None:
             self.plugin.note_mesh(accelerated.mesh)
         boosted = self._finish_optimizer(accelerated)
+        _read_streams_once(dataloader)
         return accelerated.model, boosted, wrapped_criterion(criterion, accelerated, strategy), dataloader, lr_scheduler
 
     def _prepare(self, model: nn.Module, device: torch.device) -> list[str]:
@@ -297,6 +301,12 @@ class Booster(CheckpointVerbs):
     def _accelerated(self, model: Any) -> Accelerated:
         found = self._boosted.get(model) if isinstance(model, nn.Module) else None
         return found if found is not None else checks.refuse_unboosted(model)
+
+
+def _read_streams_once(dataloader: Any) -> None:
+    """Let one rank of each host read a stream for the others, where every rank has given a loader of ours."""
+    if not any_rank(not isinstance(dataloader, GlobalBatchLoader)):
+        dataloader.read_once_per_host()
 
 
 def _outputs_in_fp32(_: nn.Module, __: Any, output: Any) -> Any:

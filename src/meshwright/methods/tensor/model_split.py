@@ -435,10 +435,9 @@ def _with_sequence(
 ) -> Split:
     if any(layer.place for layer in split.layers):
         raise _needs_whole_tokens("adapters", "for the half of an adapter that is not split", "LoRA adapters")
-    latent = next((layer.path for layer in split.layers if layer.style.name == LATENT), None)
-    if latent is not None:
-        why = "for the projections in front of those that are split"
-        raise _needs_whole_tokens("latent attention", why, f"the projection {latent}")
+    # The attention around a latent projection gathers all tokens, and its input's gradient is summed: so are gradients
+    # of all that stays whole inside, the rotated key's among them.
+    split = replace(split, layers=tuple(layer for layer in split.layers if layer.style.name != LATENT))
     experts = next((layer.path for layer in split.layers if layer.style.name in EXPERTS), None)
     if experts is not None:
         why, found = "or experts that expert_parallel divides", f"the experts {experts}"
@@ -462,7 +461,7 @@ def _with_sequence(
 def _whole_tokens(model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None) -> Split:
     """Return the split by the user's entries and the model's own plan, else by the model's data flow."""
     if own_plan(model) or given:
-        layers = _with_heads(model, planned_layers(model, given), given)
+        layers = _with_heads(model, planned_layers(model, given, ranks), given)
         layers, remarks = _without_vocabulary(model, layers, given, ranks)
         check_layers(model, layers, ranks, proved=False)
         return Split(tuple(layers), "the plan that was given" if given else "the model's own plan", remarks=remarks)

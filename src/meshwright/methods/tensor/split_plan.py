@@ -236,13 +236,50 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     return {}
 
 
-def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool = False) -> list[PlannedLayer]:
+_LATENT_ATTENTION = {
+    "q_proj": "colwise", "q_a_proj": "", "q_a_layernorm": "", "q_b_proj": "colwise", "kv_a_proj_with_mqa": LATENT,
+    "kv_a_layernorm": "", "kv_b_proj": "colwise", "o_proj": "rowwise",
+}  # fmt: skip
+
+
+def _of_latent_attentions(model: nn.Module, own: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Return entries for latent attentions that the model's own plan leaves whole, as DeepSeek-V3's does.
+
+    An attention with parameters of its own beside the usual ones, or whose heads the axis does not divide, stays whole.
+    """
+    named = [re.compile(_regex(pattern)) for pattern in own]
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        parts = {name for name, part in module.named_children() if next(part.parameters(), None) is not None}
+        if not {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= parts <= _LATENT_ATTENTION.keys():
+            continue
+        if next(module.parameters(recurse=False), None) is not None or _heads_of_latent_attention(module) % ranks:
+            continue
+        entries = {f"{path}.{name}": style for name, style in _LATENT_ATTENTION.items() if name in parts and style}
+        if not any(pattern.fullmatch(name) for pattern in named for name in entries):
+            found |= entries
+    return found
+
+
+def _heads_of_latent_attention(module: nn.Module) -> int:
+    """Return how many heads share the latent keys and values; 1 if the module does not say it."""
+    sizes = [getattr(module, name, None) for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")]
+    expand = module.get_submodule("kv_b_proj")
+    if not all(isinstance(size, int) for size in sizes) or not is_linear(expand):
+        return 1
+    return features(expand)[1] // (sizes[0] + sizes[1])  # type: ignore[operator]
+
+
+def planned_layers(
+    model: nn.Module, given: Mapping[str, str], ranks: int, *, is_part: bool = False
+) -> list[PlannedLayer]:
     """Find the layers of a plan in a model, in the model's order; tied weights are split alike.
 
     Args:
         model: A plain module.
         given: The user's entries ``{name pattern: style}``, which override the model's own. ``*`` stands for one part
             of a name, such as a layer's number.
+        ranks: Size of the axis.
         is_part: The model lacks the parameters of other pipeline ranks: layers without any are skipped.
 
     Raises:
@@ -259,6 +296,7 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
         )
     if not is_part:
         _check_named(model, given)
+    own |= _of_latent_attentions(model, own, ranks) if own else {}
     entries = [(re.compile(_regex(pattern)), style) for pattern, style in (*given.items(), *own.items())]
     chosen, places = _chosen(model, entries, is_part)
     _check_bare_parameters(model, entries, chosen)

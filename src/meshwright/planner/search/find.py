@@ -48,7 +48,7 @@ _REMEDIES = {
     "recomputation": "shorter samples",
     "gathered": "smaller blocks",
     "optimizer": "an optimizer with less state",
-    "updating": "fused=True in optim_args, where the optimizer has such a kernel",
+    "updating": "an optimizer that updates with fused kernels (fused=True, where it has them)",
     "host": "states on disk (offload's disk)",
 }
 

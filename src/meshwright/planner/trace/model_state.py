@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import math
 from collections import Counter
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from meshwright.cost import Block, Buffer, Parameter, StateTensor, Updating
 from meshwright.errors import ConfigError
 from meshwright.nn import class_name, class_names, find_blocks
 from meshwright.optim import average_of, guard_of, local_tensor
-from meshwright.optim.guarded_step import is_outer
+from meshwright.optim.guarded_step import is_outer, use_fused
 from meshwright.optim.mixed_precision import MASTER
 from meshwright.planner.trace.aten_kernels import device_here, tensors_in
 from meshwright.planner.trace.live_tensors import storage_of
@@ -264,15 +265,26 @@ def _watched(
     optimizer = _built(optim_func, group.of([parameter]))
     ours = hasattr(optimizer, "state_forms") or type(optimizer).__module__.startswith("meshwright.")
     lists = any(each.get("foreach") for each in optimizer.param_groups)
+    # torch's fused SGD has no rule for DTensors, so it works on lists where parameters are divided.
+    only_divided = device.type == "cuda" and type(optimizer) is SGD and use_fused(optimizer)
     if ours or (device.type == "cpu" and not lists):
         return None
-    (one, alone), (many, all_of_them) = (_held(optim_func, parameter, group, device, number) for number in (1, _MANY))
+    build = functools.partial(_on_lists, optim_func) if only_divided else optim_func
+    (one, alone), (many, all_of_them) = (_held(build, parameter, group, device, number) for number in (1, _MANY))
     together = {tensor: (many[tensor] - one[tensor]) // (_MANY - 1) for tensor in many}
     apart = {tensor: many[tensor] - _MANY * count for tensor, count in together.items()}
     operators = 0 if device.type == "cpu" else (all_of_them - alone) // (_MANY - 1)
     if not many and not operators:
         return None
-    return Updating(tuple(Counter(together).elements()), tuple(Counter(apart).elements()), group.number, operators)
+    held = tuple(Counter(together).elements()), tuple(Counter(apart).elements())
+    return Updating(*held, group.number, operators, only_divided)
+
+
+def _on_lists(optim_func: Callable[[Any], Optimizer], params: list[Any]) -> Optimizer:
+    optimizer = optim_func(params)
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group["fused"], group["foreach"] = False, True
+    return optimizer
 
 
 def _held(

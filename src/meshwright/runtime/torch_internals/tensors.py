@@ -1,4 +1,4 @@
-"""Tensors and storages: wrappers without memory, versions, identity of memory, checks on the device."""
+"""Tensors and storages: wrappers without memory, versions, identity and history of memory, checks on the device."""
 
 from operator import attrgetter
 from typing import Any
@@ -13,6 +13,8 @@ __all__ = [
     "flatten_dense",
     "is_view",
     "make_wrapper",
+    "memory_snapshot",
+    "record_memory_history",
     "storage_identity",
     "unflatten_dense",
     "version_of",
@@ -44,3 +46,8 @@ storage_identity = attrgetter("_cdata")
 # ``torch._utils``.
 flatten_dense: Any = torch._C._nn.flatten_dense_tensors
 unflatten_dense: Any = torch._C._nn.unflatten_dense_tensors
+
+# Every allocation of the CUDA allocator with its place in the code, as https://pytorch.org/memory_viz draws it. torch's
+# manual documents both under these names.
+record_memory_history: Any = torch.cuda.memory._record_memory_history
+memory_snapshot: Any = torch.cuda.memory._snapshot

@@ -1,0 +1,184 @@
+"""How fast it is: steps of Llamas beside raw torch and the plan, kernels, and what a calibration finds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peers.case import LLAMA_SIZES, loss_func
+from torch import nn
+
+import meshwright as mw
+from gpu.checks import world
+from gpu.worker import Session
+from meshwright.cost.cluster import half_peak_flops_per_s
+from meshwright.methods.tokens.ring_attention import Block
+from meshwright.planner.measure.calibration import calibrate
+from meshwright.runtime import synchronize_device
+
+_TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+_BATCH = {"1B": 4, "3B": 2, "8B": 2}
+_WARM_STEPS, _STEPS, _MOST_S = 3, 20, 20.0
+_OPTIM = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
+_AMP: list[Any] = [("amp_native", "bf16")]
+_STRATEGIES: dict[str, list[Any]] = {
+    "plain": _AMP,
+    "compiled": [*_AMP, "compile"],
+    "fp8": [*_AMP, "compile", "fp8"],
+    "fsdp": [*_AMP, "fsdp"],
+    "offload": [("half", "bf16"), "checkpoint", ("offload", "optimizer")],
+}
+
+
+def llama(session: Session, size: str, variant: str) -> None:
+    """Steps of one Llama: seconds, tokens, MFU and memory, beside the plan's where there is one."""
+
+    def run(_: str) -> dict[str, Any]:
+        with world(session):
+            return _measured(session, size, variant)
+
+    session.each(["figures"], run)
+
+
+def _measured(session: Session, size: str, variant: str) -> dict[str, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    batch, seq_len = (2, 16) if session.tiny else (_BATCH[size], 2048)
+    config = LlamaConfig(**(_TINY if session.tiny else LLAMA_SIZES[size]), use_cache=False)
+    torch.manual_seed(0)
+    with session.device:
+        model = LlamaForCausalLM(config)
+    flops = _flops(model, batch, seq_len)
+    ids = torch.randint(0, config.vocab_size, (batch, seq_len)).to(session.device)
+    if variant.startswith("raw"):
+        step, plan = _raw(model, ids, variant, session), None
+    else:
+        job = mw.accelerate(
+            model, torch.optim.AdamW, loss_func=loss_func, strategy=_strategy(variant, session), optim_args=_OPTIM,
+            max_grad_norm=1.0, sample_batch=torch.zeros(batch, seq_len, dtype=torch.long),
+        )  # fmt: skip
+        step, plan = lambda: job.step(ids).loss, job.plan
+    times, loss = _times(step, session)
+    step_time_s = statistics.median(times)
+    peak_bytes = torch.cuda.max_memory_allocated(session.device)
+    peak = half_peak_flops_per_s(torch.cuda.get_device_name(session.device))
+    figures = {
+        "step_time_s": step_time_s, "tokens_per_s": batch * seq_len / step_time_s, "peak_bytes": peak_bytes,
+        "mfu": flops / step_time_s / peak if peak else None, "loss": loss, "slowest_s": max(times),
+    }  # fmt: skip
+    if plan is not None:
+        figures |= _beside(plan, step_time_s, peak_bytes)
+    return figures
+
+
+def _strategy(variant: str, session: Session) -> list[Any]:
+    """As on a GPU; on the stand-in without what it cannot do, compile and multiply in 8 bits."""
+    emulated = {"compile": ("compile", {"backend": "aot_eager"}), "fp8": ("fp8", {"emulate": True})}
+    return [emulated.get(each, each) if session.tiny else each for each in _STRATEGIES[variant]]
+
+
+def _beside(plan: Any, step_time_s: float, peak_bytes: int) -> dict[str, Any]:
+    """What the plan said, and how far off it is: above 0 it promised too much memory or time."""
+    found: dict[str, Any] = {"planned_peak_bytes": plan.memory.total}
+    if peak_bytes:
+        found["peak_off"] = plan.memory.total / peak_bytes - 1
+    if plan.forecast is not None:
+        planned_s = plan.forecast.time.step_time_s
+        found |= {"planned_step_time_s": planned_s, "time_off": planned_s / step_time_s - 1}
+    return found
+
+
+def _flops(model: nn.Module, batch: int, seq_len: int) -> float:
+    """FLOPs of forward and backward as PaLM counts them, but of attention's the half that a causal mask needs."""
+    config: Any = model.config
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    in_products = sum(each.numel() for each in model.parameters()) - looked_up
+    heads = config.num_attention_heads * config.head_dim
+    return batch * seq_len * (6.0 * in_products + 6.0 * config.num_hidden_layers * heads * seq_len)
+
+
+def _raw(model: nn.Module, ids: torch.Tensor, variant: str, session: Session) -> Callable[[], torch.Tensor]:
+    """The loop that a careful user writes: autocast over fp32 weights, or FSDP2 that gathers and reduces in bf16."""
+    sharded = variant == "raw_fsdp2"
+    if sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(session.device.type, (torch.distributed.get_world_size(),))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        for block in (*model.model.layers, model):  # type: ignore[union-attr, misc]
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    optim = torch.optim.AdamW(model.parameters(), **_OPTIM)
+
+    def step() -> torch.Tensor:
+        optim.zero_grad()
+        with torch.autocast(session.device.type, torch.bfloat16, enabled=not sharded):
+            loss = loss_func(ids, model(ids))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+        return loss.detach()
+
+    return step
+
+
+def _times(step: Callable[[], torch.Tensor], session: Session) -> tuple[list[float], float]:
+    """Seconds of every step after the first ones, and the last loss; memory is counted anew from there."""
+    for _ in range(_WARM_STEPS):
+        step()
+    synchronize_device(session.device)
+    torch.cuda.reset_peak_memory_stats(session.device)
+    times: list[float] = []
+    while len(times) < (3 if session.tiny else _STEPS) and sum(times) < _MOST_S:
+        start_s = time.perf_counter()
+        loss = step()
+        synchronize_device(session.device)
+        times.append(time.perf_counter() - start_s)
+    return times, float(loss)
+
+
+# --- Kernels, and the machine
+
+
+def attention(session: Session) -> None:
+    """Forward and backward of one block of ring attention, beside torch's own attention over the same tensors."""
+    tokens, features, dtype = (16, 8, torch.float32) if session.tiny else (4096, 128, torch.bfloat16)
+
+    def run(name: str) -> dict[str, Any]:
+        is_causal = name == "causal"
+        shape = (2, 16, tokens, features)
+        tensors = [torch.randn(shape).to(session.device, dtype) for _ in range(4)]
+
+        def ours() -> torch.Tensor:
+            block = Block(*tensors[:3], None, is_causal, None)
+            out, lse = block.forward()
+            return block.backward(tensors[3], out, lse)[0].sum()
+
+        leaves = [each.detach().clone().requires_grad_() for each in tensors[:3]]
+
+        def torchs() -> torch.Tensor:
+            out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal)
+            return torch.autograd.grad(out, leaves, tensors[3])[0].sum()
+
+        own, other = (statistics.median(_times(each, session)[0]) for each in (ours, torchs))
+        return {"ring_block_s": own, "torch_s": other, "ratio": own / other}
+
+    with session.gpu():
+        session.each(("causal", "whole"), run)
+
+
+def calibration(session: Session) -> None:
+    """What ``meshwright calibrate`` finds of this machine."""
+
+    def run(_: str) -> dict[str, Any]:
+        with world(session, on_cpu=session.tiny):
+            return dict(calibrate(scale=0.01 if session.tiny else 0.5).figures())
+
+    session.each(["figures"], run)
