@@ -94,7 +94,8 @@ def names_hooks_and_bytes():
     assert counter.frame_count == 1  # both blocks share it
     assert seen == [1]
     torch.testing.assert_close(result.loss, expected.loss, rtol=1e-6, atol=0)
-    assert measured["activations"] <= once.plan.memory.activations == kept["activations"]
+    assert measured["activations"] == pytest.approx(once.plan.memory.activations, rel=0.02)
+    assert once.plan.memory.activations <= kept["activations"]
     none = accelerated({**EAGER, "activation_budget": 0}, batch)
     result, measured = none.measured_step(batch)
     torch.testing.assert_close(result.loss, expected.loss, rtol=1e-6, atol=0)

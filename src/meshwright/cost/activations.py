@@ -269,6 +269,16 @@ class SavedTensor:
     given: Given | None = None  # part of the model's input, which lives however long it is saved
     returned_by: tuple[int, ...] = ()  # the blocks that return it, by their places
     is_handed_on: bool = False  # by the stage of a pipeline that made it, which keeps it until its backward has run
+    when_fused: Literal["", "gone", "kept"] = ""  # what compiled code makes of it; "kept": in place of what is gone
+
+    def fused(self) -> SavedTensor:
+        """Return the tensor as compiled code saves it, which computes some of what it needs again."""
+        if self.when_fused == "gone":
+            return dataclasses.replace(self, savers=(), inputs_of=())
+        if self.when_fused == "kept" and not self.savers:
+            savers = tuple(result.running for result in self.results) or tuple((each,) for each in self.inputs_of)
+            return dataclasses.replace(self, savers=savers)
+        return self
 
     def is_kept(self, recomputed: Recomputed) -> bool:
         """Return whether the tensor lives from forward to backward while these modules are recomputed."""
@@ -396,6 +406,11 @@ class Activations:
         """
         again = sum(work.flops for work in self.work if work.is_recomputed(recomputed, to_the_end=to_the_end))
         return dataclasses.replace(self, recomputed=recomputed, to_the_end=to_the_end).settled(), again
+
+    def fused(self) -> Activations:
+        """Return the activations of compiled blocks."""
+        stages = tuple(tuple(tensor.fused() for tensor in stage) for stage in self.stages)
+        return dataclasses.replace(self, stages=stages).settled()
 
     def at_once(self) -> Activations:
         """Return the activations where no schedule splits backward: all is done in the turn of the inputs."""

@@ -54,7 +54,7 @@ class Compile(Method):
     fuses_kernels: ClassVar[bool] = True
     summary: ClassVar[str] = "compiles each block with torch.compile: fewer, larger kernels"
     effect: ClassVar[str] = (
-        "time: fewer kernels, and compiling in the first step. Memory: the compiler's choice. Communication: none"
+        "time: fewer kernels, compiling in the first step. Memory: less, without what is fused. Communication: none"
     )
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         *(
@@ -121,8 +121,8 @@ class Compile(Method):
     def notices(self) -> list[str]:
         """Return a notice on what a plan cannot predict."""
         return [
-            "compile: activations are predicted as without it; what compiled code saves is its compiler's decision"
-        ] * (self.activation_budget != 0)
+            "compile: activations are predicted as without activation_budget; what it saves is the compiler's decision"
+        ] * (self.activation_budget not in (None, 0, 1))
 
     def check(self, job: Job) -> None:
         """Refuse backends that are not installed, and models without blocks."""
@@ -183,10 +183,12 @@ class Compile(Method):
     def cost(self, step: Step) -> Step:
         """Fuse what runs between products, and run backward in one part.
 
-        A budget of 0 recomputes the blocks; else the compiler's choice is unknown: what is saved without it counts.
+        A budget of 0 recomputes the blocks; else they save what lies in memory between their kernels (see
+        [Note: saves of compiled blocks] in ``planner/trace/aten_kernels.py``). The backend ``eager`` fuses nothing.
         """
         if step.activations is not None:
-            step = step.replace(activations=step.activations.at_once())
+            activations = step.activations if self.backend == "eager" else step.activations.fused()
+            step = step.replace(activations=activations.at_once())
         if not step.on_cpu:
             step = step.replace(
                 blocks=tuple(_fused(each) if self.whole or each.name != "outside" else each for each in step.blocks)

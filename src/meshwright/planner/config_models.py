@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import inspect
 import json
 import re
@@ -17,6 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.planner.model_shapes import Family, Shape
 from meshwright.planner.workload import ModuleModel, token_batch
 
 _MOST_LAYERS = 1_000  # as many as the deepest Transformers that were published (DeepNet, Wang et al. 2022)
@@ -153,6 +156,7 @@ def check_pixels(shape: tuple[int, ...]) -> None:
 _HF = "hf:"
 _BY_FUNCTION = "let functions make the model and a batch: --model MODULE:FUNCTION --sample MODULE:FUNCTION"
 _LONGEST = 2**24  # tokens of a sample
+_FAMILIES: dict[str, Family] = {"GPT2Config": "gpt", "LlamaConfig": "llama", "MixtralConfig": "mixtral"}
 _CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 _AUTO = (_CAUSAL, _MASKED, "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
 
@@ -184,7 +188,85 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
     ids = token_batch(seq)
     # ``meshwright train`` takes its own loss of next tokens, too: the model's would copy the logits in fp32.
     batch = {"input_ids": ids} if predicts_next_token(module, config) else {"input_ids": ids, "labels": ids}
-    return ModuleModel(_name(config, path), module, batch, model_input_format="unpack_dict", seq=seq)
+    shape = shape_of_config(config, seq)
+    return ModuleModel(_name(config, path), module, batch, model_input_format="unpack_dict", seq=seq, shape=shape)
+
+
+# [Note: one front end] A model by its name or dimensions is the configuration with these dimensions, built on ``meta``
+# and traced like any other: ``llama-3-8b`` and ``hf:`` its config.json are one prediction. The keys that dimensions do
+# not say (dropout, the activation) are those of transformers' class, as in a config.json that leaves them out. Formulas
+# (``family_workload.py``) find the candidates of a search, whichever way the model was named, and what is found is
+# traced. They stand in where transformers is not installed and for shapes that it has no class for; and they describe
+# runs of others, whose kernels are not ours.
+
+
+@functools.lru_cache(maxsize=8)
+def model_of_shape(name: str, shape: Shape) -> ModuleModel | None:
+    """Build the model of some dimensions on ``meta``, with a sample batch; see [Note: one front end].
+
+    Calls for the same model share it, and so its traces.
+
+    Args:
+        name: Name for reports.
+        shape: The model.
+
+    Returns:
+        The model; None where transformers is not installed, or has no class for such a model.
+    """
+    config = config_of_shape(shape)
+    if config is None:
+        return None
+    module = model_of_config(config, Path(name), on_meta=True)
+    batch = {"input_ids": token_batch(shape.seq)}
+    return ModuleModel(name, module, batch, model_input_format="unpack_dict", seq=shape.seq, shape=shape)
+
+
+def config_of_shape(shape: Shape) -> Any | None:
+    """Return the configuration of a model by its dimensions; None as for :func:`model_of_shape`."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    transformers, kv_heads = _transformers(), shape.kv_heads or shape.heads
+    outside = {"vocab_size": shape.vocab, "tie_word_embeddings": shape.is_tied, "use_cache": False}
+    if shape.family == "gpt":
+        if kv_heads != shape.heads:
+            return None
+        return transformers.GPT2Config(
+            n_layer=shape.layers,
+            n_embd=shape.hidden,
+            n_head=shape.heads,
+            n_inner=shape.ffn_width,
+            n_positions=shape.positions or shape.seq,
+            **outside,
+        )
+    inside = {
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn_width,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": shape.seq,
+    }
+    if shape.family == "llama":
+        return transformers.LlamaConfig(**inside, **outside)
+    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
+    return transformers.MixtralConfig(**inside, **experts, **outside)
+
+
+def shape_of_config(config: Any, seq: int) -> Shape | None:
+    """Return the dimensions of a configuration, with samples of ``seq`` tokens; None where they do not say it all."""
+    family = _FAMILIES.get(type(config).__name__)
+    if family is None:
+        return None
+    if family == "gpt":
+        dims = (config.n_layer, config.n_embd, config.n_head, config.vocab_size, seq)
+        return Shape("gpt", *dims, None, config.n_inner, config.tie_word_embeddings, positions=config.n_positions)
+    dims = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.vocab_size, seq)
+    inside = (config.num_key_value_heads, config.intermediate_size, config.tie_word_embeddings)
+    heads_are_wider = getattr(config, "head_dim", None) not in (None, config.hidden_size // config.num_attention_heads)
+    if heads_are_wider or getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        return None
+    experts = (config.num_local_experts, config.num_experts_per_tok) if family == "mixtral" else ()
+    return Shape(family, *dims, *inside, *experts)
 
 
 def _check_takes(module: Any, name: str) -> None:

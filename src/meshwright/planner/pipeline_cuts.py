@@ -211,6 +211,8 @@ def decide_cut(
     strategy: Strategy,
     describe: Callable[[Cut], tuple[Block, ...]],
     device_limit: int | None,
+    *,
+    must_fit: bool = True,
 ) -> Decision:
     """Cut a model by hand, or so that the slowest stage takes the least time among the cuts that fit into memory.
 
@@ -222,6 +224,8 @@ def decide_cut(
         strategy: Resolved; its ``cost`` twins predict what a rank holds.
         describe: Returns the model's blocks as plain data, for a cut.
         device_limit: Bytes that a rank may hold where the method names no limit; None: no limit.
+        must_fit: Whether to refuse a pipeline of which no cut fits, if the limit is the device's; otherwise it is cut
+            so that the fullest rank needs least.
 
     Raises:
         StrategyError: When no cut fits; it names the smallest need.
@@ -244,6 +248,8 @@ def decide_cut(
     limit = method.memory_limit or device_limit
     if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
         found = balancer.fastest(limit) if by_hand is None else None
+        if found is None and not must_fit and method.memory_limit is None:
+            return Decision(method.cut(model, pipeline.ranks, known, balancer.smallest()), gaps, notices)
         if found is None:
             raise _does_not_fit(balancer, by_hand, limit, method, step, strategy)
         bounds = found

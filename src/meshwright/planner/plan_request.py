@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, ModelError, StrategyError, readable_bytes
 from meshwright.methods import SAMPLED
-from meshwright.planner.config_models import config_path, transformers_model
+from meshwright.planner.config_models import config_path, model_of_shape, transformers_model
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.family_workload import FamilyModel
-from meshwright.planner.model_shapes import parse_family
+from meshwright.planner.model_shapes import Shape, parse_family
 from meshwright.planner.plans import Plan, PlannedModel, Subject, usable_bytes
 from meshwright.planner.search import (
     USUAL_LIMIT_S,
@@ -28,6 +28,7 @@ from meshwright.planner.search import (
     default_space,
     read_constraints,
     search,
+    search_and_trace,
     search_in_stages,
 )
 from meshwright.planner.workload import ModuleModel, Workload, token_batch
@@ -115,18 +116,7 @@ class PlanRequest:
             ModelError: When the model cannot be traced.
         """
         if self.strategy is None:
-            find = search_in_stages if isinstance(self.subject, Workload) else search
-            found = find(
-                self.subject,
-                space=default_space(self.subject),
-                objective=self.objective,  # type: ignore[arg-type]
-                excluded=self.excluded,
-                included=self.included,
-                top=self.top,
-                progress=progress,
-                reach=_REACH,
-                limit_s=self.limit_s,
-            )
+            found = self._searched(progress)
             found = dataclasses.replace(
                 found,
                 plans=tuple(map(self._in_full, found.plans)),
@@ -139,6 +129,37 @@ class PlanRequest:
             if self.included:
                 _check_included(plan, read_constraints(self.excluded, self.included))
         return found
+
+    def _searched(self, progress: Callable[[int, int], None] | None) -> Found:
+        """Search: by formulas first where the model is of a known family, else by traces."""
+        options: dict[str, Any] = {
+            "objective": self.objective,
+            "excluded": self.excluded,
+            "included": self.included,
+            "top": self.top,
+            "progress": progress,
+            "reach": _REACH,
+            "limit_s": self.limit_s,
+        }
+        if isinstance(self.model, ModuleModel) and self.model.shape is not None:
+            found = self._by_formulas(self.model, self.model.shape, options)
+            if found is not None:
+                return found
+        find = search_in_stages if isinstance(self.subject, Workload) else search
+        return find(self.subject, space=default_space(self.subject), **options)
+
+    def _by_formulas(self, model: ModuleModel, shape: Shape, options: dict[str, Any]) -> Found | None:
+        """Find plans by the formulas of the model's family, and trace them; None where none of them works."""
+        known = self.subject
+        assert isinstance(known, Workload)
+        assert known.limit_bytes is not None
+        limit, is_free = known.limit_bytes, known.limit_is_free
+
+        def search_within(within: int) -> Found:
+            outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
+            return search(outline, space=default_space(outline), **options)
+
+        return search_and_trace(search_within, known, limit, self.objective, self.top, self.limit_s)  # type: ignore[arg-type]
 
     def _in_full(self, plan: Plan) -> Plan:
         """Complete a plan with a step for every rank; in a search, one rank of a long pipeline stands for several."""
@@ -334,7 +355,8 @@ def named_model(name: str, seq: int | None, cluster: Cluster) -> PlannedModel:
     if path is not None:
         return transformers_model(path, seq, on_meta=not cluster.device.is_host)
     shape = parse_family(name)
-    return FamilyModel(name, shape if seq is None else dataclasses.replace(shape, seq=seq))
+    shape = shape if seq is None else dataclasses.replace(shape, seq=seq)
+    return model_of_shape(name, shape) or FamilyModel(name, shape)
 
 
 def _sample(seq: int | None, sample_batch: Any) -> Any:

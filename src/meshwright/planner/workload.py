@@ -1,4 +1,4 @@
-"""Predict strategies for a real module: the workload, modules to plan for, and the cluster that a job runs on.
+"""Predict strategies for a real module: the workload, and modules to plan for.
 
 Every plan for a module starts from a :class:`Workload`. It takes a strategy through resolving, tracing, the pipeline
 cut, the memory budget and the methods' ``cost`` twins, and caches whatever other strategies can use again.
@@ -6,10 +6,8 @@ cut, the memory budget and the methods' ``cost`` twins, and caches whatever othe
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import FP8, Block, Calibration, Cluster, Step, find_cluster, find_device, make_cluster, memory
+from meshwright.cost import FP8, Block, Calibration, Cluster, Step, memory
 from meshwright.errors import ConfigError, ModelError
 from meshwright.methods import (
     SAMPLED,
@@ -40,6 +38,7 @@ from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
 from meshwright.optim import check_steps_alone, fused_where_possible
 from meshwright.planner.memory_budget import Fitted, fit_budget
+from meshwright.planner.model_shapes import Shape
 from meshwright.planner.pipeline_cuts import (
     Decision,
     Pipeline,
@@ -69,7 +68,7 @@ from meshwright.planner.trace.model_state import (
     group_blocks,
 )
 from meshwright.planner.trace.tracer import Conditions, Traced, Tracer
-from meshwright.runtime import host_share_bytes, machine_name, preserved_rng
+from meshwright.runtime import preserved_rng
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations
@@ -109,6 +108,7 @@ class Workload:
         one_host: Whether all ranks share one host, if there is no cluster to tell.
         copies_input: Whether the model input is made anew from each micro-batch, also where no device needs a copy.
         limit_is_free: Whether ``limit_bytes`` is what is free, of which communicators of the mesh will take some.
+        must_fit: Whether a pipeline of which no cut fits is refused; otherwise it is planned as it is, too large.
     """
 
     model: nn.Module
@@ -127,6 +127,7 @@ class Workload:
     one_host: bool = True
     copies_input: bool = False
     limit_is_free: bool = False
+    must_fit: bool = True
 
     @property
     def half_dtype(self) -> str:
@@ -150,11 +151,7 @@ class Workload:
             return known._plan(resolved, num_micro_batches or self.num_micro_batches)
 
     def num_replicas(self, strategy: Strategy) -> int:
-        """Return the number of ranks, or groups of ranks, that take samples of their own under a strategy.
-
-        Raises:
-            StrategyError: When its methods do not fit together or do not fit the world.
-        """
+        """Return the number of ranks, or groups of ranks, that take samples of their own under a strategy."""
         return _replicas(self._resolved(strategy))
 
     def _resolved(self, strategy: Strategy) -> Resolved:
@@ -179,6 +176,7 @@ class Workload:
         limit_is_free: bool | None = None,
     ) -> Workload:
         """Return the workload on another cluster of the same kind of device; it shares all traces of the model."""
+        _ = self._findings, self._probe, self._tracer  # made now, so that both have them
         world = self.world if cluster is None else cluster.num_devices
         is_free = self.limit_is_free if limit_is_free is None else limit_is_free
         other = replace(
@@ -288,7 +286,7 @@ class Workload:
 
         limit = self.limit_bytes if self.device.type == "cuda" else None
         flow = self._flow(pipeline, conditions.split)
-        return decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit)
+        return decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit, must_fit=self.must_fit)
 
     def _check_units(self, resolved: Resolved) -> None:
         """Refuse a model that the sharding method would refuse."""
@@ -405,8 +403,7 @@ def _token_parts(resolved: Resolved) -> int:
 
 
 def _replicas(resolved: Resolved) -> int:
-    sizes = dict(resolved.axes)
-    return math.prod(sizes.get(axis, 1) for axis in SAMPLED)
+    return math.prod(size for axis, size in resolved.axes if axis in SAMPLED)
 
 
 def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
@@ -443,6 +440,7 @@ class ModuleModel:
         model_input_format: See ``accelerate``.
         optim_func: Builds the optimizer from parameters; torch's own with fused kernels on GPUs, as in a run.
         seq: Tokens per sample, if it has any.
+        shape: Its dimensions, if it is of a known family: a search then finds candidates by formulas.
     """
 
     name: str
@@ -452,6 +450,7 @@ class ModuleModel:
     model_input_format: str | None = None
     optim_func: Callable[[Any], Optimizer] | None = torch.optim.AdamW
     seq: int | None = None
+    shape: Shape | None = None
 
     def describe(self) -> dict[str, Any]:
         """See :class:`~meshwright.planner.plans.PlannedModel`."""
@@ -462,10 +461,10 @@ class ModuleModel:
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None, limit_is_free: bool = False) -> Subject:
         """See :class:`~meshwright.planner.plans.PlannedModel`. The module is traced once for CPUs and once for GPUs."""
         is_free = limit_bytes is None or limit_is_free  # otherwise it is for tensors alone
-        limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
-        if cluster.device.is_host not in self._traced:
-            self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
-        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes, is_free)
+        limit_bytes, on_host = limit_bytes or usable_bytes(cluster.device), cluster.device.is_host
+        if on_host not in self._traced:
+            self._traced[on_host] = self._workload(cluster, samples, limit_bytes)
+        return self._traced[on_host].elsewhere(cluster, samples, limit_bytes, is_free)
 
     @functools.cached_property
     def _traced(self) -> dict[bool, Workload]:
@@ -488,6 +487,7 @@ class ModuleModel:
             zero_level=_FSDP,
             limit_bytes=limit_bytes,
             cluster=cluster,
+            must_fit=False,
         )
 
     def _check_trains(self) -> None:
@@ -528,71 +528,3 @@ def _usual_loss(inputs: Any, output: Any) -> Any:
 def token_batch(seq: int) -> torch.Tensor:
     """Return two samples of token ids, ``[2, seq]``: zeros, since a pass without data reads no values."""
     return torch.zeros(2, seq, dtype=torch.long)
-
-
-# --- The cluster that a job runs on, found on its devices or described by the caller
-
-
-def cluster_at_hand(device: torch.device, world: int, local_world: int) -> Cluster | None:
-    """Return the cluster of a job, with the usual links of its devices and the free host memory.
-
-    The result is None for CPUs and unknown devices.
-
-    Args:
-        device: Device of this rank; all ranks are assumed to have one like it.
-        world: Number of ranks.
-        local_world: Number of ranks on this node.
-    """
-    if device.type != "cuda":
-        return None
-    try:
-        known = make_cluster(torch.cuda.get_device_name(device), world, max(local_world, 1))
-    except ConfigError:
-        return None
-    return dataclasses.replace(known, host_memory_bytes=host_share_bytes(local_world))
-
-
-def described_cluster(
-    given: str | os.PathLike[str] | Cluster, device: torch.device, world: int, local_world: int
-) -> tuple[Cluster, tuple[str, ...]]:
-    """Return a described cluster with the job's ranks, and a sentence on every figure that may be wrong here.
-
-    Args:
-        given: A cluster, a preset's name, or a file such as ``meshwright calibrate`` writes.
-        device: Device of this rank.
-        world: Number of ranks.
-        local_world: Number of ranks on this node.
-
-    Raises:
-        ConfigError: For a file that cannot be used, and for one that describes other devices.
-    """
-    known = given if isinstance(given, Cluster) else find_cluster(os.fspath(given))
-    here = machine_name(device)
-    on_host = device.type == "cpu"
-    others = not on_host and _preset(known.device.name) not in (None, _preset(here))
-    if others or known.device.is_host != on_host:
-        raise ConfigError(
-            "cluster describes other devices than those that train",
-            expected=f"the one at hand, {here}",
-            got=known.device.name,
-            fix="name a file that meshwright calibrate has written here, or leave cluster out",
-        )
-    doubts, measured = [], known.calibration
-    if measured is not None and measured.machine not in (None, here):
-        doubts.append(f"cluster was measured on {measured.machine}, and this is {here}: seconds are that one's")
-    if measured is not None and on_host and known.num_devices != world:
-        doubts.append(
-            f"cluster was measured with {known.num_devices} ranks, and these are {world}: ranks share the cores of a "
-            f"CPU, so measure it with meshwright calibrate --nproc {world}"
-        )
-    known = dataclasses.replace(known, num_devices=world, devices_per_node=max(local_world, 1))
-    if device.type == "cuda":
-        known = dataclasses.replace(known, host_memory_bytes=host_share_bytes(local_world))
-    return known, tuple(doubts)
-
-
-def _preset(name: str) -> str | None:
-    try:
-        return find_device(name).name
-    except ConfigError:
-        return None

@@ -25,7 +25,7 @@ from meshwright.cost import Instant, Transient, outermost_instants
 from meshwright.cost.activations import PRODUCTS
 from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results, kept_now, operator_name
 from meshwright.nn import is_compiled, outside_compiled
-from meshwright.planner.trace.aten_kernels import FakeDispatchMode, tensors_in
+from meshwright.planner.trace.aten_kernels import FakeDispatchMode, Fate, Fusion, tensors_in
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
 from meshwright.runtime.torch_internals.tensors import storage_identity
 
@@ -75,6 +75,8 @@ class SavedTensors:
     runs: Counter[nn.Module] = field(default_factory=Counter)  # module -> how often it ran
     results: dict[int, Result] = field(default_factory=dict)  # storage -> who made it, where operators are recorded
     work: list[Call] = field(default_factory=list)  # calls of operators in order, where they are recorded
+    fates: dict[int, Fate] = field(default_factory=dict)  # storage -> see there
+    fusion: Fusion = field(default_factory=Fusion)
     running: list[nn.Module] = field(default_factory=list)  # the modules that run now, outermost first
     place: int = -1  # where in the list of blocks
     complete: bool = False  # whether forward has run: what runs again in backward saves nothing more
@@ -96,7 +98,8 @@ class SavedTensors:
         return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
 
     def note_needed(self) -> None:
-        """Note of every call how many of the modules around it save something after it, once forward has run."""
+        """Note of every call how many modules around it save something after it, and what compiled blocks save."""
+        self.fates = self.fusion.fates(self.sizes.keys() - self.weights - self.given.keys())
         last: dict[nn.Module, int] = {}  # the number of the last tensor saved while it ran
         for position, stack in enumerate(self.log):
             last.update(dict.fromkeys(stack, position))
@@ -241,6 +244,7 @@ class _Recorder:
             made.places.add(place)
             made.returned_by.add(place)
             self.saved.met.append(_reference(tensor))
+            self.saved.fusion.in_memory.add(key)
 
     def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, whose result a recomputed module may keep."""
@@ -264,6 +268,8 @@ class _Recorder:
         call = Call(name, tuple(self._stack), position, flops, saved.place, turns=turns)
         if flops:
             saved.work.append(call)
+        if 0 <= saved.place < len(self._index):
+            self._note_fused(name, (args, kwargs), result, is_alone=bool(flops))
         if can_keep(operator, args, kwargs):
             for key, size in map(storage_of, tensors_in(result)):
                 made = saved.results.setdefault(key, Result(size))
@@ -271,6 +277,12 @@ class _Recorder:
                 made.places.add(saved.place)
                 saved.met.extend(map(_reference, tensors_in(result)))
         return result
+
+    def _note_fused(self, name: str, given: Any, result: Any, *, is_alone: bool) -> None:
+        saved, made = self.saved, [*tensors_in(result)]
+        saved.met.extend(map(_reference, made))
+        read = {storage_of(each)[0] for each in tensors_in(given)} - saved.weights
+        saved.fusion.note(name, read, [storage_of(each)[0] for each in made], saved.place, is_alone=is_alone)
 
 
 class _Operators(TorchDispatchMode):

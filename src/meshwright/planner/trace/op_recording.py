@@ -429,7 +429,7 @@ def model_ops(model: nn.Module, ops: Ops) -> ModelOps:
 # --- Saved tensors and work as plain data.
 
 _Key = tuple[
-    tuple[Running, ...], tuple[int, ...], tuple[OperatorResult, ...], tuple[int, ...], int, str, tuple[int, ...]
+    tuple[Running, ...], tuple[int, ...], tuple[OperatorResult, ...], tuple[int, ...], int, str, tuple[int, ...], str
 ]
 """What equal saved tensors share."""
 
@@ -481,9 +481,10 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
             min(saved.places.get(storage) or places[storage]),
             saved.given.get(storage),
             tuple(sorted(saved.results[storage].returned_by)) if storage in saved.results else (),
+            when_fused=saved.fates.get(storage, ""),
         )
-        how, ends = tensor.given or "", tensor.returned_by
-        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from, how, ends)
+        how, ends, fate = tensor.given or "", tensor.returned_by, tensor.when_fused
+        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from, how, ends, fate)
         more = found[key].num_bytes if key in found else 0
         found[key] = dataclasses.replace(tensor, num_bytes=size + more)
     return tuple(found[key] for key in sorted(found))  # two runs that save the same are equal

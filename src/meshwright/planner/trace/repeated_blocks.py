@@ -220,6 +220,7 @@ class _Continued:
             places={storage: self._at(found) for storage, found in saved.places.items()},
             run_at={module: self._at(found) for module, found in saved.run_at.items()},
             inputs={m: {} if m in self._number else dict(taken) for m, taken in saved.inputs.items()},
+            fates=dict(saved.fates),
             results={
                 storage: dataclasses.replace(made, places=self._at(made.places), returned_by=self._at(made.returned_by))
                 for storage, made in saved.results.items()
@@ -309,6 +310,8 @@ class _Continued:
         if stacks:
             self.saved.savers[key] = [self._move(stack, shift) for stack in stacks]
             self.saved.places[key] = self._at(self._old.places[old], shift)
+        if old in self._old.fates:
+            self.saved.fates[key] = self._old.fates[old]
         if old in self._old.results:
             made = self._old.results[old]
             calls = [self._later(call, shift) for call in made.calls]

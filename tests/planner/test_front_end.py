@@ -1,0 +1,114 @@
+"""One front end: a model by its name or dimensions, and by a config that says the same, are one prediction."""
+
+import functools
+
+import pytest
+
+from meshwright.cost import find_cluster
+from meshwright.errors import MeshwrightError
+from meshwright.planner import PlanRequest, parse_family
+from meshwright.planner.config_models import config_of_shape, shape_of_config
+from meshwright.planner.family_workload import FamilyModel
+from meshwright.planner.plan_request import named_model
+from meshwright.strategy import Strategy
+
+pytest.importorskip("transformers")
+
+CLUSTER, BATCH, MICRO_BATCHES = find_cluster("h100x8"), 32, 4
+WITHIN = 0.01
+MODELS = {
+    "llama": "llama:layers=8,hidden=512,heads=8,kv_heads=4,ffn=1408,vocab=8192,seq=512",
+    "gpt": "gpt:layers=8,hidden=512,heads=8,vocab=8192,seq=512",
+}
+
+
+def mesh(**axes):
+    return ("parallel_mode", {"axes": list(axes.items())})
+
+
+HALF, SPLIT = ("amp_native", "bf16"), ("tensor_parallel", {"sequence": True})
+STRATEGIES = {
+    "data": [mesh(data=8), HALF],
+    "zero1": [mesh(zero=8), "zero1", HALF],
+    "zero2": [mesh(zero=8), "zero2", HALF],
+    "fsdp": [mesh(zero=8), "fsdp", HALF],
+    "half": [mesh(zero=8), "fsdp", ("half", "bf16")],
+    "hybrid": [mesh(zero=4, data=2), "fsdp", HALF],
+    "checkpoint": [mesh(zero=8), "fsdp", HALF, "checkpoint"],
+    "selective": [mesh(zero=8), "fsdp", HALF, ("checkpoint", {"policy": "selective"})],
+    "compile": [mesh(zero=8), "fsdp", HALF, "compile"],
+    "fp8": [mesh(zero=8), "fsdp", HALF, "fp8"],
+    "tensor": [mesh(tensor=2, zero=4), "tensor_parallel", "fsdp", HALF],
+    "tensor_tokens": [mesh(tensor=2, zero=4), SPLIT, "fsdp", HALF],
+    "1f1b": [mesh(zero=4, pipeline=2), "pipeline_parallel", "zero1", HALF],
+    "interleaved": [mesh(zero=4, pipeline=2), ("pipeline_parallel", {"schedule": "interleaved"}), "zero1", HALF],
+    "zbv": [mesh(zero=4, pipeline=2), ("pipeline_parallel", {"schedule": "zbv"}), "zero1", HALF],
+    "sequence": [mesh(sequence=2, zero=4), "sequence_parallel", "fsdp", HALF],
+    "context": [mesh(context=2, zero=4), "context_parallel", "fsdp", HALF],
+    "offload": [mesh(zero=8), "fsdp", HALF, ("offload", "optimizer")],
+    "offload_activations": [mesh(zero=8), "fsdp", HALF, ("offload", "activation")],
+    "three_axes": [mesh(tensor=2, zero=2, pipeline=2), SPLIT, "pipeline_parallel", "zero1", HALF],
+}
+SHORT = ("llama-compile", "gpt-zero1")
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory):
+    """The same model through both doors."""
+
+    @functools.cache
+    def of(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        config_of_shape(parse_family(MODELS[kind])).save_pretrained(folder)
+        return [named_model(text, None, CLUSTER) for text in (MODELS[kind], f"hf:{folder}")]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if f"{kind}-{name}" in SHORT else pytest.mark.long)
+        for kind in MODELS
+        for name in STRATEGIES
+    ],
+)
+def test_a_name_and_a_config_are_one_prediction(kind, name, doors):
+    def predicted(model):
+        request = PlanRequest(
+            model, CLUSTER, BATCH, strategy=Strategy(STRATEGIES[name]), num_micro_batches=MICRO_BATCHES
+        )
+        try:
+            (plan,) = request.found().plans
+        except MeshwrightError as error:
+            return error.what, None
+        return plan.forecast.time.step_time_s, plan.needed_bytes
+
+    named, configured = map(predicted, doors(kind))
+    if named[1] is None:
+        assert configured == named  # refused for the same reason
+    else:
+        assert configured == pytest.approx(named, rel=WITHIN)
+
+
+def test_a_config_has_the_dimensions_of_its_name():
+    for text in (*MODELS.values(), "llama-3-1b", "mixtral-8x7b", "gpt2"):
+        shape = parse_family(text)
+        assert shape_of_config(config_of_shape(shape), shape.seq).num_parameters == shape.num_parameters
+
+
+@pytest.mark.long
+def test_a_search_finds_by_formulas_and_shows_what_traces_say(doors):
+    named, configured = doors("llama")
+    first, second = (PlanRequest(each, CLUSTER, 64).found().plans for each in (named, configured))
+    assert [str(plan.strategy) for plan in first] == [str(plan.strategy) for plan in second]
+    best = first[0]
+    again = PlanRequest(named, CLUSTER, 64, strategy=best.strategy, num_micro_batches=best.step.num_micro_batches)
+    (alone,) = again.found().plans
+    assert alone.forecast.time.step_time_s == pytest.approx(best.forecast.time.step_time_s, rel=1e-6)
+    assert alone.needed_bytes == best.needed_bytes
+
+
+def test_without_transformers_formulas_stand_in(monkeypatch):
+    monkeypatch.setattr("meshwright.planner.config_models.config_of_shape", lambda shape: None)
+    assert isinstance(named_model("llama:layers=2,hidden=64,heads=4,vocab=99,seq=8", None, CLUSTER), FamilyModel)

@@ -1,0 +1,55 @@
+"""What compiled blocks save for backward: measured, beside what a pass without data says of them."""
+
+import contextlib
+
+import pytest
+import torch
+
+from meshwright.nn import compile_forward, find_blocks
+from meshwright.planner.trace.aten_kernels import Fusion
+from meshwright.planner.trace.fake_pass import Pass
+from meshwright.planner.trace.live_tensors import record_saved
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=128, n_head=4, vocab_size=96, n_positions=64, use_cache=False, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def forward(model, ids):
+    return model(input_ids=ids).logits.float().logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("make", [llama, pytest.param(gpt2, marks=pytest.mark.long)])
+def test_compiled_blocks_save_what_is_predicted_of_them(make):
+    model, ids = make(), torch.zeros(4, 64, dtype=torch.long)
+    found = Pass(model, ids, forward).predict().activations
+    compile_forward([block for _, block in find_blocks(model)], contextlib.nullcontext, backend="aot_eager")
+    with record_saved(model) as measured:
+        forward(model, ids)
+    assert found.fused().saved_bytes == pytest.approx(measured.bytes, rel=0.005)  # less a number per row of each norm
+    assert found.fused().saved_bytes < 0.8 * found.saved_bytes
+
+
+def test_what_fused_kernels_make_is_computed_again_from_what_lies_in_memory():
+    fusion = Fusion()
+    fusion.note("aten.mm", [1, 2], [3], 0, is_alone=True)
+    fusion.note("aten.silu", [3], [4], 0, is_alone=False)
+    fusion.note("aten.mul", [4, 3], [5], 0, is_alone=False)
+    fusion.note("aten.native_dropout", [5], [6, 7], 0, is_alone=False)
+    fusion.note("aten.mm", [6], [8], 0, is_alone=True)
+    assert fusion.fates([4, 5, 6, 7]) == {4: "gone", 5: "gone", 3: "kept"}
+    assert fusion.fates([3, 6, 7]) == {}
