@@ -111,9 +111,7 @@ def measure(turns: int, batches: int, workers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack():
         folder = Path(scratch)
         cached = token_cache(find_files("stdlib", folder), ByteTokenizer(), folder / "cache")
-        readers = {
-            name: read(cached, folder, workers) for name, (read, _) in READERS.items() if name not in absent
-        }
+        readers = {name: read(cached, folder, workers) for name, (read, _) in READERS.items() if name not in absent}
         for batches_of in readers.values():
             speed(batches_of, 2)
         for _ in range(turns):
