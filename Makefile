@@ -15,7 +15,7 @@ TORCH_oldest := 2.11.0
 TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint bench docs dist parity faults fuzz fuzz-strategies oldest newest gpu clean help
+.PHONY: run test lint bench goodput docs dist parity faults fuzz fuzz-strategies oldest newest gpu clean help
 
 help:
 	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
@@ -28,6 +28,7 @@ help:
 	@echo "make oldest  all tests with the oldest torch that is supported, in an environment of its own (several GB)"
 	@echo "make newest  the same with the newest torch that has been tried"
 	@echo "make bench   beside DDP, FSDP2, DeepSpeed, Accelerate and Fabric; then overhead and optimizers"
+	@echo "make goodput training under failures, 2 and 4 ranks, beside checkpoints alone and torchrun; about 40 minutes"
 	@echo "make gpu     on a machine with GPUs: whether all is right there and how fast, GPU_MINUTES=10; goes on where it stopped"
 	@echo "make docs    the manual, into site/: open site/index.html, or SERVE=1 serves it while pages are edited"
 	@echo "make dist    a wheel and a source archive in dist/, installed and run in an empty environment"
@@ -91,6 +92,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/clip.py
 	$(BIN)/python benchmarks/optimizers.py
+
+goodput: $(READY)
+	$(BIN)/python benchmarks/goodput.py --out benchmarks/goodput.json
 
 # Where torch and what the package needs are installed, nothing is downloaded: such machines may have no network.
 gpu:

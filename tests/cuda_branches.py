@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -96,12 +97,70 @@ def recorded() -> set[str]:
     return set(RECORD.read_text().split())
 
 
+# --- The cases that the stand-in plays: those of the tests of waits, and those of ``make gpu``
+
+
+def train(methods: list[str], ports: tuple[int, int]) -> set[str]:
+    """Train with methods, one after the other, on these ranks."""
+    from tests.methods.pair_runs import Case
+    from tests.training.test_host_reads import train_and_count
+
+    with noted() as found:
+        train_and_count([Case((method,)) for method in methods], ports)
+    return found
+
+
+def update(ports: tuple[int, int]) -> set[str]:
+    """Train with every optimizer, and through a manager."""
+    from tests.training.test_host_reads import OPTIMIZERS, managed_steps, optimizers_and_counts
+
+    with noted() as found:
+        managed_steps(ports)
+        optimizers_and_counts(list(OPTIMIZERS), ports)
+    return found
+
+
+def check(folder: str) -> set[str]:
+    """Run the cases of ``make gpu`` that need one rank."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gpu.worker import Session
+
+    from gpu import checks, figures
+
+    session = Session(Path(folder) / "lines", True)
+    with noted() as found:
+        for function in (checks.decisions, checks.attention, checks.fp8_kernels, checks.offload, checks.checkpoint):
+            function(session)
+        for variant in ("raw_fsdp2", "fsdp", "fp8", "offload"):
+            figures.llama(session, "1B", variant)
+    return found
+
+
+def everything(methods: list[str] | None = None) -> set[str]:
+    """The functions that all cases come to, or those with a few methods alone."""
+    from tests import cuda_branches as this  # by its name, for other processes
+    from tests.methods.pair_runs import ROWS
+    from tests.pool import Pool, free_port
+
+    found: set[str] = set()
+    two = Pool(2, timeout_s=600.0)
+    for method in methods or ROWS:
+        found = found.union(*two.run(this.train, [method], (free_port(), free_port())))
+        print(method, len(found), flush=True)
+    two.stop()
+    if methods is None:
+        one = Pool(1, timeout_s=600.0)
+        found |= one.run(this.update, (free_port(), free_port()))[0]
+        one.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            found |= check(folder)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="run the cases, and write the record")
     if parser.parse_args().write:
-        from tests.cuda_branch_runs import everything
-
         RECORD.write_text("\n".join(sorted(everything() & branches())) + "\n")
     known = recorded() if RECORD.exists() else set()
     for each in sorted(branches()):

@@ -43,6 +43,7 @@ INTERNALS = "runtime/torch_internals/"
 NOT_OF_TORCH = {
     "_replace", "_exit", "_current_frames", "_lru_cache_wrapper", "_attn_implementation", "_model_mapping",
     "_grouped_linear", "_apply_gate", "_set_signature_columns_if_needed", "_get_dataloader",
+    "_get_eval_sampler",
 }  # fmt: skip
 JOURNEYS = ("accelerate(fsdp) to the first step", "one step", "a peak predicted", "a checkpoint saved")
 _BEGIN, _END = "<!-- journeys -->", "<!-- end of journeys -->"

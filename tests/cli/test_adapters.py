@@ -113,3 +113,93 @@ def test_adapters_need_a_rank_targets_and_modules(ranks, folder):
         ranks(1).run(train, folder, "absent", 1, 'adapter.targets=["absent"]')
     named = ["plan", "--model", "llama-3-8b", "--cluster", "a100-40x2", "--global-batch", "4", "--lora", "r=4"]
     assert "hf:PATH" in CliRunner().invoke(app, named).stderr
+
+
+FORMS = {"dora": "adapter.dora=true", "four bits": "adapter.bits=4", "rslora": "adapter.rank_stabilized=true"}
+LAYOUTS = {"data": "parallel_mode", "zero2": "zero2", "fsdp": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("dora", "fsdp"),
+        ("four bits", "fsdp"),
+        pytest.param("four bits", "data", marks=pytest.mark.long),
+        pytest.param("four bits", "zero2", marks=pytest.mark.long),
+        pytest.param("dora", "data", marks=pytest.mark.long),
+        pytest.param("rslora", "fsdp", marks=pytest.mark.long),
+    ],
+)
+def test_other_adapters_train_as_one_process_does_on_any_layout(ranks, folder, form, layout):
+    if form == "four bits":
+        pytest.importorskip("bitsandbytes")
+    name, changes = f"{form}-{layout}".replace(" ", "-"), (FORMS[form], 'run.resume="auto"')
+    ranks(1).run(train, folder, f"{form}-one", 6, *changes)
+    ranks(2).run(train, folder, name, 3, *changes, f'strategy.methods="{LAYOUTS[layout]}"')
+    ranks(2).run(train, folder, name, 6, *changes, f'strategy.methods="{LAYOUTS[layout]}"')
+    assert losses(folder / name) == pytest.approx(losses(folder / f"{form}-one"), rel=1e-5)
+    assert losses(folder / name)[-1] < losses(folder / name)[0]
+    if (form, layout) == ("dora", "fsdp"):
+        words = ["checkpoint", "export", str(folder / name), str(folder / "dora-merged"), "--merged"]
+        assert CliRunner().invoke(app, words).exit_code == 0
+        whole = AutoModelForCausalLM.from_pretrained(folder / "dora-merged")
+        (found, *_) = ranks(2).run(evaluated, folder, name, (), "fsdp")
+        assert test_finetune._alone(whole, folder) == pytest.approx(found["sources"]["val"]["loss"], rel=1e-5)
+    assert losses(folder / name)[2] != pytest.approx(losses(folder / "one")[2], rel=1e-6)
+
+
+def bytes_of_four_bits(folder, strategy):
+    """What a step in 4 bits is predicted to hold, and holds; the reference: the same values, kept as they are."""
+    from meshwright import accelerate
+    from meshwright.cli.adapters import FourBitLinear, dequantized, with_adapters
+
+    ids = torch.arange(64).reshape(4, 16) % 250
+    found = []
+    for is_packed in (True, False):
+        torch.manual_seed(5)
+        base = AutoModelForCausalLM.from_pretrained(folder / "model")
+        model = with_adapters(base, AdapterTable(r=4, bits=4))
+        if not is_packed:
+            for module in list(model.modules()):
+                for key, child in list(module.named_children()):
+                    if isinstance(child, FourBitLinear):
+                        sizes = child.out_features, child.in_features, child.num_scales
+                        plain = torch.nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
+                        plain.weight = torch.nn.Parameter(dequantized(child.weight, sizes, torch.float32), False)
+                        setattr(module, key, plain)
+        job = accelerate(
+            model, torch.optim.AdamW, [{"input_ids": row, "labels": row} for row in ids], strategy=strategy,
+            optim_args={"lr": 1e-2}, model_input_format="unpack_dict", dataloader_args={"batch_size": 4},
+        )  # fmt: skip
+        batch = next(iter(job.dataloader))
+        result, measured = job.measured_step(batch)
+        found.append(
+            ([float(result.loss), *(float(job.step(batch).loss) for _ in range(4))], job.plan.memory, measured)
+        )
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["parallel_mode", "fsdp"])
+def test_a_base_in_four_bits_computes_with_its_rounded_values_and_is_predicted(ranks, folder, strategy):
+    pytest.importorskip("bitsandbytes")
+    for packed, plain in ranks(2).run(bytes_of_four_bits, folder, [strategy]):
+        assert packed[0] == pytest.approx(plain[0], rel=1e-5)
+        for name in ("parameters", "gradients", "optimizer"):
+            assert getattr(packed[1], name) == packed[2][name], name
+        assert packed[1].parameters < 0.65 * plain[1].parameters  # the embedding and the head stay
+        assert packed[1].activations == pytest.approx(packed[2]["activations"], rel=0.03)
+
+
+def test_forms_of_adapters_that_do_not_go_together_are_refused(ranks, folder):
+    with pytest.raises(ConfigError, match="dora or bits, not both"):
+        parse_config({"model": {"source": "hf:x"}, "adapter": {"r": 3, "dora": True, "bits": 4}}, "x.toml")
+    with pytest.raises(ConfigError, match="Input should be 4"):
+        parse_lora("r=3,bits=8")
+    assert parse_lora("r=3,bits=4,dora=false") == AdapterTable(r=3, bits=4)
+    with pytest.raises(RemoteFailure, match=r"base that is whole when it is built.*model\.weights"):
+        ranks(1).run(train, folder, "none", 2, "adapter.bits=4", f'model.weights="{folder / "one"}"')
+    pytest.importorskip("bitsandbytes")
+    tensor = 'strategy.methods="parallel_mode(tensor=2) + tensor_parallel"'
+    for form in ("adapter.bits=4", "adapter.dora=true"):
+        with pytest.raises(RemoteFailure, match="cannot be split"):
+            ranks(2).run(train, folder, "none", 2, form, tensor, "adapter.modules_to_save=[]")

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.cli.run_failures import RunFailures, read_failures, teller
 from meshwright.cli.run_report import goodput, page
-from meshwright.runtime.restarts import HUNG, Failure
+from meshwright.runtime.launch import HUNG, Failure
 
 RECORDS = [
     {"step": step, "time_s": 100.0 + step + (5 if step > 3 else 0), "step_time_s": 1.0, "loss": 1 / step}

@@ -65,6 +65,13 @@ def train(rank: int, size: int, port: int, directory: Path, steps: int, faults: 
     os._exit(0)
 
 
+def _as_rank(program: Callable[..., None], *given: Any) -> None:
+    from meshwright.runtime.launch import end_with_parent
+
+    end_with_parent()  # which ends with pytest, whatever ends that
+    program(*given)
+
+
 class World:
     """Ranks that run ``program(rank, size, port, …)``."""
 
@@ -73,7 +80,7 @@ class World:
         context.set_forkserver_preload(["tests.preload"])
         everywhere = (size, free_port(), *given)
         self.ranks: list[BaseProcess] = [
-            context.Process(target=program, args=(rank, *everywhere)) for rank in range(size)
+            context.Process(target=_as_rank, args=(program, rank, *everywhere)) for rank in range(size)
         ]
         for process in self.ranks:
             process.start()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.runtime import restarts
+from meshwright.runtime import launch as restarts
 from tests.cli.helpers import ROOT, environment
 
 PROGRAM = """
@@ -30,7 +30,7 @@ if attempt == "0":
 
 LAUNCHER = """
 import sys
-from meshwright.runtime.restarts import launch_restarting
+from meshwright.runtime.launch import launch_restarting
 
 if __name__ == "__main__":
     tell = lambda failure: print("told", failure.attempt, failure.rank, failure.status, failure.signal_name, flush=True)
@@ -95,6 +95,31 @@ def test_a_launcher_that_is_killed_leaves_nothing_behind(tmp_path):
     os.kill(pids[1], signal.SIGSTOP)
     launcher.kill()
     launcher.wait()
+    _wait_until(lambda: not any(map(_is_running, [server, *pids])), 10.0)
+
+
+POOL = """
+import os, sys, time
+from tests.pool import Pool
+
+if __name__ == "__main__":
+    pool = Pool(2)
+    print(*pool.run(os.getpid), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux alone")
+def test_paused_workers_and_their_server_end_with_the_tests(tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    given = {**environment(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    tests = subprocess.Popen([sys.executable, str(tmp_path / "pool.py")], env=given, stdout=subprocess.PIPE, text=True)
+    pids = [int(each) for each in tests.stdout.readline().split()]
+    assert len(pids) == 2
+    server = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    tests.kill()
+    tests.wait()
     _wait_until(lambda: not any(map(_is_running, [server, *pids])), 10.0)
 
 

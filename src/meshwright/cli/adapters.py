@@ -1,4 +1,4 @@
-"""Put adapters of peft around a model, record them with the run, and merge them into the weights of their base."""
+"""Put adapters of peft around a model, over a base in 4 bits if asked; record and merge them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from meshwright.cli.train_config import AdapterTable
@@ -40,6 +41,8 @@ def with_adapters(model: nn.Module, table: AdapterTable, where: str = "[adapter]
     if table.r is None:
         return model
     peft = _peft(where)
+    if table.bits is not None:
+        in_four_bits(model, table.modules_to_save, where)
     config = peft.LoraConfig(
         r=table.r,
         lora_alpha=2 * table.r if table.alpha is None else table.alpha,
@@ -47,6 +50,7 @@ def with_adapters(model: nn.Module, table: AdapterTable, where: str = "[adapter]
         target_modules=table.targets if isinstance(table.targets, str) else list(table.targets),
         modules_to_save=list(table.modules_to_save) or None,
         use_rslora=table.rank_stabilized,
+        use_dora=table.dora,
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     )
     try:
@@ -75,7 +79,7 @@ def _peft(where: str) -> Any:
     return peft
 
 
-_KEYS = ("r", "alpha", "dropout", "targets", "modules_to_save", "rank_stabilized")
+_KEYS = ("r", "alpha", "dropout", "targets", "modules_to_save", "rank_stabilized", "dora", "bits")
 
 
 def parse_lora(text: str) -> AdapterTable:
@@ -95,15 +99,18 @@ def parse_lora(text: str) -> AdapterTable:
             raise _not_lora(text, f"{part.strip()!r}") from None
     if not isinstance(found.get("r"), int) or found["r"] < 1:
         raise _not_lora(text, "no r of 1 or more")
-    return AdapterTable(**found)
+    try:
+        return AdapterTable(**found)
+    except ValidationError as error:
+        raise _not_lora(text, str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
 
 
 def _value(key: str, value: str) -> Any:
-    if key == "r":
+    if key in ("r", "bits"):
         return int(value)
     if key in ("alpha", "dropout"):
         return float(value)
-    if key == "rank_stabilized":
+    if key in ("rank_stabilized", "dora"):
         return {"true": True, "false": False}[value] if value in ("true", "false") else float("no boolean")
     return value if value == "all-linear" else value.split("+")
 
@@ -115,6 +122,97 @@ def _not_lora(text: str, got: str) -> ConfigError:
         got=got,
         fix="correct it",
     )
+
+
+# --- Bases in 4 bits (QLoRA, Dettmers et al. 2023)
+
+_BLOCK = 64  # values that share a scale
+_SCALE_BYTES = 4
+
+
+class FourBitLinear(nn.Linear):
+    """A frozen linear layer whose weights are kept in NF4, and computed when the layer runs, forward and backward.
+
+    ``weight`` holds the fp32 scales and then the codes as bytes: methods shard, gather and count it like any frozen
+    parameter. bitsandbytes' kernels are used on every device that it supports, the CPU among them.
+
+    Args:
+        linear: The layer to take the place of, on ``meta`` or with values.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        weight = linear.weight.detach()
+        self.num_scales = -(-weight.numel() // _BLOCK)
+        if weight.is_meta:
+            packed = weight.new_empty(self.num_scales * _SCALE_BYTES + -(-weight.numel() // 2), dtype=torch.uint8)
+        else:
+            codes, scales = torch.ops.bitsandbytes.quantize_4bit(weight.contiguous(), _BLOCK, "nf4", torch.uint8)
+            packed = torch.cat([scales.float().view(torch.uint8).flatten(), codes.flatten()])
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.train(linear.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, in the type of its input or of autocast."""
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        sizes = self.out_features, self.in_features, self.num_scales
+        product: torch.Tensor = _FourBitProduct.apply(input, self.weight, sizes)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+    def extra_repr(self) -> str:
+        """Return sizes and type for ``print(model)``."""
+        return f"{super().extra_repr()}, nf4"
+
+
+def dequantized(packed: torch.Tensor, sizes: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Return the weights (out · in) that a :class:`FourBitLinear` keeps as bytes."""
+    rows, columns, num_scales = sizes
+    scales = packed[: num_scales * _SCALE_BYTES].view(torch.float32)
+    codes = packed[num_scales * _SCALE_BYTES :]
+    found: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, scales, _BLOCK, "nf4", [rows, columns], dtype)
+    return found
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """Multiply by weights that are computed again in backward: saved are their bytes alone."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, packed: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.sizes = sizes
+        return nn.functional.linear(input, dequantized(packed, sizes, input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grads[0] @ dequantized(packed, ctx.sizes, grads[0].dtype), None, None
+
+
+def in_four_bits(model: nn.Module, kept: Sequence[str], where: str) -> None:
+    """Replace the linear layers of a model, but its head and those whose names end in ``kept``, by 4-bit ones.
+
+    Raises:
+        ConfigError: When bitsandbytes is not installed.
+    """
+    try:
+        import bitsandbytes  # noqa: F401 - registers its operators
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: bits = 4 needs bitsandbytes, which is not installed",
+            expected="an importable package 'bitsandbytes'",
+            got=str(error),
+            fix="pip install bitsandbytes, or leave bits out",
+        ) from error
+    of_transformers: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = of_transformers()
+    for path, module in list(model.named_modules()):
+        for name, child in list(module.named_children()):
+            is_kept = any(f"{path}.{name}".endswith(f".{each}") or name == each for each in kept)
+            if type(child) is nn.Linear and child is not head and not is_kept:
+                setattr(module, name, FourBitLinear(child))
 
 
 # --- What the run directory records of them, for ``meshwright checkpoint export``

@@ -348,8 +348,7 @@ def _train(options: Options) -> int:
     from meshwright.cli.run_files import default_run_dir
     from meshwright.cli.train_loop import train
     from meshwright.cli.train_options import number_of_processes, prepare
-    from meshwright.runtime.launch import inside_launcher, stay_on_this_machine
-    from meshwright.runtime.restarts import launch_restarting
+    from meshwright.runtime.launch import inside_launcher, launch_restarting, stay_on_this_machine
 
     if inside_launcher():
         _leave_interrupts_to_the_launcher()

@@ -19,8 +19,7 @@ from typing import Any
 from meshwright.cli.run_files import FAILURES, append_line
 from meshwright.errors import CheckpointError, NonFiniteError
 from meshwright.runtime import print_rank, rank
-from meshwright.runtime.launch import restart_count, restarts_left
-from meshwright.runtime.restarts import HUNG, NOT_FINITE, Failure
+from meshwright.runtime.launch import HUNG, NOT_FINITE, Failure, restart_count, restarts_left
 
 _STACKS_S = 0.5  # for the rank at fault to show where it is
 _FEW = 3  # steps whose median is the usual time
@@ -70,7 +69,7 @@ def teller(run_dir: Path) -> Callable[[Failure], None]:
 
 
 class RunFailures:
-    """What a rank does about failures of its run.
+    """Failures of a run, as one rank sees and writes them.
 
     Args:
         run_dir: The run's directory.

@@ -105,8 +105,10 @@ def write_whole(
 # adapters.json      the config and names of adapters of peft, for the same
 # .lock              locked by the run that writes here; names its host and process
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS, ANOMALIES, EVAL, BEST, NORMS, PROFILE, FAILURES = (
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "plan.txt", "model_config.json", "adapters.json",
+)  # fmt: skip
+ANOMALIES, EVAL, BEST, NORMS, PROFILE, FAILURES = (
     "anomalies.jsonl", "eval.jsonl", "best", "norms.jsonl", "profile", "failures.jsonl",
 )  # fmt: skip
 _RUNS = Path("runs")

@@ -277,6 +277,9 @@ def accelerate_trained(prepared: Prepared, data: Loaded | None, sample_batch: An
 def _model(prepared: Prepared, weights: Path | None) -> nn.Module:
     """Build the model without memory, or whole where its code needs values; collective."""
     build = functools.partial(prepared.model.build, prepared.corpus.vocab_size, prepared.corpus.seq_len)
+    if prepared.model.needs_values:
+        with same_on_every_rank():
+            return build()
     model, problem = _without_memory(build, allow_lacking=weights is not None)
     if any_rank(model is None):  # also an error of the user's own, which the ordinary build tells
         with same_on_every_rank():

@@ -72,7 +72,7 @@ class ModelTable(Table):
 
 
 class AdapterTable(Table):
-    """LoRA adapters of peft around the model, which stays frozen; without r there are none."""
+    """Adapters of peft around the model (LoRA, DoRA, QLoRA), which stays frozen; without r there are none."""
 
     r: _Count | None = Field(default=None, description="rank of the adapters")
     alpha: Annotated[float, Field(gt=0)] | None = Field(
@@ -85,7 +85,28 @@ class AdapterTable(Table):
         "'all-linear' (but the head)",
     )
     modules_to_save: list[str] = Field(default=[], description="further modules that are trained whole, such as a head")
-    rank_stabilized: bool = Field(default=False, description="weight by alpha / sqrt(r) instead")
+    rank_stabilized: bool = Field(default=False, description="weight by alpha / sqrt(r) instead (rsLoRA)")
+    dora: bool = Field(
+        default=False,
+        description="train the magnitudes of the adapted weights, too (DoRA): every rank builds the whole base, since "
+        "they begin with the base's; not with tensor_parallel",
+    )
+    bits: Literal[4] | None = Field(
+        default=None,
+        description="keep the linear layers of the base in 4 bits, NF4 of bitsandbytes (QLoRA), but the head and "
+        "modules_to_save: every rank builds the whole base; under data, zero1, zero2 and fsdp; default: as they are",
+    )
+
+    @property
+    def needs_values(self) -> bool:
+        """Return whether the adapters follow from the values of their base, which must be whole then."""
+        return self.r is not None and (self.dora or self.bits is not None)
+
+    @model_validator(mode="after")
+    def _one_change_of_weights(self) -> Self:
+        if self.dora and self.bits is not None:
+            raise ValueError("dora or bits, not both: magnitudes need the base's values in every step")
+        return self
 
     @model_validator(mode="after")
     def _has_a_rank(self) -> Self:
@@ -273,7 +294,7 @@ class OptimizerTable(Table):
 
 
 class ProfileTable(Table):
-    """What is profiled, in the folder ``profile`` of the run directory."""
+    """The steps that are profiled, in the folder ``profile`` of the run directory."""
 
     steps: Annotated[list[_Count], Field(min_length=2, max_length=2)] = Field(
         description="the first and the last step that are traced"

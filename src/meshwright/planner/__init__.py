@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         Plan as Plan,
         PlannedModel as PlannedModel,
         Subject as Subject,
+        cluster_at_hand as cluster_at_hand,
+        described_cluster as described_cluster,
         forecast as forecast,
         plan_table as plan_table,
     )
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from meshwright.planner.workload import (
         ModuleModel as ModuleModel,
         Workload as Workload,
-        cluster_at_hand as cluster_at_hand,
-        described_cluster as described_cluster,
     )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

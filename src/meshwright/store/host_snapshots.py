@@ -190,7 +190,7 @@ class HostSnapshots:
         record = completed_alone(found, replicas)
         tensors = {name: local_tensor(tensor.detach()) for name, tensor in found.tensors.items()}
         tensors |= {_RANDOM + name: tensor for name, tensor in generator_tensors().items()}
-        about = {"rank": rank(), "step": state.step, **self._identity(state), "record": record.to_json()}
+        about = {"rank": rank(), "step": state.step, **self._identity(state), "record": record}
         return tensors, about
 
     def _identity(self, state: TrainingState) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class HostSnapshots:
         """Complete a snapshot, and bring it to the neighbour; beside training."""
         try:
             if file is not None:
-                file.finish(about)
+                file.finish({**about, "record": about["record"].to_json(indent=None)})
                 self._steps[file.path] = about["step"]
         except OSError as error:
             self._no_room(about["step"], error)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
@@ -121,6 +122,14 @@ def _check_kind(path: str, module: nn.Module, name: str) -> None:
             expected=f"a torch.nn.{wanted.__name__}",
             got=type(module).__name__,
             fix=f"leave it and the layers that feed it whole with plan={{{path!r}: 'replicate'}}",
+        )
+    weight = getattr(getattr(module, "base_layer", module), "weight", None)
+    if name in LINEAR and isinstance(weight, torch.Tensor) and not weight.is_floating_point():
+        raise ModelError(
+            f"tensor_parallel: {path} cannot be split, for its weights are packed",
+            expected="weights of floating point, rows by columns",
+            got=f"{weight.dtype} of shape {tuple(weight.shape)}",
+            fix="use data, zero1, zero2 or fsdp, or load the model without quantization (leave adapter.bits out)",
         )
     if isinstance(module, nn.Embedding) and name in EMBEDDING:
         odd = [key for key in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(module, key)]

@@ -50,7 +50,7 @@ class Presence:
         self.counts = (
             torch.full((len(present),), float(present[0]), device=device)
             if all_alike
-            else torch.tensor(present, dtype=torch.float32).to(device)
+            else torch.tensor(present, dtype=torch.float32).to(device, non_blocking=True)
         )
         """Shape ``(number of parameters,)``: 1 or 0 of this rank, then the sums over ranks."""
         self._copied: torch.cuda.Event | None = None

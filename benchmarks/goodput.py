@@ -1,0 +1,328 @@
+"""Measure goodput under failures: snapshots in host memory, checkpoints alone, and torchrun with torch's checkpoints.
+
+    python benchmarks/goodput.py                                            about 40 minutes
+    python benchmarks/goodput.py --seconds 60 --every-s 20 --ranks 2        about five minutes
+
+Each way trains the same model on CPU ranks for the same time, under the same failures at the same moments, in turns.
+The kinds are drawn by shares after the interruptions that the Llama 3 report lists (most of them hardware that ends a
+process), rounded, with rare kinds raised to 2 %. A step sleeps for most of its time, as a rank of a large model waits
+for its device, so that ranks do not fight for cores. Goodput is the number of distinct steps, times the time of a step
+without failures, snapshots and checkpoints, divided by the time that passed from the first step to the end.
+
+A hang is found after ``HANG_S`` in all ways: by the watch, or by the limit of the process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+Fault = tuple[float, str, int]
+Steps = dict[int, tuple[float, float]]
+
+SHARES = {"kill": 0.70, "error": 0.12, "hang": 0.10, "nan": 0.02, "slow": 0.02, "disk": 0.02, "corrupt": 0.02}
+HANG_S, SLOW_S, PAUSE_S, SAVE_EVERY = 5.0, 2.0, 0.1, 50
+DIM, LAYERS, BATCH = 256, 4, 8
+WAYS = ("snapshots", "checkpoints", "torchrun + DCP")
+ROOT = Path(__file__).parents[1]
+
+CONFIG = f"""
+[model]
+source = "goodput:model"
+
+[data]
+source = "goodput:data"
+
+[optimizer]
+lr = 1e-3
+
+[run]
+steps = 1000000
+batch_size = {BATCH}
+device = "cpu"
+trackers = []
+checkpoint_every = {SAVE_EVERY}
+background_checkpoints = true
+hang_limit_s = {HANG_S}
+callbacks = ["goodput:Faults"]
+"""
+
+
+# --- What all ways train, and what strikes them
+
+
+def model() -> Any:
+    """Return the model, whose loss is a part of its output."""
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [torch.nn.Linear(DIM, DIM) for _ in range(LAYERS)]
+            self.layers = torch.nn.Sequential(*(part for each in layers for part in (each, torch.nn.Tanh())))
+            self.spoiled = False
+
+        def forward(self, x: Any) -> dict[str, Any]:
+            if torch.is_grad_enabled() and not x.is_meta and type(x) is torch.Tensor:
+                time.sleep(PAUSE_S)
+            out = (self.layers(x) - x.sin()).square().mean()
+            spoiled, self.spoiled = self.spoiled, False
+            return {"loss": out * float("nan") if spoiled else out}
+
+    return Net()
+
+
+def data(seed: int = 0) -> Any:
+    """Return the samples."""
+    import torch
+
+    class Samples(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 4096
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"x": torch.randn(DIM, generator=torch.Generator().manual_seed(index + seed))}
+
+    return Samples()
+
+
+class Faults:
+    """Strikes this rank at the moments of ``faults.json``, once each."""
+
+    def __init__(self, job: Any = None, net: Any = None) -> None:
+        self.net = net if net is not None else job.model
+        self.rank, self.limit = int(os.environ["RANK"]), resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.folder = Path(os.environ["GOODPUT_FOLDER"])
+        self.faults = json.loads((self.folder / "faults.json").read_text())
+
+    def on_step(self, step: int, result: Any = None) -> None:
+        """Strike if it is time to."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limit)
+        begun = self.folder / "begun"
+        if self.rank == 0 and not begun.exists():
+            begun.touch()
+        passed_s = time.time() - begun.stat().st_mtime if begun.exists() else 0.0
+        for number, (at_s, kind, rank) in enumerate(self.faults):
+            mark = self.folder / f"struck-{number}"
+            if rank == self.rank and passed_s >= at_s and not mark.exists():
+                mark.touch()
+                self.strike(kind)
+
+    def strike(self, kind: str) -> None:
+        """Do it."""
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "error":
+            raise RuntimeError("a bad day")
+        elif kind == "hang":
+            time.sleep(1e6)
+        elif kind == "slow":
+            time.sleep(SLOW_S)
+        elif kind == "nan":
+            next(each for each in self.net.modules() if hasattr(each, "spoiled")).spoiled = True
+        elif kind == "disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, self.limit[1]))
+        elif kind == "corrupt":
+            _flip_in_newest(self.folder / "out")
+
+
+def _flip_in_newest(folder: Path) -> None:
+    """Flip a bit of the newest checkpoint, and of this rank's snapshots."""
+    files = [path for path in folder.rglob("*") if path.suffix in (".safetensors", ".distcp")]
+    with contextlib.suppress(OSError):
+        token = (folder / ".snapshots").read_text()
+        place = Path("/dev/shm", f"meshwright-snapshots-{token}", f"rank-{int(os.environ['RANK']):05d}")
+        files += place.glob(f"of-{int(os.environ['RANK']):05d}-*")
+    for path in files:
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            file.seek(max(path.stat().st_size // 2, 0))
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+# --- Plain torchrun, DDP and torch.distributed.checkpoint, as its tutorials have it
+
+
+def worker() -> None:
+    """Train as one rank of torchrun."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_S))
+    rank, size, folder = dist.get_rank(), dist.get_world_size(), Path(os.environ["GOODPUT_FOLDER"])
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    net = torch.nn.parallel.DistributedDataParallel(model())
+    optim = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    faults, samples, step = Faults(net=net), data(), 0
+    for path in sorted((folder / "out").glob("step-*"), reverse=True):
+        weights, states = get_state_dict(net, optim)
+        try:
+            dcp.load({"model": weights, "optim": states}, checkpoint_id=path)
+        except Exception:  # unfinished, or damaged
+            continue
+        set_state_dict(net, optim, model_state_dict=weights, optim_state_dict=states)
+        step = int(path.name.removeprefix("step-"))
+        break
+    share = BATCH // size
+    with (folder / "steps").open("a", buffering=1) as log:
+        while True:
+            began_s = time.perf_counter()
+            first = step * BATCH + rank * share
+            x = torch.stack([samples[(first + i) % len(samples)]["x"] for i in range(share)])
+            loss = net(x)["loss"]
+            optim.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            if not bool(torch.isfinite(norm)):
+                raise RuntimeError("nan")  # which starts all ranks again
+            optim.step()
+            step += 1
+            if rank == 0:
+                log.write(f"{step} {time.time()} {time.perf_counter() - began_s}\n")
+            faults.on_step(step)
+            if "GOODPUT_ALONE" not in os.environ and step % SAVE_EVERY == 0:
+                weights, states = get_state_dict(net, optim)
+                dcp.save({"model": weights, "optim": states}, checkpoint_id=folder / "out" / f"step-{step:08d}")
+
+
+# --- One run of one way
+
+
+def run(
+    way: str, ranks: int, seconds: float, faults: list[Fault], *, alone: bool = False
+) -> tuple[float, Steps, int, Path]:
+    """Return the seconds of a run since its first step, its steps, how many failures have struck, and its folder."""
+    folder = Path(tempfile.mkdtemp(prefix="goodput-"))
+    (folder / "out").mkdir()
+    (folder / "faults.json").write_text(json.dumps(faults))
+    given = {**os.environ, "GOODPUT_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    given |= {"GOODPUT_ALONE": "1"} if alone else {}
+    if way == WAYS[2]:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+            "--max-restarts=1000", "--monitor-interval=0.1", __file__, "--worker",
+        ]  # fmt: skip
+    else:
+        (folder / "goodput.py").write_text(Path(__file__).read_text())
+        (folder / "goodput.toml").write_text(CONFIG)
+        changes = ["run.snapshot.every=1"] if way == WAYS[0] and not alone else []
+        changes += ["run.checkpoint_every=1000000"] if alone else []
+        command = [
+            sys.executable, "-m", "meshwright", "train", str(folder / "goodput.toml"), "--nproc", str(ranks), "--out",
+            str(folder / "out"), "--max-restarts", "1000", *(word for change in changes for word in ("--set", change)),
+        ]  # fmt: skip
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen(command, env=given, stdout=said, stderr=said, start_new_session=True)
+        while not (folder / "begun").exists():
+            time.sleep(0.05)
+        time.sleep(seconds)
+        passed_s = time.time() - (folder / "begun").stat().st_mtime
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return passed_s, steps_of(folder, way), len(list(folder.glob("struck-*"))), folder
+
+
+def steps_of(folder: Path, way: str) -> Steps:
+    """Return the steps that rank 0 has written down, the last time that each was taken."""
+    if way == WAYS[2]:
+        lines = [line.split() for line in (folder / "steps").read_text().splitlines()]
+        found = {int(step): (float(at), float(taken)) for step, at, taken in (line for line in lines if len(line) == 3)}
+    else:
+        records = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+        found = {each["step"]: (each["time_s"], each["step_time_s"]) for each in records}
+    last = max(found, key=lambda step: found[step][0])
+    return {step: each for step, each in found.items() if step <= last}
+
+
+def drawn(seconds: float, every_s: float, ranks: int, seed: int) -> list[Fault]:
+    """Return failures: when, what, and on which rank."""
+    rng, at_s = random.Random(seed), 0.0
+    found: list[Fault] = []
+    while (at_s := at_s + rng.expovariate(1 / every_s)) < seconds:
+        kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
+        found.append((at_s, kind, rng.randrange(ranks)))
+    return found
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row per way and number of ranks."""
+    rows = []
+    for ranks in options.ranks:
+        ideal = {}
+        for way in WAYS[1:]:
+            _, steps, _, _ = run(way, ranks, options.warm_s, [], alone=True)
+            ideal[way] = statistics.median(taken for _, taken in steps.values())
+        ideal[WAYS[0]] = ideal[WAYS[1]]
+        results: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
+        for number in range(options.rounds):
+            faults = drawn(options.seconds, options.every_s, ranks, 100 * ranks + number)
+            for way in WAYS:
+                passed_s, steps, struck, folder = run(way, ranks, options.seconds, faults)
+                results[way].append(((len(steps) - 1) * ideal[way] / passed_s, struck, len(faults)))
+                share = results[way][-1][0]
+                print(f"{ranks} ranks, {way}: {len(steps)} steps in {passed_s:.0f} s, goodput {share:.3f}, "
+                      f"{struck} of {len(faults)} failures ({folder})", flush=True)  # fmt: skip
+        for way, found in results.items():
+            rows.append({
+                "ranks": ranks, "way": way, "goodput": statistics.mean(share for share, _, _ in found),
+                "failures": sum(struck for _, struck, _ in found), "step_s": ideal[way],
+            })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Measure, and write a table, figures as JSON and a plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=300.0, help="of each run, under failures")
+    parser.add_argument("--every-s", type=float, default=60.0, help="mean time between two failures")
+    parser.add_argument("--warm-s", type=float, default=15.0, help="of each run without failures")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--out", type=Path, default=None, help="JSON of the rows; a plot beside it as SVG")
+    options = parser.parse_args()
+    if options.worker:
+        worker()
+        return
+    rows = measure(options)
+    print("\n| ranks | way | goodput | failures | seconds of a step |\n|---|---|---|---|---|")
+    for row in rows:
+        print(f"| {row['ranks']} | {row['way']} | {row['goodput']:.3f} | {row['failures']} | {row['step_s']:.3f} |")
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        options.out.with_suffix(".svg").write_text(plot(rows))
+
+
+def plot(rows: list[dict[str, Any]]) -> str:
+    """Return bars of goodput as SVG."""
+    parts, height = [], 26
+    for number, row in enumerate(rows):
+        y, width = 8 + number * height, 420 * min(row["goodput"], 1.0)
+        parts.append(f'<rect x="200" y="{y}" width="{width:.0f}" height="18" fill="#1f6feb"/>')
+        parts.append(f'<text x="192" y="{y + 14}" text-anchor="end">{row["ranks"]} ranks, {row["way"]}</text>')
+        parts.append(f'<text x="{206 + width:.0f}" y="{y + 14}">{row["goodput"]:.3f}</text>')
+    size = f'viewBox="0 0 700 {16 + len(rows) * height}"'
+    font = 'font-family="sans-serif" font-size="13"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{"".join(parts)}</svg>'
+
+
+if __name__ == "__main__":
+    main()
