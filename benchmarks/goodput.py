@@ -33,7 +33,7 @@ Fault = tuple[float, str, int]
 Steps = dict[int, tuple[float, float]]
 
 SHARES = {"kill": 0.70, "error": 0.12, "hang": 0.10, "nan": 0.02, "slow": 0.02, "disk": 0.02, "corrupt": 0.02}
-HANG_S, SLOW_S, PAUSE_S, SAVE_EVERY = 5.0, 2.0, 0.1, 50
+HANG_S, SLOW_S, PAUSE_S, SAVE_EVERY, MEET_S = 5.0, 2.0, 0.1, 50, 60.0
 DIM, LAYERS, BATCH = 256, 4, 8
 WAYS = ("snapshots", "checkpoints", "torchrun + DCP")
 ROOT = Path(__file__).parents[1]
@@ -165,11 +165,13 @@ def worker() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=MEET_S))  # ranks begin unevenly
     rank, size, folder = dist.get_rank(), dist.get_world_size(), Path(os.environ["GOODPUT_FOLDER"])
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    net = torch.nn.parallel.DistributedDataParallel(model())
+    net = torch.nn.parallel.DistributedDataParallel(
+        model(), process_group=dist.new_group(timeout=timedelta(seconds=HANG_S))
+    )
     optim = torch.optim.AdamW(net.parameters(), lr=1e-3)
     faults, samples, step = Faults(net=net), data(), 0
     for path in sorted((folder / "out").glob("step-*"), reverse=True):
