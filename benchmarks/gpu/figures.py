@@ -144,6 +144,34 @@ def _times(step: Callable[[], torch.Tensor], session: Session) -> tuple[list[flo
     return times, float(loss)
 
 
+_EXPERTS = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 8}
+_METHODS: dict[str, list[Any]] = {"transformers": _AMP, "ours": [*_AMP, ("module_replace", ["experts"])]}
+
+
+def experts(session: Session) -> None:
+    """Steps of a mixture of Qwen3's shape in bf16: transformers' grouped products beside ours."""
+    from experts import QUICK, SEQ_LEN, VOCAB, build, loss_of
+
+    samples = 2 if session.tiny else 32
+
+    def run(name: str) -> dict[str, Any]:
+        with world(session):
+            with session.device:
+                model = build(QUICK if session.tiny else _EXPERTS, "grouped_mm")
+            ids = torch.randint(0, VOCAB, (samples, SEQ_LEN))
+            job = mw.accelerate(
+                model, torch.optim.AdamW, loss_func=loss_of, strategy=_METHODS[name], optim_args=_OPTIM,
+                model_input_format="unpack_dict", sample_batch=ids,
+                prepare_input=lambda ids, device: {"input_ids": ids.to(device)},
+            )  # fmt: skip
+            times, loss = _times(lambda: job.step(ids).loss, session)
+            peak_bytes = torch.cuda.max_memory_allocated(session.device)
+        return {"step_time_s": statistics.median(times), "peak_bytes": peak_bytes, "loss": loss}
+
+    # transformers' grouped products ask for a histogram that torch has on GPUs alone.
+    session.each(("ours",) if session.tiny else _METHODS, run)
+
+
 # --- Kernels, and the machine
 
 

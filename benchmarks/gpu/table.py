@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_WORDS = {"case", "dtype", "optimizer", "sizes", "variant", "name"}  # keys of what a row is about, and not of a figure
 _UNITS = {"_bytes": (2**30, "GiB"), "_s": (1e-3, "ms")}
 
 
@@ -26,8 +27,9 @@ def markdown(document: dict[str, Any]) -> str:
     lines += ["", "| figures | |", "|---|---|"]
     for name, case in cases.items():
         for item, told in case["items"].items() if case["part"] == "fast" else ():
-            what = ", ".join(_shown(told["figures"])) if told["ok"] else told["why"]
-            lines.append(f"| `{name}`{'' if item == 'figures' else f' {item}'} | {_cell(what)} |")
+            whose = f"`{name}`{'' if item == 'figures' else f' {item}'}"
+            rows = _rows(told["figures"]) if told["ok"] else [("", told["why"])]
+            lines += [f"| {whose}{_cell(words)} | {_cell(what)} |" for words, what in rows]
     missing = {name: case for name, case in cases.items() if case["state"] not in ("ok", "failed")}
     lines += ["", *(f"- `{name}`: {case['state']}, {case['why']}" for name, case in missing.items())]
     return "\n".join(lines) + "\n"
@@ -37,23 +39,24 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _shown(figures: dict[str, Any], before: str = "") -> list[str]:
-    """Flatten figures to ``name value`` with units; lists of cases are told by what their words say."""
-    found: list[str] = []
+def _rows(figures: dict[str, Any], words: str = "") -> list[tuple[str, str]]:
+    """Return a row of all numbers, and one for each entry of a list of cases, which is told by its words."""
+    own: list[str] = []
+    below: list[tuple[str, str]] = []
     for key, value in figures.items():
         if isinstance(value, dict):
-            found += _shown(value, f"{before}{key} ")
-        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-            for each in value:
-                words = " ".join(str(word) for word in each.values() if isinstance(word, str))
-                found += _shown({k: v for k, v in each.items() if not isinstance(v, str)}, f"{before}{words} ")
-        elif not isinstance(value, list):
-            found.append(f"{before}{_named(key, value)}")
-    return found
+            below += _rows(value, f"{words} {key}")
+        elif isinstance(value, list):
+            below += [row for each in value if isinstance(each, dict) for row in _rows(each, words)]
+        elif isinstance(value, str) and key in _WORDS:
+            words = f"{words} {value}"
+        else:
+            own.append(_named(key, value))
+    return [*([(words, ", ".join(own))] if own else []), *below]
 
 
 def _named(key: str, value: Any) -> str:
     for ending, (unit, name) in _UNITS.items():
-        if key.endswith(ending) and isinstance(value, int | float):
+        if key.endswith(ending) and not key.endswith("_per_s") and isinstance(value, int | float):
             return f"{key.removesuffix(ending).replace('_', ' ')} {value / unit:.4g} {name}"
     return f"{key.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else f"{key.replace('_', ' ')} {value}"

@@ -10,18 +10,21 @@ as in ``cases.py``.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.cost import make_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.planner.family_workload import FamilyModel
-from meshwright.planner.plans import CONTEXT_BYTES, Plan
+from meshwright.planner.plan_request import HEADROOM
+from meshwright.planner.plans import CONTEXT_BYTES, Plan, usable_bytes
 from meshwright.strategy import Strategy
 from published_runs.cases import Case, NotCovered, RankMemory, case_of
 from published_runs.conventions import OTHER
 from published_runs.strategies import PER_OP, ZERO, dtype_of, recompute_of, says_uncompiled, virtual_stages_of
 from published_runs.table_rows import Row
 
+_SHARE = "a share of the blocks"  # as many as memory asks for: what a user of ours takes where a policy keeps too much
 _RECIPES = {"row": "rowwise", "mx": "mxfp8", "tensor": "tensorwise"}
 
 
@@ -45,14 +48,28 @@ def user_plan(row: Row) -> UserPlan:
         raise NotCovered("no method of ours has products in 4 bits")
     assumed: list[str] = []
     candidates = recompute_of(row, OTHER, assumed)
+    if PER_OP in candidates:
+        behind = candidates.index(PER_OP) + 1
+        candidates = (*candidates[:behind], _SHARE, *candidates[behind:])
     try:
-        plans = (_planned(case, recomputed) for recomputed in candidates)
-        first = next(plans)
-        plan = first if first.fits else next((each for each in plans if each.fits), first)
+        plan = _first_that_fits(case, candidates)
     except MeshwrightError as error:
         raise NotCovered(str(error).split("\n")[0]) from error
     case = dataclasses.replace(case, strategy=plan.strategy, assumed=(*case.assumed, *assumed))
     return UserPlan(case, plan, _memory_of(case, plan))
+
+
+def _first_that_fits(case: Case, candidates: Sequence[str]) -> Plan:
+    """Return the plan of the first of these recomputations that fits, or of the first of all."""
+    first = _planned(case, candidates[0])
+    for recomputed in candidates[1:] if not first.fits else ():
+        try:
+            plan = _planned(case, recomputed)
+        except MeshwrightError:  # no share is enough
+            continue
+        if plan.fits:
+            return plan
+    return first
 
 
 def _planned(case: Case, recomputed: str) -> Plan:
@@ -87,7 +104,10 @@ def user_strategy(case: Case, recomputed: str) -> Strategy:
     methods += [("tensor_parallel", {"sequence": True})] if tensor > 1 else []
     methods += ["context_parallel"] if context > 1 else []
     methods += [("pipeline_parallel", _pipeline(case, pipeline))] if pipeline > 1 else []
-    if recomputed:
+    if recomputed == _SHARE:
+        budget = round(usable_bytes(case.cluster.device) * (1 - HEADROOM))
+        methods.append(("checkpoint", {"memory_budget": budget}))
+    elif recomputed:
         methods.append(("checkpoint", {"policy": "every_second" if recomputed == PER_OP else "full"}))
     methods += _precision(case)
     # Published speeds are of fused kernels, compiled or written by hand, unless their table says otherwise.

@@ -99,3 +99,15 @@ def test_tables_have_as_many_columns_in_every_row(page):
         rows = table.splitlines()
         assert re.fullmatch(r"[|: -]+", rows[1]), f"{page}: {rows[0]}"
         assert {cells(row) for row in rows} == {cells(rows[0])}, f"{page}: {rows[0]}"
+
+
+def test_every_tick_of_ours_has_a_test_or_a_page():
+    rows = [line.strip("| ").split(" | ") for line in pages()["docs/features.md"].splitlines() if line.startswith("|")]
+    header, _, *features = rows
+    own = header.index("Meshwright") - len(header)
+    assert len(features) > 20
+    for row in features:
+        if row[own] in ("✓", "~"):
+            tests = re.findall(r"`(tests/[\w/]+\.py)`", row[-1])
+            assert tests or _LINK.search(row[-1]), row[0]
+            assert all((ROOT / test).is_file() for test in tests), row[0]

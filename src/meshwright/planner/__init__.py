@@ -8,10 +8,6 @@ if TYPE_CHECKING:
     from meshwright.planner.config_models import transformers_model as transformers_model
     from meshwright.planner.family_ops import Implementation as Implementation
     from meshwright.planner.family_workload import FamilyModel as FamilyModel, FamilyWorkload as FamilyWorkload
-    from meshwright.planner.job_cluster import (
-        cluster_at_hand as cluster_at_hand,
-        described_cluster as described_cluster,
-    )
     from meshwright.planner.model_shapes import (
         Shape as Shape,
         known_models as known_models,
@@ -23,6 +19,8 @@ if TYPE_CHECKING:
         Plan as Plan,
         PlannedModel as PlannedModel,
         Subject as Subject,
+        cluster_at_hand as cluster_at_hand,
+        described_cluster as described_cluster,
         forecast as forecast,
         plan_table as plan_table,
     )

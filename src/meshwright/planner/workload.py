@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from meshwright.planner.plans import Forecast
     from meshwright.strategy import MethodConfig, Strategy
 
+_FSDP = 3  # the ZeRO stage that a mesh axis ``zero`` implies
 _IDS = ("input_ids", "decoder_input_ids")
 _SAMPLES = 2  # a dim of size 1 may be no batch dim
 
@@ -150,11 +151,7 @@ class Workload:
             return known._plan(resolved, num_micro_batches or self.num_micro_batches)
 
     def num_replicas(self, strategy: Strategy) -> int:
-        """Return the number of ranks, or groups of ranks, that take samples of their own under a strategy.
-
-        Raises:
-            StrategyError: When its methods do not fit together or do not fit the world.
-        """
+        """Return the number of ranks, or groups of ranks, that take samples of their own under a strategy."""
         return _replicas(self._resolved(strategy))
 
     def _resolved(self, strategy: Strategy) -> Resolved:
@@ -406,8 +403,7 @@ def _token_parts(resolved: Resolved) -> int:
 
 
 def _replicas(resolved: Resolved) -> int:
-    sizes = dict(resolved.axes)
-    return math.prod(sizes.get(axis, 1) for axis in SAMPLED)
+    return math.prod(size for axis, size in resolved.axes if axis in SAMPLED)
 
 
 def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
@@ -430,8 +426,6 @@ def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
 
 
 # --- A module to plan for on any cluster, before there is a job
-
-_FSDP = 3  # the ZeRO stage that a mesh axis ``zero`` implies
 
 
 @dataclass(frozen=True)
