@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -165,6 +167,7 @@ def worker() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with torchrun, which starts ranks in sessions of their own
     dist.init_process_group("gloo", timeout=timedelta(seconds=MEET_S))  # ranks begin unevenly
     rank, size, folder = dist.get_rank(), dist.get_world_size(), Path(os.environ["GOODPUT_FOLDER"])
     torch.manual_seed(0)
@@ -239,6 +242,8 @@ def run(
         passed_s = time.time() - (folder / "begun").stat().st_mtime
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    with contextlib.suppress(OSError):
+        shutil.rmtree(Path("/dev/shm", f"meshwright-snapshots-{(folder / 'out/.snapshots').read_text()}"))
     return passed_s, steps_of(folder, way), len(list(folder.glob("struck-*"))), folder
 
 
