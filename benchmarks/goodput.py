@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -33,7 +35,7 @@ Fault = tuple[float, str, int]
 Steps = dict[int, tuple[float, float]]
 
 SHARES = {"kill": 0.70, "error": 0.12, "hang": 0.10, "nan": 0.02, "slow": 0.02, "disk": 0.02, "corrupt": 0.02}
-HANG_S, SLOW_S, PAUSE_S, SAVE_EVERY = 5.0, 2.0, 0.1, 50
+HANG_S, SLOW_S, PAUSE_S, SAVE_EVERY, MEET_S = 5.0, 2.0, 0.1, 50, 60.0
 DIM, LAYERS, BATCH = 256, 4, 8
 WAYS = ("snapshots", "checkpoints", "torchrun + DCP")
 ROOT = Path(__file__).parents[1]
@@ -165,11 +167,14 @@ def worker() -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_S))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with torchrun, which starts ranks in sessions of their own
+    dist.init_process_group("gloo", timeout=timedelta(seconds=MEET_S))  # ranks begin unevenly
     rank, size, folder = dist.get_rank(), dist.get_world_size(), Path(os.environ["GOODPUT_FOLDER"])
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    net = torch.nn.parallel.DistributedDataParallel(model())
+    net = torch.nn.parallel.DistributedDataParallel(
+        model(), process_group=dist.new_group(timeout=timedelta(seconds=HANG_S))
+    )
     optim = torch.optim.AdamW(net.parameters(), lr=1e-3)
     faults, samples, step = Faults(net=net), data(), 0
     for path in sorted((folder / "out").glob("step-*"), reverse=True):
@@ -237,6 +242,8 @@ def run(
         passed_s = time.time() - (folder / "begun").stat().st_mtime
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    with contextlib.suppress(OSError):
+        shutil.rmtree(Path("/dev/shm", f"meshwright-snapshots-{(folder / 'out/.snapshots').read_text()}"))
     return passed_s, steps_of(folder, way), len(list(folder.glob("struck-*"))), folder
 
 
