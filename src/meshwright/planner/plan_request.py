@@ -174,6 +174,9 @@ class PlanRequest:
             StrategyError: When one is invalid, or does not divide the batch.
         """
         started, subject = time.perf_counter(), self.subject
+        if isinstance(subject, Workload):
+            subject = subject.elsewhere(subject.cluster, subject.batch_size, subject.limit_bytes)
+            subject.must_fit = False
         plans = tuple(subject.plan(strategy, self.num_micro_batches) for strategy in strategies)
         for plan in plans:
             _check_divides(plan, self.global_batch)

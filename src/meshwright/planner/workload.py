@@ -487,7 +487,6 @@ class ModuleModel:
             zero_level=_FSDP,
             limit_bytes=limit_bytes,
             cluster=cluster,
-            must_fit=False,
         )
 
     def _check_trains(self) -> None:
