@@ -1,9 +1,9 @@
 """How fast batches of tokens come: our loader beside ``datasets`` with torch's DataLoader, litdata and streaming.
 
 One process reads the sources of Python's standard library, as bytes, from the format of each: rows of SEQ tokens in a
-shuffled order, BATCH at a time. All take turns of the same number of batches, so that a machine whose speed drifts slows
-all alike; figures are medians over turns, and ratios are ours over theirs, turn by turn. The page cache is warm. A
-library that is not installed is left out, which is said.
+shuffled order, BATCH at a time. All take turns of the same number of batches, so that a machine whose speed drifts
+slows all alike; figures are medians over turns, and ratios are ours over theirs, turn by turn. The page cache is warm.
+A library that is not installed, or fails, is left out, which is said.
 
     python benchmarks/data_speed.py [--turns N] [--batches N] [--workers N] [--json FILE]
 """
@@ -11,7 +11,6 @@ library that is not installed is left out, which is said.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import statistics
@@ -108,14 +107,19 @@ def speed(batches: Iterator[Any], count: int) -> float:
 def measure(turns: int, batches: int, workers: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {}
     absent = [name for name, (_, package) in READERS.items() if importlib.util.find_spec(package) is None]
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack():
+    with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         cached = token_cache(find_files("stdlib", folder), ByteTokenizer(), folder / "cache")
-        readers = {
-            name: read(cached, folder, workers) for name, (read, _) in READERS.items() if name not in absent
-        }
-        for batches_of in readers.values():
-            speed(batches_of, 2)
+        readers = {}
+        for name, (read, _) in READERS.items():
+            if name in absent:
+                continue
+            try:
+                readers[name] = read(cached, folder, workers)
+                speed(readers[name], 2)
+            except Exception as error:
+                absent.append(f"{name} ({type(error).__name__}: {error})")
+                readers.pop(name, None)
         for _ in range(turns):
             for name, batches_of in readers.items():
                 found.setdefault(name, []).append(speed(batches_of, batches))
@@ -143,7 +147,7 @@ def main() -> None:
         table.add_row(name, f"{row['tokens_per_s']:,.0f}", f"{row['ours_over_it']:.2f}")
     Console().print(table)
     for name in found["absent"]:
-        print(f"{name} is not installed: left out")
+        print(f"left out, since it is not installed or fails: {name}")
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -20,7 +20,10 @@ OTHERS = (
 )
 
 # Other systems' code is there to be recognised; it is compiled and not run.
-FOREIGN = {"BMTrain", "ATorch", "ColossalAI", "fairseq", "DeepSpeed", "Accelerate", "Ray"}
+FOREIGN = {
+    "BMTrain", "ATorch", "ColossalAI", "fairseq", "DeepSpeed", "Accelerate", "Ray", "Lightning Fabric", "torchmetrics",
+    "transformers' Trainer",
+}  # fmt: skip
 
 _FENCE = re.compile(r"^```(\w*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
