@@ -10,7 +10,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.cost import find_cluster
 from meshwright.errors import MeshwrightError
-from meshwright.planner import ModuleModel
+from meshwright.planner import FamilyModel, ModuleModel, PlanRequest, parse_family
 from meshwright.planner.search import default_space, read_constraints
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.constraints import constrained
@@ -50,10 +50,15 @@ def asked(draw):
     }
 
 
+def planned(model, cluster, **asked):
+    """Plans by the formulas of a family, with which a search finds candidates: what is traced then is only ranked."""
+    return PlanRequest(FamilyModel(model, parse_family(model)), find_cluster(cluster), **asked).found().plans
+
+
 def plans_of(call):
     """The plans; none where there is a reason."""
     try:
-        return mw.plan(**call)
+        return planned(**call)
     except MeshwrightError:  # anything else is a defect
         return []
 
@@ -101,18 +106,18 @@ def test_what_the_best_has_and_takes_may_be_asked_for_by_name(call):
 def test_how_many_are_asked_for_changes_no_best():
     # A bound that counted what forward gathers beside all that it saves passed over recomputation here.
     call = {"global_batch": 4, "objective": "memory", "excluded": ["pipeline_parallel", "sequence_parallel"]}
-    one, three = (mw.plan("gpt2", "a100x16", top=top, **call)[0] for top in (1, 3))
+    one, three = (planned("gpt2", "a100x16", top=top, **call)[0] for top in (1, 3))
     assert one.strategy == three.strategy
     assert "checkpoint" in one.strategy
 
 
 def test_by_its_name_a_method_is_included_with_any_keys():
     call = {"model": "llama-2-13b", "cluster": "a100-40x4", "global_batch": 32, "top": 1}
-    (best,) = mw.plan(**call)
+    (best,) = planned(**call)
     assert (best.strategy.get("checkpoint").policy, best.strategy.get("offload").parameters) == ("selective", 1.0)
-    (again,) = mw.plan(included=["checkpoint", "offload"], **call)
+    (again,) = planned(included=["checkpoint", "offload"], **call)
     assert (again.strategy, again.step.num_micro_batches) == (best.strategy, best.step.num_micro_batches)
-    (whole,) = mw.plan(included=[("checkpoint", {"policy": None})], **call)
+    (whole,) = planned(included=[("checkpoint", {"policy": None})], **call)
     assert whole.strategy.get("checkpoint").policy is None
 
 
