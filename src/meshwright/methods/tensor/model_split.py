@@ -121,8 +121,8 @@ def sequence_layout(
     )
 
 
-# A proof takes several times the memory of a block in fp32: of 405B parameters in 126 blocks that is 40 GB.
-_LARGE = 2**28
+# A proof takes several times the memory of a block in fp32, and seconds: of 405B parameters in 126 blocks that is 40 GB.
+_LARGE = 2**24
 _SMALL_HEAD, _SMALL_WIDTH = 8, 16
 
 
