@@ -121,7 +121,7 @@ def sequence_layout(
     )
 
 
-# A proof takes several times the memory of a block in fp32, and seconds: of 405B parameters in 126 blocks that is 40 GB.
+# A proof takes seconds, and several times the memory of a block in fp32: with 405B parameters in 126 blocks, 40 GB.
 _LARGE = 2**24
 _SMALL_HEAD, _SMALL_WIDTH = 8, 16
 
