@@ -119,8 +119,8 @@ class PlanRequest:
             found = self._searched(progress)
             found = dataclasses.replace(
                 found,
-                plans=tuple(map(self._in_full, found.plans)),
-                too_large=tuple(map(self._in_full, found.too_large)),
+                plans=tuple(_in_full(plan, self.subject) for plan in found.plans),
+                too_large=tuple(_in_full(plan, self.subject) for plan in found.too_large),
             )
         else:
             found = self.planned([Strategy(self.strategy)])
@@ -157,15 +157,11 @@ class PlanRequest:
 
         def search_within(within: int) -> Found:
             outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
-            return search(outline, space=default_space(outline), **options)
+            found = search(outline, space=default_space(outline), **options)
+            # What is too large stays as the formulas have it: the model would refuse a pipeline of which no cut fits.
+            return dataclasses.replace(found, too_large=tuple(_in_full(plan, outline) for plan in found.too_large))
 
         return search_and_trace(search_within, known, limit, self.objective, self.top, self.limit_s)  # type: ignore[arg-type]
-
-    def _in_full(self, plan: Plan) -> Plan:
-        """Complete a plan with a step for every rank; in a search, one rank of a long pipeline stands for several."""
-        if len({id(step) for step in plan.steps}) == len(plan.steps):
-            return plan
-        return self.subject.plan(plan.strategy, plan.step.num_micro_batches)
 
     def planned(self, strategies: Sequence[Strategy]) -> Found:
         """Plan given strategies in their order, whether they fit or not.
@@ -192,6 +188,13 @@ class PlanRequest:
         """Return the result as plain values, as ``--json`` prints it."""
         described = self.model.describe() | {"global_batch": self.global_batch}
         return found_document(found, model=described, objective=self.objective, what_ifs=what_ifs, subject=self.subject)
+
+
+def _in_full(plan: Plan, subject: Subject) -> Plan:
+    """Complete a plan with a step for every rank; in a search, one rank of a long pipeline stands for several."""
+    if len({id(step) for step in plan.steps}) == len(plan.steps):
+        return plan
+    return subject.plan(plan.strategy, plan.step.num_micro_batches)
 
 
 def _check_limit(limit: int | None, cluster: Cluster) -> None:
