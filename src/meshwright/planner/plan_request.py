@@ -179,7 +179,15 @@ class PlanRequest:
         return Found(plans, num_considered=len(plans), num_predicted=len(plans), seconds=time.perf_counter() - started)
 
     def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
-        """Predict the plans under changed circumstances, such as more devices or faster links."""
+        """Predict the plans under changed circumstances, such as more devices or faster links.
+
+        What a search found for a model of a known family is predicted by the formulas, before and after a change: they
+        are compared with each other, and each of some forty traces would take a second or two.
+        """
+        if self.strategy is None and isinstance(self.model, ModuleModel) and self.model.shape is not None:
+            outline = dataclasses.replace(self, model=FamilyModel(self.model.name, self.model.shape))
+            before = tuple(outline.subject.plan(plan.strategy, plan.step.num_micro_batches) for plan in found.plans)
+            return outline.what_ifs(dataclasses.replace(found, plans=before))
         # Given strategies are not ranked by an objective.
         objective = self.objective if self.strategy is None else "tokens_per_s"
         return what_if(self.subject_of, found, objective, limit_s=self.limit_s)  # type: ignore[arg-type]
