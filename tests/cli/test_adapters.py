@@ -111,8 +111,10 @@ def test_adapters_need_a_rank_targets_and_modules(ranks, folder):
     assert explicit.run.save_frozen is True
     with pytest.raises(RemoteFailure, match=r"no adapters can be put around this model.*q_proj"):
         ranks(1).run(train, folder, "absent", 1, 'adapter.targets=["absent"]')
-    named = ["plan", "--model", "llama-3-8b", "--cluster", "a100-40x2", "--global-batch", "4", "--lora", "r=4"]
-    assert "hf:PATH" in CliRunner().invoke(app, named).stderr
+    named = ["plan", "--model", "gpt2", "--cluster", "a100-40x2", "--batch-size", "4", "--strategy", "fsdp", "--json"]
+    results = [CliRunner().invoke(app, [*named, *more]) for more in (["--lora", "r=4"], [])]
+    plans = [json.loads(each.stdout)["plans"][0]["memory"]["ranks"][0]["moments"]["update"] for each in results]
+    assert 0 < 20 * plans[0]["optimizer"] < plans[1]["optimizer"]  # a model by its name is a config like others
 
 
 FORMS = {"dora": "adapter.dora=true", "four bits": "adapter.bits=4", "rslora": "adapter.rank_stabilized=true"}

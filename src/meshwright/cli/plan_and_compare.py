@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -128,8 +129,11 @@ def _adapted(model: PlannedModel, adapter: AdapterTable, name: str) -> ModuleMod
             got=f"--model {name}",
             fix="name the folder of the model, or its config.json: hf:path/to/folder",
         )
-    with torch.device("meta") if is_on_meta(model.module) else nullcontext():
-        return dataclasses.replace(model, module=with_adapters(model.module, adapter, "--lora"))
+    on_meta = is_on_meta(model.module)
+    module = copy.deepcopy(model.module) if on_meta else model.module  # a known model is shared with other plans
+    with torch.device("meta") if on_meta else nullcontext():
+        # Without its dimensions: the formulas of a family know no adapters.
+        return dataclasses.replace(model, module=with_adapters(module, adapter, "--lora"), shape=None)
 
 
 def is_reference(model: str) -> bool:

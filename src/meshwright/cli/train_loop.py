@@ -315,7 +315,6 @@ def _record(session: Session, result: StepResult, lr: float, started_s: float) -
     tokens = samples * session.tokens_per_sample if session.tokens_per_sample is not None else None
     return {
         "step": session.state.step,
-        "time_s": time.time(),
         "loss": loss,
         "lr": lr,
         "grad_norm": grad_norm,
@@ -325,6 +324,7 @@ def _record(session: Session, result: StepResult, lr: float, started_s: float) -
         "skipped": result.skipped,
         "mfu": _mfu(session, step_time_s),
         "samples_per_s": samples / step_time_s,
+        "time_s": time.time(),
     }
 
 

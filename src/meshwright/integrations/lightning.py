@@ -231,7 +231,15 @@ class FabricStrategy(DDPStrategy):
 
         Raises:
             CheckpointError: When ``state`` names nothing to load into, or ``strict`` and it lacks a name.
+            ConfigError: With ``weights_only=False``, which would run code from the file.
         """
+        if weights_only is False:
+            raise ConfigError(
+                "A checkpoint is not loaded with weights_only=False",
+                expected="numbers, texts, tensors, and lists and dictionaries of them in the state",
+                got="weights_only=False, with which a file can run any code",
+                fix="leave it out, and save other objects by their state_dict",
+            )
         folder = Path(self.broadcast(path))
         if not isinstance(state, dict) or not state:
             raise CheckpointError(
@@ -241,7 +249,7 @@ class FabricStrategy(DDPStrategy):
                 fix="pass one; fabric.load_raw does not read folders",
             )
         with same_on_every_rank():
-            others = torch.load(folder / _OTHER_STATE, weights_only=weights_only is not False)
+            others = torch.load(folder / _OTHER_STATE, weights_only=True)
         for name, value in state.items():
             if isinstance(value, nn.Module):
                 load(self.job_of(value).model, folder / name, strict=strict)
