@@ -83,6 +83,11 @@ def _whole(tmp_path, steps, nproc=2):
     return losses(folder / "out")
 
 
+def _as_reported(whole, nproc):
+    """Each rank's own loss is equal to the bit; gloo adds up more than two in any order, which moves the last one."""
+    return whole if nproc == 2 else pytest.approx(whole, rel=2**-22)
+
+
 def _events(folder):
     return [json.loads(line) for line in (folder / "out/failures.jsonl").read_text().splitlines()]
 
@@ -91,7 +96,7 @@ def _events(folder):
 @pytest.mark.timeout(900)
 def test_every_kind_of_failure_costs_a_step_at_most_and_is_told(tmp_path):
     whole = _whole(tmp_path, 24)
-    faults = [("kill", 3, 1), ("hang", 7, 0), ("nan", 10, 1), ("disk", 15, 1), ("stop", 17, 1), ("error", 21, 0)]
+    faults = [("kill", 3, 1), ("hang", 7, 0), ("nan", 10, 1), ("disk", 15, 0), ("stop", 17, 1), ("error", 21, 0)]
     done = _train(tmp_path, 24, faults, 2, 9)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "out") == whole
@@ -143,5 +148,5 @@ def test_random_failures_leave_the_curve_as_it_is(tmp_path, request, nproc):
                                                                             strict=True)]  # fmt: skip
         done = _train(folder, steps, faults, nproc, 20)
         assert done.returncode == 0, (faults, done.stderr[-3000:])
-        assert losses(folder / "out") == whole, faults
+        assert losses(folder / "out") == _as_reported(whole, nproc), faults
         struck, number = struck + len(list(folder.glob("struck-*"))), number + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -326,13 +327,32 @@ def line_of(record: dict[str, Any]) -> str:
     return json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n"
 
 
+_unwritten: dict[Path, bytes] = {}  # whole lines for which the disk had no room
+
+
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append a line to a file of records; report one that cannot be written."""
+    """Append a line to a file of records; one that cannot be written is reported, and written with the next."""
+    _unwritten[path] = _unwritten.get(path, b"") + line_of(record).encode()
+    append_unwritten(path)
+
+
+def append_unwritten(path: Path) -> None:
+    """Append the lines for which there was no room so far, if there are some."""
+    left, length = _unwritten.get(path, b""), None
+    if not left:
+        return
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line_of(record))
+        with path.open("ab", buffering=0) as file:
+            length = file.seek(0, os.SEEK_END)
+            while left:
+                left = left[file.write(left) :]
     except OSError as error:
-        report_unwritten(path, error, f"it lacks {line_of(record).strip()}")
+        with contextlib.suppress(OSError):
+            if length is not None:
+                os.truncate(path, length)  # another process's line must not follow half of one
+        report_unwritten(path, error, "its lines are written when there is room again")
+    else:
+        del _unwritten[path]
 
 
 def report_unwritten(path: Path, error: object, consequence: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.run_display import Observer, print_report
 from meshwright.cli.run_failures import RunFailures
-from meshwright.cli.run_files import ANOMALIES, PROFILE, append_line
+from meshwright.cli.run_files import ANOMALIES, FAILURES, PROFILE, append_line, append_unwritten
 from meshwright.cli.session import Session, open_session
 from meshwright.cli.train_options import Options
 from meshwright.data import IndexOrder
@@ -263,6 +263,7 @@ def _save(session: Session, watch: Watch, failures: RunFailures, *, is_last: boo
                 raise
             failures.not_saved(session.state.step, error)
             return
+    append_unwritten(session.run_dir / FAILURES)  # there is room again
     session.callbacks.call("on_checkpoint", session.state.step, path)
 
 
