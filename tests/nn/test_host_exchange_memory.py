@@ -1,6 +1,7 @@
 """Memory that ranks of one host share: all of them or none, and no file is left behind."""
 
 import os
+import time
 import warnings
 from pathlib import Path
 
@@ -24,9 +25,17 @@ def written_and_read():
     return [seen[rank * 10] for rank in range(dist.get_world_size())], sum(seen), held, shared_memory_bytes() - before
 
 
+OTHERS = ("meshwright-watch-", "meshwright-snapshots-")  # these stay of runs that were killed
+
+
 def files():
-    found = [name for name in os.listdir("/dev/shm") if name.startswith("meshwright-")]
-    return [name for name in found if not name.startswith("meshwright-watch-")]  # these stay of runs that were killed
+    """Return the files that stay; those of tests beside these come and go."""
+    for _ in range(50):
+        found = [name for name in os.listdir("/dev/shm") if name.startswith("meshwright-")]
+        if not (stay := [name for name in found if not name.startswith(OTHERS)]):
+            return []
+        time.sleep(0.1)
+    return stay
 
 
 def test_what_one_writes_all_read(ranks):
