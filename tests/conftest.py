@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected: what is imported stays
     settings.load_profile("any" if config.getoption("--parity") == "all" else "same")
     config.addinivalue_line("markers", "long: only with --parity=all, as in make parity; a shorter test does like it")
 
@@ -35,6 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
     items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # No collection during the tests looks at the modules again.
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
