@@ -205,11 +205,7 @@ def method_names_in_planner() -> list[str]:
         if room_of(path) != "planner":
             continue
         nodes = nodes_of(path)
-        docs = {
-            id(node.value)
-            for node in nodes
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        }
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
         found += [
             f"{name_of(path)}:{node.lineno} {node.value}"
             for node in nodes
