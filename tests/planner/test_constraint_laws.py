@@ -145,7 +145,10 @@ class Wide(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("cluster", "included"), [("h100x2", ["ema"]), ("cpu*2", ["amp_native"]), ("cpu*2", [])])
+@pytest.mark.parametrize(
+    ("cluster", "included"),
+    [("h100x2", ["ema"]), ("cpu*2", ["amp_native"]), pytest.param("cpu*2", [], marks=pytest.mark.long)],
+)
 def test_bounds_of_a_module_with_wide_layers_are_not_above_its_plans(cluster, included):
     where = find_cluster(cluster)
     subject = ModuleModel("wide", Wide(), token_batch(16), seq=16).subject(where, 16, None)

@@ -51,7 +51,12 @@ def everything(subject, space, objective="tokens_per_s"):
 
 
 @pytest.mark.parametrize(
-    ("limit", "objective"), [(None, "tokens_per_s"), (4 * 2**30, "tokens_per_s"), (None, "memory")]
+    ("limit", "objective"),
+    [
+        pytest.param(None, "tokens_per_s", marks=pytest.mark.long),
+        (4 * 2**30, "tokens_per_s"),
+        (None, "memory"),
+    ],
 )
 def test_a_search_finds_what_looking_at_everything_finds(limit, objective):
     subject = workload(limit_bytes=limit, batch=8)
