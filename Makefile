@@ -10,7 +10,7 @@ GPU_MINUTES ?= 10
 GPU_DIR ?= runs/gpu
 FUZZ_DIR ?= runs/fuzz
 CASES ?= 500
-SPREAD ?= -n 2 --dist loadfile
+SPREAD ?= -n 2 --dist loadfile --no-loadscope-reorder
 TORCH_oldest := 2.11.0
 TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
@@ -55,7 +55,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two processes, each with files of its own: while ranks of one wait for each other, the other computes.
+# Two processes, each with files of its own, the slowest first (tests/conftest.py): while ranks of one wait for each other, the other computes.
 test: lint
 	$(BIN)/python -m pytest $(SPREAD)
 
