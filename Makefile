@@ -55,10 +55,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two processes, each with files of its own, the slowest first (tests/conftest.py): while ranks of one wait for each other, the other computes.
-# Compiled once, here: the processes that tests start would each compile the package where Python writes no bytecode.
+# Two processes, each with files of its own, the slowest first (tests/conftest.py): while ranks of one wait for each
+# other, the other computes. The package is compiled once, here: the processes that tests start would each compile the package where Python writes no bytecode.
 test: lint
-	$(BIN)/python -m compileall -q src examples
+	$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest $(SPREAD)
 
 parity: $(READY)
@@ -77,7 +77,7 @@ fuzz-strategies: $(READY)
 	$(BIN)/python -m tests.fuzz.strategies --cases $(CASES) --out $(FUZZ_DIR)/strategies
 
 oldest newest: %: $(VENV)-%/.ready
-	$(VENV)-$*/bin/python -m compileall -q src examples
+	$(VENV)-$*/bin/python -m compileall -q src
 	$(VENV)-$*/bin/python -m pytest $(SPREAD)
 
 $(VENV)-oldest/.ready $(VENV)-newest/.ready: $(VENV)-%/.ready: $(READY) Makefile
