@@ -56,7 +56,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 # Two processes, each with files of its own, the slowest first (tests/conftest.py): while ranks of one wait for each
-# other, the other computes. The package is compiled once, here: the processes that tests start would each compile the package where Python writes no bytecode.
+# other, the other computes. Where Python writes no bytecode, every process that a test starts would compile the package.
 test: lint
 	$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest $(SPREAD)
