@@ -10,7 +10,7 @@ GPU_MINUTES ?= 10
 GPU_DIR ?= runs/gpu
 FUZZ_DIR ?= runs/fuzz
 CASES ?= 500
-SPREAD ?= -n 2 --dist loadfile
+SPREAD ?= -n 2 --dist loadfile --no-loadscope-reorder
 TORCH_oldest := 2.11.0
 TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
@@ -55,8 +55,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two processes, each with files of its own: while ranks of one wait for each other, the other computes.
+# Two processes, each with files of its own, the slowest first (tests/conftest.py): while ranks of one wait for each
+# other, the other computes. Where Python writes no bytecode, every process that a test starts would compile the package.
 test: lint
+	$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest $(SPREAD)
 
 parity: $(READY)
@@ -75,6 +77,7 @@ fuzz-strategies: $(READY)
 	$(BIN)/python -m tests.fuzz.strategies --cases $(CASES) --out $(FUZZ_DIR)/strategies
 
 oldest newest: %: $(VENV)-%/.ready
+	$(VENV)-$*/bin/python -m compileall -q src
 	$(VENV)-$*/bin/python -m pytest $(SPREAD)
 
 $(VENV)-oldest/.ready $(VENV)-newest/.ready: $(VENV)-%/.ready: $(READY) Makefile

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import inspect
 import json
 import os
@@ -54,6 +55,7 @@ CANNOT_STAND_ALONE = re.compile(
 )
 
 
+@functools.cache
 def files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
@@ -72,21 +74,29 @@ def room_of(path: Path) -> str:
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
 def num_lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
+@functools.cache
 def modules_imported() -> dict[str, set[str]]:
     """The modules of the package that each imports, names of packages followed to where they live."""
     known = {module_of(path): path for path in files()}
     exports = {}
     for module, path in known.items():
         if path.name == "__init__.py":
-            for node in ast.walk(tree_of(path)):
+            for node in nodes_of(path):
                 if isinstance(node, ast.ImportFrom):
                     for alias in node.names:
                         exports[module, alias.asname or alias.name] = (node.module, alias.name)
@@ -103,7 +113,7 @@ def modules_imported() -> dict[str, set[str]]:
         if path.name == "__init__.py":
             continue
         names = found.setdefault(module, set())
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "meshwright":
                 names |= {home(node.module, alias.name) for alias in node.names}
             elif isinstance(node, ast.Import):
@@ -148,16 +158,17 @@ def crumbs() -> list[str]:
     ]
 
 
+@functools.cache
 def torch_internals() -> dict[str, list[str]]:
     """Names with an underscore that each file takes from torch.
 
     What is imported from torch, and private attributes that nothing in the package defines, so that they must be
     another's.
     """
-    trees = {path: tree_of(path) for path in files()}
+    trees = {path: nodes_of(path) for path in files()}
     ours = set(NOT_OF_TORCH)
-    for tree in trees.values():
-        for node in ast.walk(tree):
+    for nodes in trees.values():
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
                 ours.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -167,9 +178,9 @@ def torch_internals() -> dict[str, list[str]]:
             elif isinstance(node, ast.Assign | ast.AnnAssign) and "_ATTRIBUTE" in ast.unparse(node):
                 ours |= {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
     found = {}
-    for path, tree in trees.items():
+    for path, nodes in trees.items():
         names = set()
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "torchao"):
                 whole = [f"{node.module}.{alias.name}" for alias in node.names]
                 names |= {each for each in whole if _private(each)}
@@ -193,15 +204,11 @@ def method_names_in_planner() -> list[str]:
     for path in files():
         if room_of(path) != "planner":
             continue
-        tree = tree_of(path)
-        docs = {
-            id(node.value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        }
+        nodes = nodes_of(path)
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
         found += [
             f"{name_of(path)}:{node.lineno} {node.value}"
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Constant) and node.value in methods and id(node) not in docs
         ]
     return found
@@ -218,7 +225,7 @@ def docstrings_that_hang() -> list[str]:
     """Docstrings whose first line cannot stand alone."""
     found = []
     for path in files():
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef | ast.Module):
                 text = ast.get_docstring(node) or ""
                 if CANNOT_STAND_ALONE.match(text):

@@ -11,6 +11,7 @@ import meshwright
 _STARTED = ("meshwright.__main__",)  # importing these runs them
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # what is imported stays
 
 for _name in (
     *(name for _, name, _ in pkgutil.walk_packages(meshwright.__path__, "meshwright.") if name not in _STARTED),
@@ -29,3 +30,4 @@ for _name in (
 # Hundreds of thousands of objects that live as long as the workers: none of their collections need look at them again.
 gc.collect()
 gc.freeze()
+gc.enable()

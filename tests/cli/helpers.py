@@ -1,12 +1,17 @@
-"""Runs of the real program on a tiny model and corpus."""
+"""Runs of the real program, and of what its ranks do, on a tiny model and corpus."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 200  # a busy machine takes a minute to start three processes
@@ -110,6 +115,37 @@ def meshwright(*arguments: object, folder: Path, launcher: tuple[str, ...] = ())
     return subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
+
+
+@contextlib.contextmanager
+def as_program(folder: Path) -> Iterator[io.StringIO]:
+    """Do what a rank of the program does, in a folder; yields what it prints. Ranks of a pool live on afterwards."""
+    from meshwright.cli import eval_and_generate, train_loop
+
+    path, before, said = list(sys.path), Path.cwd(), io.StringIO()
+    os.chdir(folder)
+    try:
+        with (
+            mock.patch.object(eval_and_generate, "shutdown_distributed"),
+            mock.patch.object(train_loop, "shutdown_distributed"),
+            contextlib.redirect_stdout(said),
+        ):
+            yield said
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+        for name in ("tiny", "mine"):
+            sys.modules.pop(name, None)
+
+
+def train_as_rank(file: Path, *changes: str, **options: Any) -> str:
+    """Train as one of the program's ranks; returns what it prints, notices too. Starts no interpreter."""
+    from meshwright.cli.train_loop import train
+    from meshwright.cli.train_options import Options
+
+    with as_program(file.parent) as said, contextlib.redirect_stderr(said):
+        train(Options(file, changes=changes, **options))
+    return said.getvalue()
 
 
 def metrics(run_dir: Path) -> list[dict]:

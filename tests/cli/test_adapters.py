@@ -7,15 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from meshwright.cli import app, train_loop
+from meshwright.cli import app
 from meshwright.cli.adapters import merged, parse_lora
 from meshwright.cli.train_config import AdapterTable, parse_config
-from meshwright.cli.train_options import Options
 from meshwright.errors import ConfigError, ModelError
 from meshwright.strategy import Strategy
 from tests.cli import test_finetune
-from tests.cli.helpers import losses
-from tests.cli.test_eval_and_generate import as_program, evaluated
+from tests.cli.helpers import losses, train_as_rank
+from tests.cli.test_eval_and_generate import evaluated
 from tests.pool import RemoteFailure
 
 peft = pytest.importorskip("peft")
@@ -24,8 +23,7 @@ TABLE = '\n[adapter]\nr = 4\nmodules_to_save = ["lm_head"]\n\n[eval]\nsource = "
 
 def train(folder, out, steps, *changes):
     torch.manual_seed(0)
-    with as_program(folder):
-        train_loop.train(Options(folder / "sft.toml", out=folder / out, steps=steps, changes=changes))
+    train_as_rank(folder / "sft.toml", *changes, out=folder / out, steps=steps)
 
 
 @pytest.fixture(scope="module")

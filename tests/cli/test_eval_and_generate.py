@@ -1,45 +1,23 @@
 """``meshwright eval`` and ``generate``: runs and folders, on any layout, beside what transformers computes."""
 
-import contextlib
-import io
 import json
-import os
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from meshwright.cli import app, eval_and_generate, train_loop
+from meshwright.cli import app, train_loop
 from meshwright.cli.eval_and_generate import EvalOptions, GenerateOptions, Trained, evaluate, generate
 from meshwright.cli.train_options import Options
 from tests.cli import helpers, test_finetune
+from tests.cli.helpers import as_program
 from tests.pool import RemoteFailure
 
 LAYOUTS = {"fsdp": "fsdp", "tensor": "parallel_mode(tensor=2) + tensor_parallel", "chosen": None}
 PIPELINE = "parallel_mode(pipeline=2) + pipeline_parallel"
 PROMPTS = ("what is 1+1?", "what is 1+1+1?")
-
-
-@contextlib.contextmanager
-def as_program(folder):
-    """What a rank of the program does, in a folder; ranks of a pool live on afterwards."""
-    path, before, said = list(sys.path), Path.cwd(), io.StringIO()
-    os.chdir(folder)
-    try:
-        with (
-            mock.patch.object(eval_and_generate, "shutdown_distributed"),
-            mock.patch.object(train_loop, "shutdown_distributed"),
-            contextlib.redirect_stdout(said),
-        ):
-            yield said
-    finally:
-        os.chdir(before)
-        sys.path[:] = path
-        sys.modules.pop("tiny", None)
 
 
 def trained(folder):

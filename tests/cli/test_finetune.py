@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from meshwright.cli.train_config import DataTable, parse_config
 from meshwright.cli.train_corpus import find_corpus
 from meshwright.errors import ConfigError, DataError
-from tests.cli.helpers import meshwright, metrics
+from tests.cli.helpers import meshwright, metrics, train_as_rank
 from tests.data.test_chat import tokenizer
 
 CONFIG = """
@@ -56,27 +56,20 @@ def project(folder, changes=""):
     return folder / "sft.toml"
 
 
-def _train(folder, out, *changes, nproc=1, more=()):
-    sets = [word for change in changes for word in ("--set", change)]
-    result = meshwright("train", folder / "sft.toml", "--out", out, "--nproc", nproc, *sets, *more, folder=folder)
-    assert result.returncode == 0, result.stderr
-    return result
-
-
 def _losses(out):
     return [record["loss"] for record in metrics(out)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Two runs of one project: eight steps on one rank; four on two ranks, which one rank resumes."""
+def runs(ranks, tmp_path_factory):
+    """Two runs of one project: eight steps of the whole program; four on two ranks, which one rank resumes."""
     folder = tmp_path_factory.mktemp("finetune")
-    project(folder, '\n[eval]\nsource = "val.jsonl"\nevery = 4\nkeep_best = true\n')
-    told = _train(folder, "one")
-    shown = told.stdout + told.stderr
-    _train(folder, "two", nproc=2, more=("--steps", 4))
-    _train(folder, "two", more=("--resume", "--steps", 8))
-    return folder, shown
+    file = project(folder, '\n[eval]\nsource = "val.jsonl"\nevery = 4\nkeep_best = true\n')
+    told = meshwright("train", file, "--out", "one", "--nproc", 1, folder=folder)
+    assert told.returncode == 0, told.stderr
+    ranks(2).run(train_as_rank, file, out=folder / "two", steps=4)
+    ranks(1).run(train_as_rank, file, out=folder / "two", resume=True)
+    return folder, told.stdout + told.stderr
 
 
 def _validations(out):
@@ -96,12 +89,12 @@ def test_losses_do_not_depend_on_the_ranks_or_on_a_resume(runs):
         assert [path.name for path in (out / "best").glob("step-*")] == ["step-00000008"]
 
 
-def test_a_run_that_goes_over_its_best_step_again_keeps_it(runs):
+def test_a_run_that_goes_over_its_best_step_again_keeps_it(runs, ranks):
     """As when it was killed after the best checkpoint, and before the next ordinary one."""
     folder, _ = runs
     shutil.copytree(folder / "two", folder / "again")
     shutil.rmtree(folder / "again" / "checkpoints" / "step-00000008")
-    _train(folder, "again", more=("--resume", "--steps", 8))
+    ranks(1).run(train_as_rank, folder / "sft.toml", out=folder / "again", resume=True)
     assert _losses(folder / "again") == pytest.approx(_losses(folder / "two"), rel=1e-5)
     assert [path.name for path in (folder / "again" / "best").glob("step-*")] == ["step-00000008"]
 
@@ -135,17 +128,16 @@ def _alone(model, folder):
     return total / count
 
 
-def test_patience_ends_a_run_and_sources_of_a_mixture_are_told_apart(runs):
+def test_patience_ends_a_run_and_sources_of_a_mixture_are_told_apart(runs, ranks):
     folder, _ = runs
     mixed = '[{source = "chats.jsonl", weight = 3}, {source = "val.jsonl", name = "small"}]'
     text = (folder / "sft.toml").read_text().replace("every = 4", "every = 2").replace("lr = 3e-3", "lr = 0")
     text = text.replace('source = "val.jsonl"', "holdout = 0.2\npatience = 1")
     text = text.replace('source = "chats.jsonl"', f"mixture = {mixed}")
     (folder / "mixed.toml").write_text(text)
-    result = meshwright("train", folder / "mixed.toml", "--out", "mixed", "--nproc", 2, folder=folder)
-    assert result.returncode == 0, result.stderr
+    said, _ = ranks(2).run(train_as_rank, folder / "mixed.toml", out=folder / "mixed")
     assert len(_losses(folder / "mixed")) == 4  # the second validation was no lower than the first
-    assert "the run ends here" in result.stderr
+    assert "the run ends here" in said
     assert {"loss/chats", "loss/small"} <= set(_validations(folder / "mixed")[0])
 
 

@@ -55,7 +55,7 @@ def test_a_resumed_run_whose_steps_are_over_says_so(seen):
 @pytest.mark.parametrize(
     "words",
     [
-        ("methods",),
+        pytest.param(("methods",), marks=pytest.mark.long),
         ("plan", "--model", "gpt:layers=2,hidden=64,heads=2,vocab=100", "--cluster", "h100x2", "--global-batch", 4,
          "--seq", 32, "--strategy", "fsdp.json"),
         pytest.param(("checkpoint", "list", "run"), marks=pytest.mark.long),

@@ -5,12 +5,14 @@ import math
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from typer.testing import CliRunner
 
-from meshwright.cli import trackers
+from meshwright.cli import app, trackers
 from meshwright.cli.references import Callbacks
 from meshwright.cli.trackers import RunInfo, Trackers, check_trackers
 from meshwright.errors import ConfigError
-from tests.cli.helpers import meshwright, metrics, project
+from tests.cli.helpers import metrics, project, train_as_rank
+from tests.pool import RemoteFailure
 
 CALLBACKS = """
 import json
@@ -40,7 +42,7 @@ class Log:
 
 class Fails:
     def on_step(self, step, result):
-        if step == 4 and os.environ.get("RANK") == "1":
+        if step == 4:
             raise ValueError("a bad idea")
 
 
@@ -60,11 +62,10 @@ def _board(folder):
     return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-def test_a_run_with_callbacks_and_a_board(tmp_path):
-    options = ["--set", 'run.trackers=["tensorboard"]', "--set", 'run.callbacks=["mine:Log"]']
-    options += ["--set", "eval.holdout=0.1", "--set", "eval.every=3", "--set", "eval.batch_size=2"]
-    result = meshwright("train", _project(tmp_path), "--nproc", 2, "--out", "out", *options, folder=tmp_path)
-    assert result.returncode == 0, result.stderr
+def test_a_run_with_callbacks_and_a_board(ranks, tmp_path):
+    changes = ['run.trackers=["tensorboard"]', 'run.callbacks=["mine:Log"]']
+    changes += ["eval.holdout=0.1", "eval.every=3", "eval.batch_size=2"]
+    ranks(2).run(train_as_rank, _project(tmp_path), *changes, out=tmp_path / "out")
     logs = [[json.loads(line) for line in (tmp_path / f"log.{rank}").read_text().splitlines()] for rank in range(2)]
     assert logs[0] == logs[1]
     assert [(what, step) for what, step, _ in logs[0]] == [
@@ -79,13 +80,11 @@ def test_a_run_with_callbacks_and_a_board(tmp_path):
     assert "Plan" in (tmp_path / "out" / "plan.txt").read_text()
 
 
-def test_a_callback_that_fails_ends_the_run_and_leaves_its_checkpoints(tmp_path):
-    options = ["--set", 'run.callbacks=["mine:Fails"]']
-    result = meshwright("train", _project(tmp_path), "--nproc", 2, "--out", "out", *options, folder=tmp_path)
-    assert result.returncode != 0
-    assert "a bad idea" in result.stderr
-    assert "on_step of the callback mine:Fails" in result.stderr
-    assert meshwright("checkpoint", "verify", tmp_path / "out" / "checkpoints", folder=tmp_path).returncode == 0
+def test_a_callback_that_fails_ends_the_run_and_leaves_its_checkpoints(ranks, tmp_path):
+    with pytest.raises(RemoteFailure, match=r"(?s)a bad idea.*on_step of the callback mine:Fails"):
+        ranks(2).run(train_as_rank, _project(tmp_path), 'run.callbacks=["mine:Fails"]', out=tmp_path / "out")
+    verified = CliRunner().invoke(app, ["checkpoint", "verify", str(tmp_path / "out" / "checkpoints")])
+    assert verified.exit_code == 0, verified.output
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ def test_a_seed_is_one_case():
     assert {2, 4} < {case.world for case in cases}
 
 
-LONG = {  # the same beside tensor ranks is not, and tests/cost holds the mechanisms of the others
+LONG = {  # those of four ranks and more; tests/cost holds the mechanism of the first
     "a_ring_holds_what_it_receives", "experts_accumulate_beside_shards", "experts_in_shared_memory",
-    "offload_all_beside_experts", "stages_begin_to_accumulate_one_by_one", "whole_gradients_are_reduced_block_by_block",
+    "inputs_of_split_layers_let_go", "offload_all_beside_experts", "offload_all_beside_tensor",
+    "stages_begin_to_accumulate_one_by_one",
+    "whole_gradients_are_reduced_block_by_block",
 }  # fmt: skip
 
 

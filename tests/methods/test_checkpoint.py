@@ -375,10 +375,15 @@ PIPELINE = ("parallel_mode", {"pipeline": 2})
         ["checkpoint"],
         [("checkpoint", {"no_reentrant": False})],
         [("checkpoint", {"policy": "selective"}), "fsdp"],
-        [("checkpoint", {"layers": 2}), "zero2"],
         ["checkpoint", PIPELINE, ("pipeline_parallel", {"schedule": "1f1b"})],
-        ["checkpoint", PIPELINE, ("pipeline_parallel", {"schedule": "zbv"})],
-        ["checkpoint", ("offload", "activation")],
+        *(
+            pytest.param(strategy, marks=pytest.mark.long)
+            for strategy in (
+                [("checkpoint", {"layers": 2}), "zero2"],
+                ["checkpoint", PIPELINE, ("pipeline_parallel", {"schedule": "zbv"})],
+                ["checkpoint", ("offload", "activation")],
+            )
+        ),
     ],
     ids=str,
 )

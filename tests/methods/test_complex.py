@@ -146,15 +146,23 @@ def test_complex_parameters_train_as_in_one_process(ranks):
 
 
 def test_complex_parameters_beside_codes_and_half_precision(ranks):
-    coded = [
+    check_coded(ranks, [["zero2", ("comm", {**CODES[1], "all_gather": "int8"})], ["fsdp", ("half", "bf16")]])
+
+
+@pytest.mark.long
+def test_so_they_do_under_other_strategies(ranks):
+    quantised = [REPLICAS, ("outer", {**EVERY_STEP, "quantise": "int8"})]
+    others = [
         ["parallel_mode", CODES],
-        ["zero2", ("comm", {**CODES[1], "all_gather": "int8"})],
-        [REPLICAS, ("outer", {**EVERY_STEP, "quantise": "int8"})],
+        quantised,
         ["parallel_mode", ("half", "bf16")],
-        ["fsdp", ("half", "bf16")],
         ["fsdp", ("amp_native", "bf16")],
     ]
-    check(Spectral, coded, ranks(2).run(train_each, Spectral, coded), 0.2)
+    check_coded(ranks, others)
+
+
+def check_coded(ranks, strategies):
+    check(Spectral, strategies, ranks(2).run(train_each, Spectral, strategies), 0.2)
 
 
 def averages(strategy):

@@ -164,7 +164,7 @@ def test_parts_of_containers_are_sharded_recomputed_and_offloaded(ranks, name):
     assert on_device < plain / 2 < on_host
 
 
-@pytest.mark.parametrize("name", ["pvt", "poolformer", "funnel"])
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.long) for n in ("pvt", "funnel")), "poolformer"])
 def test_models_of_transformers_with_lists_of_lists(ranks, name):
     plain, _ = check(ranks(2), name, [])
     recomputed, _ = check(ranks(2), name, ["fsdp", "checkpoint"])

@@ -156,7 +156,7 @@ CASES = {
     "one rank": (2, "stacked", {"data": 2, "expert": 1}, [], BOTH, 1),
     "one rank listed": (2, "listed", {"data": 2, "expert": 1}, ["fsdp"], BOTH, 1),
 }
-SHORT = ("listed", "zero", "pipeline")
+SHORT = ("listed", "zero")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.long) for c in CASES])

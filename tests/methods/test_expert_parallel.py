@@ -98,7 +98,7 @@ CASES = {
         8, "attending", {"tensor": 2, "expert": 2, "pipeline": 2}, ["tensor_parallel", scheduled("gpipe")], "sgd", 2
     ),
 }  # fmt: skip
-SHORT = ("mixtral", "listed", "half listed", "sequence fsdp", "pipeline zbv", "tensor", "tensor sequence latent")
+SHORT = ("mixtral", "half listed", "pipeline zbv", "tensor sequence latent")
 LONG = pytest.mark.long
 reference = functools.cache(expert_runs.reference)
 

@@ -84,8 +84,10 @@ def trained(name, schedule, methods):
 
 
 CASES = [
-    ("views", "zbv", []), ("views", "dualpipev", ["checkpoint"]), ("opt", "zbv", ["checkpoint"]),
-    ("opt", "dualpipev", []), ("t5", "zbv", ["checkpoint"]), ("t5", "dualpipev", ["checkpoint"]),
+    ("views", "zbv", []), ("opt", "dualpipev", []), ("t5", "zbv", ["checkpoint"]),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("views", "dualpipev", ["checkpoint"]), ("opt", "zbv", ["checkpoint"]), ("t5", "dualpipev", ["checkpoint"]),
+    )),
 ]  # fmt: skip
 
 

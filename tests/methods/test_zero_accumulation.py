@@ -97,7 +97,7 @@ def train_each(cases):
 HYBRID = ("parallel_mode", {"data": 2, "zero": 2})
 
 
-IN_SHORT = (("fsdp", "heads"), ("zero2", "branches"))
+IN_SHORT = (("fsdp", "branches"),)
 
 
 @pytest.mark.parametrize(

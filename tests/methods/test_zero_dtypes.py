@@ -129,7 +129,10 @@ def train_each(cases):
 STRATEGIES = [["zero1"], ["zero2"], ["fsdp"], [("fsdp", {"wrap_trainable_outmost": True}), "checkpoint"]]
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+SHORT = ("half", "int8")  # tests/methods/test_complex.py trains complex ones too
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in SHORT else pytest.mark.long) for k in BLOCKS])
 def test_units_of_several_dtypes_train_as_one_process_does(ranks, kind):
     expected, weights = plain(kind)
     tolerance = 1e-5 if kind != "half" else 1e-2  # the bf16 weights round sums of other orders

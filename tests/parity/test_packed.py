@@ -28,7 +28,7 @@ LAYOUTS = {
     "context x zero": (4, ["context_parallel", "fsdp", mesh(context=2, zero=2)], 1),
     "tensor x pipeline": (4, ["tensor_parallel", scheduled("zbv"), mesh(tensor=2, pipeline=2)], 4),
 }
-SHORT = {("llama", "fsdp"), ("llama", "context"), ("gpt2", "sequence")}
+SHORT = {("llama", "fsdp"), ("llama", "context")}
 
 
 def llama():

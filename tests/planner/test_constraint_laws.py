@@ -105,7 +105,8 @@ def test_what_the_best_has_and_takes_may_be_asked_for_by_name(call):
 
 def test_how_many_are_asked_for_changes_no_best():
     # A bound that counted what forward gathers beside all that it saves passed over recomputation here.
-    call = {"global_batch": 4, "objective": "memory", "excluded": ["pipeline_parallel", "sequence_parallel"]}
+    excluded = ["pipeline_parallel", "sequence_parallel", "tensor_parallel", "comm", "ema"]  # the best has none of them
+    call = {"global_batch": 4, "objective": "memory", "excluded": excluded}
     one, three = (planned("gpt2", "a100x16", top=top, **call)[0] for top in (1, 3))
     assert one.strategy == three.strategy
     assert "checkpoint" in one.strategy
@@ -145,7 +146,10 @@ class Wide(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("cluster", "included"), [("h100x2", ["ema"]), ("cpu*2", ["amp_native"]), ("cpu*2", [])])
+@pytest.mark.parametrize(
+    ("cluster", "included"),
+    [("h100x2", ["ema"]), ("cpu*2", ["amp_native"]), pytest.param("cpu*2", [], marks=pytest.mark.long)],
+)
 def test_bounds_of_a_module_with_wide_layers_are_not_above_its_plans(cluster, included):
     where = find_cluster(cluster)
     subject = ModuleModel("wide", Wide(), token_batch(16), seq=16).subject(where, 16, None)

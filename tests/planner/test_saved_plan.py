@@ -9,7 +9,14 @@ import meshwright as mw
     ("model", "cluster", "batch", "wishes", "says"),
     [
         ("llama-3-8b", "h100x8", 64, [], "gradient_accumulation"),
-        ("gpt-3-6.7b", "a100-40x16", 64, [("parallel_mode", {"pipeline": 4})], "pipeline_parallel"),
+        pytest.param(
+            "gpt-3-6.7b",
+            "a100-40x16",
+            64,
+            [("parallel_mode", {"pipeline": 4})],
+            "pipeline_parallel",
+            marks=pytest.mark.long,
+        ),
         ("gpt2", "h100x2", 2, [], None),
     ],
 )

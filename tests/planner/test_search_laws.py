@@ -46,7 +46,13 @@ def test_more_memory_never_hurts(shape, gib, devices):
     assert best(more) <= best(little) * (1 + TIES)
 
 
-@pytest.mark.parametrize("shape", [Shape("gpt", 8, 1024, 16, 32000, 1024), Shape("llama", 4, 2048, 16, 32000, 1024)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(Shape("gpt", 8, 1024, 16, 32000, 1024), marks=pytest.mark.long),
+        Shape("llama", 4, 2048, 16, 32000, 1024),
+    ],
+)
 def test_more_memory_never_hurts_where_offloading_does_better_than_what_fits_without(shape):
     subject = FamilyWorkload(shape, make_cluster("A100", 2), 16)
     limits = (round(gib * 2**30) for gib in (0.4, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0, 4.5, 8.0))

@@ -215,7 +215,9 @@ def spread(inputs, output):
     return (output - inputs.roll(1, 1)).square().mean()
 
 
-@pytest.mark.parametrize("axes", [{"replica": 2}, {"replica": 2, "zero": 2}], ids=len)
+@pytest.mark.parametrize(
+    "axes", [{"replica": 2}, pytest.param({"replica": 2, "zero": 2}, marks=pytest.mark.long)], ids=len
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_global_weights_are_nobodys_own_ones(ranks, tmp_path, rule, axes):
     found = ranks(2 ** len(axes)).run(resumed_under_a_strategy, tmp_path, rule, **axes)

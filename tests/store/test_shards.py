@@ -224,7 +224,10 @@ def _resumes(directory, layout):
     return info.rng_restored, load_and_go_on(directory, layout)
 
 
-@pytest.mark.parametrize(("size", "layout"), [(2, "fsdp"), (4, "hsdp"), (2, "ddp"), (1, "plain")])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(2, "fsdp"), (1, "plain"), *(pytest.param(*each, marks=pytest.mark.long) for each in ((4, "hsdp"), (2, "ddp")))],
+)
 def test_checkpoints_of_before_are_read(ranks, tmp_path, size, layout):
     losses = ranks(2).run(save_and_go_on, tmp_path, "fsdp")[0]
     _as_of_before(tmp_path / "step-00000003")

@@ -184,8 +184,8 @@ def beside(strategy, folder):
 
 @pytest.mark.parametrize(
     "strategy",
-    [[], ["zero2"], ["fsdp"], [MESH, "tensor_parallel"], [("half", "bf16")], ["fsdp", ("half", "bf16")],
-     [("parallel_mode", {"pipeline": 2}), "pipeline_parallel"]],
+    [[MESH, "tensor_parallel"], ["fsdp", ("half", "bf16")], [("parallel_mode", {"pipeline": 2}), "pipeline_parallel"],
+     *(pytest.param(each, marks=pytest.mark.long) for each in ([], ["zero2"], ["fsdp"], [("half", "bf16")]))],
     ids=str,
 )  # fmt: skip
 def test_stored_weights_fill_a_model_with_values(strategy, ranks, tmp_path):
@@ -224,7 +224,7 @@ def with_built(kind, strategy):
 
 
 @pytest.mark.parametrize("strategy", [[], ["zero2"], ["fsdp"], [MESH, "tensor_parallel"]], ids=str)
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("kind", ["AdamW", pytest.param("SGD", marks=pytest.mark.long)])
 def test_an_optimizer_built_over_a_model_on_meta(kind, strategy, ranks):
     assert all(ranks(2).run(with_built, kind, strategy))
 
@@ -314,7 +314,11 @@ def with_adapters(strategy, folder):
     return True
 
 
-@pytest.mark.parametrize("strategy", [[], ["zero2"], ["fsdp"], [MESH, "tensor_parallel"]], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [["fsdp"], *(pytest.param(each, marks=pytest.mark.long) for each in ([], ["zero2"], [MESH, "tensor_parallel"]))],
+    ids=str,
+)
 def test_adapters_of_peft_over_stored_weights(strategy, ranks, tmp_path):
     pytest.importorskip("peft")
     tiny.hf_llama().save_pretrained(tmp_path, max_shard_size="10KB")

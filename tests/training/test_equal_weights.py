@@ -95,8 +95,17 @@ def test_equal_weights_are_not_sent(ranks, layout):
         assert "differ" not in said
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["blocks.2.mlp.up.weight", "saved", "unsaved", "repeated", "conjugate"])
+NAMES = ("blocks.2.mlp.up.weight", "saved", "unsaved", "repeated", "conjugate")
+
+
+def cases():
+    """Every layout and every name once; all of them with ``--parity=all``."""
+    for row, layout in enumerate(LAYOUTS):
+        for column, name in enumerate(NAMES):
+            yield pytest.param(layout, name, marks=() if row % len(NAMES) == column else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("layout", "name"), cases())
 def test_those_that_differ_become_those_of_rank_0(ranks, layout, name):
     answers = ranks(size(layout)).run(started, layout, [name])
     for sizes, _, same in answers:

@@ -55,10 +55,11 @@ def compared(strategy, micro_batches, loss, weight):
 
 
 CASES = [
-    (1, [], 4, tiny.loss_func, None), (2, [], 2, tiny.loss_func, None), (2, [], 4, tiny.loss_func, None),
-    (2, ["zero1"], 2, tiny.loss_func, None), (2, ["zero2"], 2, tiny.loss_func, None),
-    (2, ["fsdp"], 4, tiny.loss_func, None), (2, ["fsdp", "checkpoint"], 2, weighted, of_tokens),
+    (1, [], 4, tiny.loss_func, None), (2, [], 2, tiny.loss_func, None),
+    (2, ["fsdp", "checkpoint"], 2, weighted, of_tokens),
     (4, [("parallel_mode", {"data": 2, "zero": 2}), "zero2"], 2, tiny.loss_func, None),
+    *(pytest.param(2, strategy, number, tiny.loss_func, None, marks=pytest.mark.long)
+      for strategy, number in (([], 4), (["zero1"], 2), (["zero2"], 2), (["fsdp"], 4))),
 ]  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def _whole(tensor):
     return getattr(tensor, "full_tensor", lambda: tensor)().detach()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_model_with_the_state_dict_of_rank_0_trains_saves_and_loads(ranks, world, tmp_path):
     ranks(world).run(_saves_and_loads, str(tmp_path))
 

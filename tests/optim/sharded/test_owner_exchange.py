@@ -257,6 +257,7 @@ def test_two_ranks(ranks):
         assert counted[0] == counted[1] == {"all_to_all_single": 4, "all_reduce": 1}
 
 
+@pytest.mark.long
 def test_four_ranks(ranks):
     for worst in ranks(4).run(four_ranks):
         assert all(value < 1e-6 for value in worst.values()), worst

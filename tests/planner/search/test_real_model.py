@@ -49,6 +49,7 @@ def test_choosing_with_a_cluster_searches_and_keeps_precision_and_micro_batches(
     assert tight.fits
 
 
+@pytest.mark.long  # tests/planner/search/test_search.py asks it of a family
 def test_a_real_model_that_fits_nowhere_is_told_how_many_devices_would_do():
     with pytest.raises(StrategyError, match=r"take \d+ of these"):
         search_in_stages(

@@ -25,7 +25,10 @@ def profiled(name):
     return model, Pass(model, inputs_of(3), forward)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+SHORT = ("llama", "vit", "mixtral")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in FAMILIES])
 def test_operations_are_those_torch_counts_and_a_few_blocks_stand_for_all(name):
     model, one = profiled(name)
     whole = one.predict()
