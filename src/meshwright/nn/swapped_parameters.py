@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError
 from meshwright.nn.batches import map_tree
+from meshwright.nn.fake_results import KnownResults
 from meshwright.nn.module_structure import part_of_whole
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, logger
 from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
@@ -155,7 +156,7 @@ class FakeTensors:
 
         Nor does torch log the operators that fail: what the caller makes of the exception is said once.
         """
-        with warnings.catch_warnings(), _without_grouped_kernels(), self._mode:
+        with warnings.catch_warnings(), _without_grouped_kernels(), self._mode, KnownResults():
             warnings.simplefilter("ignore")
             level = logger.level
             logger.setLevel(logging.CRITICAL)
