@@ -25,6 +25,7 @@ VIEWS = frozenset(
         _aten.view.default,
     }
 )  # fmt: skip
+_UNSAFE_VIEW = _aten._unsafe_view.default  # a view that says it is none
 _SIZES = (int, float, bool, type(None))
 
 
@@ -38,13 +39,18 @@ def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fake
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
     """
-    if func not in VIEWS or kwargs or type(args[0]) is not FakeTensor or args[0].constant is not None:
+    return _sized(func, args) if func in VIEWS and not kwargs else None
+
+
+def _sized(func: Any, args: tuple[Any, ...]) -> FakeTensor | None:
+    """Return the result of an operator of a fake tensor and numbers in the same memory."""
+    if type(args[0]) is not FakeTensor or args[0].constant is not None:
         return None
     for each in args[1:]:
         sizes = each if isinstance(each, list | tuple) else (each,)
         if not all(isinstance(size, _SIZES) for size in sizes):
             return None  # symbolic numbers
-    return _by_kernel(func, args, kwargs)
+    return _by_kernel(func, args, {})
 
 
 def cast_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
@@ -134,11 +140,13 @@ class KnownResults(FakeDispatchMode):
     """Tell results that are known in place of the ``FakeTensorMode`` beneath; see [Note: known results]."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        # Asked before and after every operator.
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         given = kwargs or {}
-        if func in VIEWS:
-            result = view_of(func, args, given)
-        else:
-            result = cast_of(func, args, given)
+        result = view_of(func, args, given) if func in VIEWS else cast_of(func, args, given)
+        if func is _UNSAFE_VIEW and not given:
+            result = _sized(func, args)
         return _RESULTS.of(func, args, given) if result is None else result
 
 
