@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from tests import tiny
+from tests.cli import helpers as cli
+from tests.faults.test_snapshots import FAULTS
 from tests.methods import pair_runs
 from tests.methods.pair_runs import FP32_LIMIT, OF_ONE_PROCESS, ROWS, Case
 from tests.stand_in_cuda import on_host
@@ -85,6 +88,11 @@ def methods(session: Session) -> None:
     session.each(_some(chosen, session, ("skip_nonfinite", "checkpoint")), run)
 
 
+def _can_exchange(case: Case, backend: str) -> bool:
+    """Return whether gloo can send what a case sends on a GPU: torch's sends no tensors of a GPU from rank to rank."""
+    return backend == "nccl" or "pipeline_parallel" not in case.methods
+
+
 def exchange(session: Session, backend: str = "gloo") -> None:
     """Every method that divides a model over two ranks, beside a plain process on the CPU."""
 
@@ -97,8 +105,27 @@ def exchange(session: Session, backend: str = "gloo") -> None:
 
     with world(session, nccl=backend == "nccl"):
         on_hosts = dist.new_group(backend="gloo")
-        chosen = [name for name, row in ROWS.items() if row.axes]
+        chosen = [name for name, row in ROWS.items() if row.axes and _can_exchange(Case((name,)), backend)]
         session.each(_some(chosen, session, ("fsdp", "context_parallel")), run)
+
+
+def pairs(session: Session) -> None:
+    """Every pair of methods on two ranks that computes in fp32, beside a plain process on the CPU."""
+    in_fp32 = [name for name, row in ROWS.items() if not row.rounds]
+    cases = {f"{one} {other}": Case((one, other)) for one, other in itertools.combinations(in_fp32, 2)}
+    possible = {name: case for name, case in cases.items() if case.world == 2 and _can_exchange(case, "gloo")}
+    allowed = [name for name, case in possible.items() if pair_runs.refusal(case) is None]
+
+    def run(name: str) -> dict[str, Any]:
+        case = cases[name]
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, _outcome(case), group=on_hosts)
+        limit = FP32_LIMIT + sum(ROWS[method].drift for method in case.methods)
+        return _within("losses or weights", pair_runs.worst_difference(case, outcomes), limit)
+
+    with world(session):
+        on_hosts = dist.new_group(backend="gloo")
+        session.each(_some(allowed, session, ("fsdp ema",)), run)
 
 
 def optimizers(session: Session) -> None:
@@ -161,7 +188,8 @@ def fp8_kernels(session: Session) -> None:
             layer = layer.to(session.device, torch.bfloat16)
             given = torch.randn(3, size, size).to(session.device, torch.bfloat16).requires_grad_()
             out = layer(given)
-            out.float().square().mean().backward()
+            # Not a gradient of the output: what rounding moves there would be another number in 8 bits.
+            out.backward(torch.randn(3, size, 2 * size).to(session.device, torch.bfloat16))
             assert given.grad is not None
             assert layer.weight.grad is not None
             found.append([out.detach(), given.grad, layer.weight.grad])
@@ -312,6 +340,53 @@ def checkpoint(session: Session) -> None:
         return _losses_within(found, expected, 1e-6)
 
     session.each(("plain", "fsdp"), run)
+
+
+# --- The program
+
+
+_WRITES = ("--set", "run.log_every=1", "--set", "model.args.dropout=0.0")
+_KILL = ("--max-restarts", 2, "--set", "run.callbacks=['faulty:Faults']", "--set", "run.snapshot.every=1")
+
+
+def commands(session: Session) -> None:
+    """``meshwright train`` on the GPU, whole, resumed and killed, beside the same run on the CPU."""
+    device = "cpu" if session.tiny else "auto"
+
+    def trained(folder: Path, *options: Any) -> tuple[list[float], str]:
+        done = cli.meshwright("train", "tiny.toml", "--out", "out", *_WRITES, *options, folder=folder)
+        if done.returncode:
+            raise Wrong((done.stderr.strip().splitlines() or ["no output"])[-1])
+        return cli.losses(folder / "out"), done.stderr
+
+    def run(name: str) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory() as other:
+            for folder in (own, other):
+                cli.project(Path(folder))
+            (Path(own) / "faulty.py").write_text(FAULTS)
+            (Path(own) / "faults.json").write_text(json.dumps([{"kind": "kill", "step": 4, "rank": 0}]))
+            expected, _ = trained(Path(other), "--set", "run.device='cpu'")
+            options: tuple[Any, ...] = ("--set", f"run.device='{device}'", *_OPTIONS[name])
+            if name == "resumed":
+                trained(Path(own), "--steps", 3, *options)
+                options = (*options, "--resume", "auto")
+            found, _ = trained(Path(own), *options)
+            figures = _losses_within(found, expected)
+            if name == "killed":
+                lines = (Path(own) / "out" / "failures.jsonl").read_text().splitlines()
+                went_on = [told for told in map(json.loads, lines) if told["what"] == "went on"]
+                figures["went_on"] = went_on[0]
+        return figures
+
+    session.each(_some(list(_OPTIONS), session, ("whole",)), run)
+
+
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "whole": ("--set", "run.profile.steps=[3, 4]"),
+    "fsdp bf16": ("--strategy", "fsdp + amp_native"),
+    "resumed": (),
+    "killed": _KILL,
+}
 
 
 # --- Errors that a run survives
