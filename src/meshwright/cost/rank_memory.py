@@ -231,8 +231,7 @@ class Memory:
 
         Unknown classes count 0.
         """
-        computing = sum(filter(None, _of_computing(self)))
-        return sum(filter(None, _on_device(self))) - min(computing, self.updating)
+        return sum(filter(None, _on_device(self))) - min(sum(filter(None, _of_computing(self))), self.updating)
 
     @property
     def host_total(self) -> int:
@@ -240,7 +239,6 @@ class Memory:
         return sum(filter(None, _on_host(self)))
 
 
-# Searches ask for these sums some ten thousand times.
 _of_computing = attrgetter(*_COMPUTING)
 _on_host = attrgetter(*(each.name for each in fields(Memory) if each.name.startswith("host_")))
 _on_device = attrgetter(*(each.name for each in fields(Memory) if not each.name.startswith(("host_", "disk_"))))

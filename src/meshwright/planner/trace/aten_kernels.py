@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.cost import HALF, Op, ProductDtype
-from meshwright.nn.fake_results import FakeDispatchMode
+from meshwright.nn.swapped_parameters import FakeDispatchMode
 from meshwright.runtime import imitated_gpu
 from meshwright.runtime.torch_internals.fake_tensors import (
     disable_current_modes,

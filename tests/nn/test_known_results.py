@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.nn.fake_results import KnownResults, cast_of, view_of
+from meshwright.nn.swapped_parameters import KnownResults, cast_of, view_of
 
 aten = torch.ops.aten
 CALLS = [
