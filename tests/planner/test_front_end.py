@@ -109,6 +109,28 @@ def test_a_search_finds_by_formulas_and_shows_what_traces_say(doors):
     assert alone.needed_bytes == best.needed_bytes
 
 
-def test_without_transformers_formulas_stand_in(monkeypatch):
-    monkeypatch.setattr("meshwright.planner.config_models.config_of_shape", lambda shape: None)
-    assert isinstance(named_model("llama:layers=2,hidden=64,heads=4,vocab=99,seq=8", None, CLUSTER), FamilyModel)
+GROUPED_GPT = "gpt:layers=2,hidden=64,heads=4,kv_heads=2,vocab=99,seq=8,positions=8"
+
+
+@pytest.mark.parametrize(
+    ("text", "missing", "reason"),
+    [
+        ("llama:layers=3,hidden=64,heads=4,vocab=99,seq=8", True, "transformers is not installed"),
+        (GROUPED_GPT, False, "no gpt with fewer heads of keys"),
+    ],
+)
+def test_a_plan_says_that_formulas_stand_in(text, missing, reason, monkeypatch):
+    if missing:
+        monkeypatch.setattr("meshwright.planner.config_models._has_transformers", lambda: False)
+    model = named_model(text, None, CLUSTER)
+    assert isinstance(model, FamilyModel)
+    for strategy in (None, "fsdp"):
+        best = PlanRequest(model, CLUSTER, 8, strategy=strategy).found().plans[0]
+        (gap,) = [gap for gap in best.gaps if "formulas" in gap]
+        assert reason in gap
+
+
+def test_a_plan_of_the_model_itself_names_no_formulas():
+    model = named_model("llama:layers=2,hidden=64,heads=4,vocab=99,seq=8", None, CLUSTER)
+    (plan,) = PlanRequest(model, CLUSTER, 8, strategy="fsdp").found().plans
+    assert not [gap for gap in plan.gaps if "formulas" in gap]

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from meshwright.cost.step import (
@@ -230,17 +231,17 @@ class Memory:
 
         Unknown classes count 0.
         """
-        names = (field.name for field in fields(self) if not field.name.startswith(("host_", "disk_")))
-        computing = sum(map(self._sized, _COMPUTING))
-        return sum(map(self._sized, names)) - min(computing, self.updating)
+        return sum(filter(None, _on_device(self))) - min(sum(filter(None, _of_computing(self))), self.updating)
 
     @property
     def host_total(self) -> int:
         """Bytes in host memory."""
-        return sum(self._sized(field.name) for field in fields(self) if field.name.startswith("host_"))
+        return sum(filter(None, _on_host(self)))
 
-    def _sized(self, name: str) -> int:
-        return getattr(self, name) or 0
+
+_of_computing = attrgetter(*_COMPUTING)
+_on_host = attrgetter(*(each.name for each in fields(Memory) if each.name.startswith("host_")))
+_on_device = attrgetter(*(each.name for each in fields(Memory) if not each.name.startswith(("host_", "disk_"))))
 
 
 def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:

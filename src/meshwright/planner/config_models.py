@@ -223,7 +223,7 @@ def model_of_shape(name: str, shape: Shape) -> ModuleModel | None:
 
 def config_of_shape(shape: Shape) -> Any | None:
     """Return the configuration of a model by its dimensions; None as for :func:`model_of_shape`."""
-    if importlib.util.find_spec("transformers") is None:
+    if not _has_transformers():
         return None
     transformers, kv_heads = _transformers(), shape.kv_heads or shape.heads
     outside = {"vocab_size": shape.vocab, "tie_word_embeddings": shape.is_tied, "use_cache": False}
@@ -250,6 +250,18 @@ def config_of_shape(shape: Shape) -> Any | None:
         return transformers.LlamaConfig(**inside, **outside)
     experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
     return transformers.MixtralConfig(**inside, **experts, **outside)
+
+
+def why_formulas(shape: Shape) -> str:
+    """Say why the formulas of a family stand in for a model that :func:`model_of_shape` does not build."""
+    reason = f"transformers has no {shape.family} with fewer heads of keys than of queries"
+    if not _has_transformers():
+        reason = "transformers is not installed (pip install 'meshwright[hf]')"
+    return f"the model's own operators: formulas of the family {shape.family} stand in, because {reason}"
+
+
+def _has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
 
 
 def shape_of_config(config: Any, seq: int) -> Shape | None:

@@ -168,6 +168,7 @@ class FamilyWorkload:
         calibration: Efficiencies of the cluster's kernels and links; None: the cluster's own.
         fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.
         implementation: Which kernels run the family, and what they save.
+        gap: Why formulas stand in for the model itself, where a user asked for that; empty: nothing to say.
     """
 
     shape: Shape
@@ -181,6 +182,7 @@ class FamilyWorkload:
     calibration: Calibration | None = None
     fused_loss: bool = False
     implementation: Implementation = OWN
+    gap: str = ""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.dtype not in (*_HALF, None):
@@ -276,7 +278,7 @@ class FamilyWorkload:
             memory=memory(most),
             limit_bytes=self._limit_bytes,
             notices=(*resolved.notices, *fitted.notices),
-            gaps=gaps_of(resolved),
+            gaps=(*filter(None, [self.gap]), *gaps_of(resolved)),
             steps=steps if len(steps) > 1 else (),
             micro_batch=run.micro_batch,
             forecast=forecasted,
@@ -329,11 +331,19 @@ class FamilyWorkload:
 
 @dataclass(frozen=True)
 class FamilyModel:
-    """A model of a well-known family by its dimensions, and which implementation of it is simulated."""
+    """A model of a well-known family by its dimensions, and which implementation of it is simulated.
+
+    Args:
+        name: Name for reports.
+        shape: The model.
+        implementation: Which kernels run it, and what they save.
+        gap: See :class:`FamilyWorkload`.
+    """
 
     name: str
     shape: Shape
     implementation: Implementation = OWN
+    gap: str = ""
 
     def describe(self) -> dict[str, Any]:
         """See :class:`~meshwright.planner.plans.PlannedModel`."""
@@ -343,7 +353,7 @@ class FamilyModel:
         """See :class:`~meshwright.planner.plans.PlannedModel`."""
         return FamilyWorkload(
             self.shape, cluster, samples, limit_bytes=limit_bytes, limit_is_free=limit_is_free,
-            implementation=self.implementation,
+            implementation=self.implementation, gap=self.gap,
         )  # fmt: skip
 
 

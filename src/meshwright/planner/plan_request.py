@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, ModelError, StrategyError, readable_bytes
 from meshwright.methods import SAMPLED
-from meshwright.planner.config_models import config_path, model_of_shape, transformers_model
+from meshwright.planner.config_models import config_path, model_of_shape, transformers_model, why_formulas
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.model_shapes import Shape, parse_family
@@ -370,7 +370,7 @@ def named_model(name: str, seq: int | None, cluster: Cluster) -> PlannedModel:
         return transformers_model(path, seq, on_meta=not cluster.device.is_host)
     shape = parse_family(name)
     shape = shape if seq is None else dataclasses.replace(shape, seq=seq)
-    return model_of_shape(name, shape) or FamilyModel(name, shape)
+    return model_of_shape(name, shape) or FamilyModel(name, shape, gap=why_formulas(shape))
 
 
 def _sample(seq: int | None, sample_batch: Any) -> Any:

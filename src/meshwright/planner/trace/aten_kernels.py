@@ -19,12 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.cost import HALF, Op, ProductDtype
+from meshwright.nn.swapped_parameters import FakeDispatchMode
 from meshwright.runtime import imitated_gpu
 from meshwright.runtime.torch_internals.fake_tensors import (
-    FakeTensor,
-    TorchDispatchMode,
     disable_current_modes,
-    in_kernel_invocation_manager,
 )
 from meshwright.runtime.torch_internals.operators import (
     COMPOSITE,
@@ -35,67 +33,10 @@ from meshwright.runtime.torch_internals.operators import (
     name_of,
     packet_of,
     schema_of,
-    to_copy,
 )
 from meshwright.runtime.torch_internals.pytree import tree_leaves
 
-_aten = torch.ops.aten
-_VIEWS = frozenset(
-    {
-        _aten.alias.default, _aten.detach.default, _aten.expand.default, _aten.permute.default, _aten.select.int,
-        _aten.slice.Tensor, _aten.squeeze.dim, _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default,
-        _aten.view.default,
-    }
-)  # fmt: skip
-_SIZES = (int, float, bool, type(None))
-
-
-def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
-    """Return the result of a view of a fake tensor, without going through ``FakeTensorMode``.
-
-    None where only the mode can tell.
-
-    Args:
-        func: Overload of the operator, as a dispatch mode gets it.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-    """
-    if func not in _VIEWS or kwargs or type(args[0]) is not FakeTensor or args[0].constant is not None:
-        return None
-    for each in args[1:]:
-        sizes = each if isinstance(each, list | tuple) else (each,)
-        if not all(isinstance(size, _SIZES) for size in sizes):
-            return None  # symbolic numbers
-    return _by_kernel(func, args, kwargs)
-
-
-def cast_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
-    """Return the result of a cast of a fake tensor on its own device, without going through ``FakeTensorMode``.
-
-    None where the call is anything else.
-    """
-    if func is not to_copy.default or kwargs.keys() != {"dtype"} or type(args[0]) is not FakeTensor:
-        return None
-    return _by_kernel(func, args, kwargs) if args[0].constant is None else None
-
-
-def _by_kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor:
-    seen: FakeTensor = args[0]
-    with in_kernel_invocation_manager(seen.fake_mode):
-        made = func(*args, **kwargs)
-    return FakeTensor(seen.fake_mode, made, seen.fake_device)
-
-
 # --- FLOPs, by torch's own formulas.
-
-
-class FakeDispatchMode(TorchDispatchMode):
-    """A dispatch mode for passes without data, of which nothing is compiled."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch's guard against compiling a mode takes longer than the operators without data do."""
-        return False
 
 
 class FlopCount(FakeDispatchMode):
@@ -114,10 +55,6 @@ class FlopCount(FakeDispatchMode):
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **given)
-        # Casts pass over the fake mode beneath only: the modes above have seen them.
-        cast = cast_of(func, args, given)
-        if cast is not None:
-            return cast
         result = func(*args, **given)
         formula = flop_registry.get(packet_of(func)) or _of_cpu(packet_of(func))
         if formula is not None:

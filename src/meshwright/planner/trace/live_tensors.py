@@ -25,14 +25,16 @@ from meshwright.cost import Instant, Transient, outermost_instants
 from meshwright.cost.activations import PRODUCTS
 from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results, kept_now, operator_name
 from meshwright.nn import is_compiled, outside_compiled
-from meshwright.planner.trace.aten_kernels import FakeDispatchMode, Fate, Fusion, tensors_in
+from meshwright.nn.swapped_parameters import FakeDispatchMode
+from meshwright.planner.trace.aten_kernels import Fate, Fusion, tensors_in
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
 from meshwright.runtime.torch_internals.tensors import storage_identity
 
 if TYPE_CHECKING:
     from meshwright.cost.activations import Given
     from meshwright.methods.tensor.tensor_parallel import SaveLog
-    from meshwright.planner.trace.aten_kernels import FlopCount
+    from meshwright.nn.swapped_parameters import FakeDispatchMode
+from meshwright.planner.trace.aten_kernels import FlopCount
 
 
 @dataclass

@@ -22,14 +22,8 @@ from meshwright.cost import FP8, Activations, Op, SavedTensor, TracedModule, Tra
 from meshwright.cost.activations import OperatorResult, Running
 from meshwright.methods.recompute import operator_name
 from meshwright.nn import class_names, find_blocks
-from meshwright.planner.trace.aten_kernels import (
-    FakeDispatchMode,
-    FlopCount,
-    kernels_of,
-    tensors_in,
-    view_of,
-    with_workspace,
-)
+from meshwright.nn.swapped_parameters import FakeDispatchMode, view_of
+from meshwright.planner.trace.aten_kernels import FlopCount, kernels_of, tensors_in, with_workspace
 from meshwright.runtime.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 from meshwright.runtime.torch_internals.pytree import tree_leaves

@@ -25,6 +25,7 @@ __all__ = [
     "scaled_mm",
     "schema_of",
     "to_copy",
+    "unsafe_view",
 ]
 
 ATTRIBUTES_OF = ("torch._ops", "torch.cpu")
@@ -47,6 +48,8 @@ scaled_mm = torch._scaled_mm
 # Operators that the planner counts by rules of their own.
 embedding_bag = _aten._embedding_bag
 to_copy = _aten._to_copy
+# A view that its schema does not call one.
+unsafe_view = _aten._unsafe_view
 
 # The name, schema and overloads of an operator, and whether it is nothing but others. Not public; ``torch.library``
 # can only define operators.

@@ -1,10 +1,10 @@
-"""Views of tensors without data are those of torch's own mode."""
+"""Results of operators on tensors without data are those of torch's own mode."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.planner.trace.aten_kernels import cast_of, view_of
+from meshwright.nn.swapped_parameters import KnownResults, cast_of, view_of
 
 aten = torch.ops.aten
 CALLS = [
@@ -73,3 +73,65 @@ def test_others_are_left_to_the_mode():
     assert constant.constant is not None  # torch knows its value, and that of its views
     assert view_of(aten.detach.default, (constant,), {}) is None
     assert mode.in_kernel_invocation is False
+
+
+# --- Results that are known
+
+
+def matrix(*shape, dtype=torch.float32, device="cpu"):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+REPEATED = {
+    "product": lambda: (aten.mm.default, (matrix(4, 6), matrix(5, 6).t())),
+    "broadcast": lambda: (aten.mul.Tensor, (matrix(3, 4, 6), matrix(3, 4, 1))),
+    "permuted": lambda: (aten.add.Tensor, (matrix(3, 4, 6).permute(2, 0, 1), matrix(6, 3, 4))),
+    "promoted": lambda: (aten.mul.Tensor, (matrix(4, 6, dtype=torch.bfloat16), 2.0)),
+    "whole": lambda: (aten.mul.Tensor, (matrix(4, 6, dtype=torch.int64), 2)),
+    "several": lambda: (aten.native_layer_norm.default, (matrix(4, 6), [6], matrix(6), matrix(6), 1e-5)),
+    "listed": lambda: (aten.cat.default, ([matrix(4, 6), matrix(2, 6)],)),
+    "on_a_gpu": lambda: (aten.silu.default, (matrix(4, 6, device="cuda:1"),)),
+    "two_devices": lambda: (aten.mul.Tensor, (matrix(4, 6, device="cuda:1"), matrix())),
+    "in_place": lambda: (aten.exp_.default, (matrix(4, 6),)),
+    "padded": lambda: (aten.slice_backward.default, (matrix(4, 2), [4, 6], 1, 0, 2, 1)),
+    "unsafe_view": lambda: (aten._unsafe_view.default, (matrix(4, 6), [2, 12])),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_known_results_are_those_of_the_mode(name):
+    with FakeTensorMode() as mode:
+        func, args = REPEATED[name]()
+        expected = func(*args)
+        with KnownResults():
+            for _ in range(3):
+                found = func(*args)
+                several = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+                for one, other in several:
+                    assert described(one)[:-1] == described(other)[:-1]
+                    assert one.fake_mode is mode
+                    assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+                    is_argument = [one is each for each in args]
+                    assert is_argument == [other is each for each in args]
+
+
+def test_a_shape_that_is_wrong_is_refused_again():
+    with FakeTensorMode(), KnownResults():
+        left, right = torch.empty(4, 6), torch.empty(5, 6)
+        for _ in range(3):
+            with pytest.raises(RuntimeError):
+                aten.mm.default(left, right)
+        # A result of its own for each call, and its shape.
+        first, second = left + 1, left + 1
+        assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+        assert (left + 1).dtype == torch.float32
+        assert (torch.empty(4, 6, dtype=torch.int64) + 1).dtype == torch.int64
+        assert (torch.empty(4, 6, dtype=torch.int64) + 1.0).dtype == torch.float32
+
+
+def test_views_among_known_results_share_memory():
+    with FakeTensorMode(), KnownResults():
+        for _ in range(2):
+            seen = torch.empty(4, 6)
+            for view in (seen.t(), seen.view(24), aten._unsafe_view.default(seen, [24]), seen.contiguous()):
+                assert view.untyped_storage()._cdata == seen.untyped_storage()._cdata
