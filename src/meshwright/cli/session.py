@@ -118,7 +118,7 @@ def open_session(options: Options) -> Session:
     source = "the beginning"
     if snapshots is not None and may_resume and _restored(accelerated, store, snapshots, state):
         source = "a snapshot"
-    elif resumes:
+    elif resumes or (may_resume and store.newest() is not None):  # snapshots of other ranks may have become one
         source = "a checkpoint"
         _resume(prepared, accelerated, store, state)
     validation = open_validation(prepared, data.kept_aside, accelerated, state, run_dir)
@@ -335,7 +335,8 @@ def _snapshots(prepared: Prepared, accelerated: Accelerated, run_dir: Path) -> H
 def _restored(accelerated: Accelerated, store: CheckpointStore, snapshots: HostSnapshots, state: TrainingState) -> bool:
     """Go on from the snapshots in host memory, unless there is a newer checkpoint; return whether it does."""
     now, newest = (state.extra, state.strategy), store.newest()
-    info = snapshots.load(state, at_least=step_of(newest) if newest is not None else 0)
+    least = step_of(newest) if newest is not None else 0
+    info = snapshots.load(state, at_least=least, checkpoints=store.directory)
     if info is None:
         return False
     state.extra, state.strategy = carried_over(now[0], state.extra), now[1]
