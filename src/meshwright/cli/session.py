@@ -119,7 +119,7 @@ def open_session(options: Options) -> Session:
     if snapshots is not None and may_resume and _restored(accelerated, store, snapshots, state):
         source = "a snapshot"
     elif resumes or (may_resume and store.newest() is not None):  # snapshots of other ranks may have become one
-        source = "a checkpoint"
+        source = "a checkpoint" if snapshots is None or not snapshots.have_moved else "snapshots of another layout"
         _resume(prepared, accelerated, store, state)
     validation = open_validation(prepared, data.kept_aside, accelerated, state, run_dir)
     with same_on_every_rank():

@@ -127,6 +127,8 @@ class HostSnapshots:
         self._pending: Future[None] | None = None
         self._has_looked = False  # at what earlier attempts have left
         self._told: set[str] = set()
+        self.have_moved = False
+        """Whether :meth:`load` has written snapshots of another layout as a checkpoint."""
 
     # --- Taking
 
@@ -379,6 +381,7 @@ class HostSnapshots:
             return SnapshotInfo(step, tuple(r for r, each in enumerate(gather_objects(is_copy)) if each))
         odd = sorted({each.misfit for each in found if each.misfit})
         moved = self._moved(found, at_least, checkpoints) if odd and checkpoints is not None else None
+        self.have_moved = moved is not None
         if moved is not None:
             self._say(f"the snapshots in host memory become {moved}: {odd[0]}")
         elif odd:
