@@ -221,6 +221,8 @@ def run(
     given = {**os.environ, "GOODPUT_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     given |= {"GOODPUT_ALONE": "1"} if alone else {}
     if way == WAYS[2]:
+        # Otherwise ranks that are started again find the addresses of dead ones in the agent's store (pytorch#135712).
+        given["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
             "--max-restarts=1000", "--monitor-interval=0.1", __file__, "--worker",

@@ -40,8 +40,9 @@ class Numbers(IterableDataset):
 def numbers():
     return Numbers()
 """
-MIXTURE = "data.mixture=[{source='corpus.txt', weight=3}, {source='more.txt', weight=1}]"
+MIXTURE = ("data.source=stdlib", "data.mixture=[{source='corpus.txt', weight=3}, {source='more.txt', weight=1}]")
 STREAM = ("model.source=net:Streamed", "data.source=net:numbers")
+GALORE = ("optimizer.name=galore", "optimizer.args={rank=4}")
 EXPERTS = (f"model.source=hf:{ROOT / 'examples/moe/config.json'}",)
 CASES = {
     "outer, 8-bit": (
@@ -49,15 +50,15 @@ CASES = {
         ("optimizer.name=meshwright.optim:AdamW8bit", "optimizer.args={min_8bit_size=256}"),
     ),
     "muon, ema": (2, "fsdp + ema", ("optimizer.name=muon",)),
-    "galore, offload optimizer": (2, "fsdp + offload('optimizer')", ("optimizer.name=galore",)),
+    "galore, offload optimizer": (2, "fsdp + offload('optimizer')", GALORE),
     "offload all": (2, "fsdp + offload('all')", ()),
-    "pipeline": (2, "parallel_mode(pipeline=2)", ("run.num_micro_batches=2",)),
+    "pipeline": (2, "parallel_mode(pipeline=2) + pipeline_parallel", ("run.num_micro_batches=2",)),
     "interleaved": (
         2, "parallel_mode(pipeline=2) + pipeline_parallel(schedule='interleaved')", ("run.num_micro_batches=2",),
     ),
     "tensor x data": (4, "parallel_mode(data=2, tensor=2) + tensor_parallel", ()),
     "experts": (2, "parallel_mode(expert=2) + expert_parallel", EXPERTS),
-    "fp16, mixture": (2, "fsdp + half(dtype='fp16')", (MIXTURE,)),
+    "fp16, mixture": (2, "fsdp + half(dtype='fp16')", MIXTURE),
     "stream": (2, "parallel_mode(data=2)", STREAM),
 }  # fmt: skip
 
@@ -77,7 +78,7 @@ def _same(whole, folder, nproc, most=1):
     """More than two numbers are added up in any order by gloo, which moves the last bit."""
     told = [each for each in events(folder) if each["what"] == "went on"]
     assert [each["source"] for each in told] == ["a snapshot"] * len(KILLS)
-    # Under outer steps a replica begins its next step before it hears of another one's end.
+    # Under outer steps a replica goes on until it synchronizes: it does not hear of another one's end before.
     assert all(each["lost_steps"] <= most for each in told), told
     if nproc == 2:
         assert losses(folder / "out") == losses(whole / "out")
@@ -96,7 +97,7 @@ def test_killed_ranks_change_nothing(tmp_path, name):
         _prepared(folder, faults)
         done = train(folder, nproc, *_options(strategy, changes))
         assert done.returncode == 0, done.stderr[-3000:]
-    _same(whole, struck, nproc, most=2 if "outer" in strategy else 1)
+    _same(whole, struck, nproc, most=4 if "outer" in strategy else 1)
 
 
 @pytest.mark.long
@@ -106,7 +107,7 @@ def test_killed_ranks_change_nothing_under_torchrun(tmp_path):
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3")
     for folder, faults in ((whole, ()), (struck, KILLS)):
         _prepared(folder, faults)
-        options = (*OPTIONS, *_options("fsdp + ema", (MIXTURE,)))
+        options = (*OPTIONS, *_options("fsdp + ema", MIXTURE))
         done = meshwright("train", "tiny.toml", "--out", "out", *options, folder=folder, launcher=launcher)
         assert done.returncode == 0, done.stderr[-3000:]
     _same(whole, struck, 2)
