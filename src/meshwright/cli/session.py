@@ -46,12 +46,12 @@ from meshwright.runtime import (
     any_rank,
     broadcast_object,
     check_equal,
-    code_versions,
     compute_deterministically,
     first_text,
     gather_numbers,
     init_distributed,
     measured_flops_per_s,
+    own_versions,
     print_rank,
     rank,
     same_on_every_rank,
@@ -200,7 +200,7 @@ def join(find: Callable[[], Prepared]) -> Prepared:
         show_messages(prepared.config.run.log_level)
         if prepared.config.run.deterministic:
             compute_deterministically()
-    check_equal("The installed code", code_versions(), fix="install the same Meshwright and torch on every machine")
+    check_equal("The installed code", own_versions(), fix="install the same Meshwright and torch on every machine")
     assert prepared is not None
     return prepared
 

@@ -39,9 +39,9 @@ from meshwright.runtime import (
     any_rank,
     before_leaving,
     broadcast_object,
-    code_versions,
     first_text,
     gather_objects,
+    own_versions,
     rank,
     same_on_every_rank,
     smallest,
@@ -50,6 +50,7 @@ from meshwright.runtime import (
 )
 from meshwright.runtime.agreement import receive_bytes, send_bytes
 from meshwright.runtime.processes import agreeing_over, make_group
+from meshwright.store.checkpoints import own_directory
 from meshwright.store.entries import TrainingState, generator_tensors, set_generators
 from meshwright.store.manifest import record_of
 from meshwright.store.shards import own_box
@@ -289,7 +290,7 @@ class HostSnapshots:
         if self._is_open:
             return
         self._is_open = True
-        self._code = code_versions()
+        self._code = own_versions()
         token = ""
         with same_on_every_rank():
             if rank() == 0:
@@ -378,6 +379,8 @@ class HostSnapshots:
                 self._say(f"the snapshots of step {step} are of another model: {problem}")
                 break
             self._drop_others(step, found)
+            if checkpoints is not None:
+                own_directory(checkpoints)
             return SnapshotInfo(step, tuple(r for r, each in enumerate(gather_objects(is_copy)) if each))
         odd = sorted({each.misfit for each in found if each.misfit})
         moved = self._moved(found, at_least, checkpoints) if odd and checkpoints is not None else None
