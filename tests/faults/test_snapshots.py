@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.cli.helpers import losses, metrics
-from tests.faults.command_runs import events, prepare, train
+from tests.faults.command_runs import events, outputs, prepare, train
 
 OPTIONS = (
     "--set", "run.checkpoint_every=5", "--set", "run.hang_limit_s=3.0", "--set", "model.args.dropout=0.2",
@@ -30,7 +30,7 @@ def _whole(tmp_path, steps, nproc=2):
 
 
 def _as_reported(whole, nproc):
-    """Each rank's own loss is equal to the bit; gloo adds up more than two in any order, which moves the last one."""
+    """What each rank computes is equal to the bit; gloo adds up the losses of more than two in any order."""
     return whole if nproc == 2 else pytest.approx(whole, rel=2**-22)
 
 
@@ -91,4 +91,5 @@ def test_random_failures_leave_the_curve_as_it_is(tmp_path, request, nproc):
         done = _train(folder, steps, faults, nproc, 20)
         assert done.returncode == 0, (faults, done.stderr[-3000:])
         assert losses(folder / "out") == _as_reported(whole, nproc), faults
+        assert outputs(folder) == outputs(tmp_path / "whole"), faults
         struck, number = struck + len(list(folder.glob("struck-*"))), number + 1
