@@ -34,7 +34,7 @@ class Faults:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.limit)
         if self.output is not None:
             with open(f"outputs-{RANK}", "a") as file:
-                file.write(f"{step} {self.output.double().sum().item()!r}\n")
+                file.write(f"{step} {self.output.double().sum().item()!r}\\n")
         for number, fault in enumerate(json.loads(Path("faults.json").read_text())):
             mark = Path(f"struck-{number}")
             if (fault["step"], fault["rank"]) == (step, RANK) and not mark.exists():
