@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib
+import importlib.util
 import json
 import os
 import random
@@ -37,7 +39,8 @@ Steps = dict[int, tuple[float, float]]
 SHARES = {"kill": 0.70, "error": 0.12, "hang": 0.10, "nan": 0.02, "slow": 0.02, "disk": 0.02, "corrupt": 0.02}
 HANG_S, SLOW_S, PAUSE_S, SAVE_EVERY, MEET_S = 5.0, 2.0, 0.1, 50, 60.0
 DIM, LAYERS, BATCH = 256, 4, 8
-WAYS = ("snapshots", "checkpoints", "torchrun + DCP")
+WAYS = ("snapshots", "checkpoints", "torchrun + DCP", "torchft")
+"""The last one where its package is installed."""
 ROOT = Path(__file__).parents[1]
 
 CONFIG = f"""
@@ -105,7 +108,8 @@ class Faults:
 
     def __init__(self, job: Any = None, net: Any = None) -> None:
         self.net = net if net is not None else job.model
-        self.rank, self.limit = int(os.environ["RANK"]), resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.rank = int(os.environ.get("REPLICA_GROUP_ID", os.environ["RANK"]))
+        self.limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         self.folder = Path(os.environ["GOODPUT_FOLDER"])
         self.faults = json.loads((self.folder / "faults.json").read_text())
 
@@ -208,6 +212,70 @@ def worker() -> None:
                 dcp.save({"model": weights, "optim": states}, checkpoint_id=folder / "out" / f"step-{step:08d}")
 
 
+# --- torchft's DDP as its README has it: a torchrun for each replica, and one lighthouse
+
+
+def supervise(replicas: int) -> None:
+    """Start a lighthouse and a torchrun per replica, and wait for them."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    coordination = importlib.import_module("torchft.coordination")
+    lighthouse = coordination.LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=100
+    )
+    started = []
+    for number in range(replicas):
+        given = {**os.environ, "REPLICA_GROUP_ID": str(number)}
+        # It names itself by the host's name, and listens on this machine alone.
+        given["TORCHFT_LIGHTHOUSE"] = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
+            "--nproc-per-node=1", "--max-restarts=1000", "--monitor-interval=0.1", __file__, "--replica",
+        ]  # fmt: skip
+        started.append(subprocess.Popen(command, env=given))
+    for each in started:
+        each.wait()
+
+
+def replica() -> None:
+    """Train as one replica of torchft."""
+    from datetime import timedelta
+
+    import torch
+
+    torchft = importlib.import_module("torchft")
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    own, folder = int(os.environ["REPLICA_GROUP_ID"]), Path(os.environ["GOODPUT_FOLDER"])
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    net = model()
+    optim = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def load(state: Any) -> None:
+        net.load_state_dict(state["model"])
+        optim.load_state_dict(state["optim"])
+
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=HANG_S)), min_replica_size=1, load_state_dict=load,
+        state_dict=lambda: {"model": net.state_dict(), "optim": optim.state_dict()}, replica_id=f"replica_{own}_",
+        timeout=timedelta(seconds=HANG_S), hostname="127.0.0.1",
+    )  # fmt: skip
+    wrapped, committing = torchft.DistributedDataParallel(manager, net), torchft.Optimizer(manager, optim)
+    faults, samples, share = Faults(net=net), data(), BATCH // int(os.environ["GOODPUT_RANKS"])
+    with (folder / "steps").open("a", buffering=1) as log:
+        while True:
+            began_s, step = time.perf_counter(), manager.current_step()
+            first = step * BATCH + own * share
+            x = torch.stack([samples[(first + i) % len(samples)]["x"] for i in range(share)])
+            committing.zero_grad()  # asks who takes part
+            wrapped(x)["loss"].backward()
+            if not bool(torch.isfinite(torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0))):
+                manager.report_error(RuntimeError("nan"))  # the step is not committed
+            committing.step()
+            if manager.current_step() > step:
+                log.write(f"{manager.current_step()} {time.time()} {time.perf_counter() - began_s}\n")
+            faults.on_step(step)
+
+
 # --- One run of one way
 
 
@@ -219,12 +287,17 @@ def run(
     (folder / "out").mkdir()
     (folder / "faults.json").write_text(json.dumps(faults))
     given = {**os.environ, "GOODPUT_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    given["GOODPUT_RANKS"] = str(ranks)
     given |= {"GOODPUT_ALONE": "1"} if alone else {}
     if way == WAYS[2]:
+        # Otherwise ranks that are started again find the addresses of dead ones in the agent's store (pytorch#135712).
+        given["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
             "--max-restarts=1000", "--monitor-interval=0.1", __file__, "--worker",
         ]  # fmt: skip
+    elif way == WAYS[3]:
+        command = [sys.executable, __file__, "--supervise", str(ranks)]
     else:
         (folder / "goodput.py").write_text(Path(__file__).read_text())
         (folder / "goodput.toml").write_text(CONFIG)
@@ -249,7 +322,7 @@ def run(
 
 def steps_of(folder: Path, way: str) -> Steps:
     """Return the steps that rank 0 has written down, the last time that each was taken."""
-    if way == WAYS[2]:
+    if way in WAYS[2:]:
         lines = [line.split() for line in (folder / "steps").read_text().splitlines()]
         found = {int(step): (float(at), float(taken)) for step, at, taken in (line for line in lines if len(line) == 3)}
     else:
@@ -272,16 +345,17 @@ def drawn(seconds: float, every_s: float, ranks: int, seed: int) -> list[Fault]:
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row per way and number of ranks."""
     rows = []
+    ways = WAYS if importlib.util.find_spec("torchft") is not None else WAYS[:3]
     for ranks in options.ranks:
         ideal = {}
-        for way in WAYS[1:]:
+        for way in ways[1:]:
             _, steps, _, _ = run(way, ranks, options.warm_s, [], alone=True)
             ideal[way] = statistics.median(taken for _, taken in steps.values())
         ideal[WAYS[0]] = ideal[WAYS[1]]
-        results: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
+        results: dict[str, list[tuple[float, int, int]]] = {way: [] for way in ways}
         for number in range(options.rounds):
             faults = drawn(options.seconds, options.every_s, ranks, 100 * ranks + number)
-            for way in WAYS:
+            for way in ways:
                 passed_s, steps, struck, folder = run(way, ranks, options.seconds, faults)
                 results[way].append(((len(steps) - 1) * ideal[way] / passed_s, struck, len(faults)))
                 share = results[way][-1][0]
@@ -299,6 +373,8 @@ def main() -> None:
     """Measure, and write a table, figures as JSON and a plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--replica", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--supervise", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=300.0, help="of each run, under failures")
     parser.add_argument("--every-s", type=float, default=60.0, help="mean time between two failures")
     parser.add_argument("--warm-s", type=float, default=15.0, help="of each run without failures")
@@ -308,6 +384,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         worker()
+        return
+    if options.replica:
+        replica()
+        return
+    if options.supervise:
+        supervise(options.supervise)
         return
     rows = measure(options)
     print("\n| ranks | way | goodput | failures | seconds of a step |\n|---|---|---|---|---|")

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from meshwright.cli.run_failures import read_failures
 from tests.cli.helpers import TIMEOUT_S, environment, losses, meshwright, project
 from tests.pool import free_port
 
@@ -37,14 +38,14 @@ def test_torchrun_starts_ranks_again_and_they_go_on(whole, tmp_path):
     assert losses(out) == pytest.approx(whole, rel=1e-5)
 
 
-def agent(folder, port, log):
+def agent(folder, port, log, changes):
     """torchrun on one of two machines, with one rank on each."""
     command = [
         sys.executable, "-m", TORCHRUN, "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=job-7",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
         "--rdzv-conf=last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3", "--no-python",
         sys.executable, "-m", "meshwright", "train", "tiny.toml", "--out", "out", "--steps", "12",
-        "--set", "run.checkpoint_every=1", "--set", "model.args.pause_s=0.3",
+        "--set", "model.args.pause_s=0.3", *(word for change in changes for word in ("--set", change)),
     ]  # fmt: skip
     with log.open("w") as stream:
         return subprocess.Popen(
@@ -52,16 +53,22 @@ def agent(folder, port, log):
         )
 
 
+def _steps_of(folder):
+    path = folder / "out/metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
 @pytest.mark.long
-def test_the_run_goes_on_when_a_machine_is_gone(whole, tmp_path):
+@pytest.mark.parametrize("kept", ["run.checkpoint_every=1", "run.snapshot.every=1"])
+def test_the_run_goes_on_when_a_machine_is_gone(whole, tmp_path, kept):
     project(tmp_path)
     port, logs = free_port(), [tmp_path / f"agent-{number}.log" for number in range(2)]
-    agents = [agent(tmp_path, port, logs[0])]
+    agents = [agent(tmp_path, port, logs[0], [kept])]
     time.sleep(3)  # the first one holds the store
-    agents.append(agent(tmp_path, port, logs[1]))
+    agents.append(agent(tmp_path, port, logs[1], [kept]))
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while not (tmp_path / "out/checkpoints/step-00000004").exists() and time.monotonic() < deadline:
+        while _steps_of(tmp_path) < 5 and time.monotonic() < deadline:
             time.sleep(0.1)
             assert all(each.poll() is None for each in agents), [log.read_text()[-3000:] for log in logs]
         assert json.loads((tmp_path / "out/config.json").read_text())["ranks"] == 2
@@ -79,4 +86,7 @@ def test_the_run_goes_on_when_a_machine_is_gone(whole, tmp_path):
     assert "written by 2 ranks" in said
     assert "planned anew for one rank" in said
     assert json.loads((tmp_path / "out/config.json").read_text())["ranks"] == 1
+    if "snapshot" in kept:
+        (told,) = [each for each in read_failures(tmp_path / "out") if each["what"] == "went on"]
+        assert (told["source"], told["lost_steps"] <= 1) == ("snapshots of another layout", True)
     assert losses(tmp_path / "out") == pytest.approx(whole, rel=1e-5)

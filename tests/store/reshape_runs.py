@@ -149,8 +149,7 @@ def build(kind: str, seed: int) -> torch.nn.Module:
 class Run:
     """One strategy at work."""
 
-    def __init__(self, name: str, seed: int) -> None:
-        row = ROWS[name]
+    def __init__(self, row: Row, seed: int) -> None:
         make, args, param_func = OPTIMIZERS[row.optimizer]
         self.order = GlobalOrder(SAMPLES, seed=5)
         self.accelerated = mw.accelerate(
@@ -177,7 +176,7 @@ def save_all(directory: Path, names: list[str]) -> dict[str, Any]:
     """Trains each, saves it and trains on: the losses that follow, or why it cannot be saved."""
     found: dict[str, Any] = {}
     for name in names:
-        run = Run(name, seed=3)
+        run = Run(ROWS[name], seed=3)
         run.train(STOP)
         try:
             CheckpointStore(directory / slug(name)).save(run.state)
@@ -196,7 +195,7 @@ def load_all(directory: Path, name: str, sources: list[str]) -> dict[str, Any]:
         By source the losses that follow; or why it was refused, and the run's weights are then those of the source.
     """
     found: dict[str, Any] = {}
-    run = Run(name, seed=9)
+    run = Run(ROWS[name], seed=9)
     for source in sources:
         store, again = CheckpointStore(directory / slug(source)), CheckpointStore(resaved(directory, source, name))
         try:

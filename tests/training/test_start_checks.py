@@ -40,7 +40,7 @@ def _unlike():
     assert caught.value.agreed
     taken = [_accelerate(strategy) for strategy in ([], ["fsdp"])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start_checks, "_own_versions", lambda: f"version {mw.rank()}")
+        patch.setattr(start_checks, "own_versions", lambda: f"version {mw.rank()}")
         with pytest.raises(LaunchError, match="installed code") as other:
             start_checks.check_alike("same", "same")
     with pytest.raises(LaunchError, match="model differs") as model:

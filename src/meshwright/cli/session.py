@@ -46,12 +46,12 @@ from meshwright.runtime import (
     any_rank,
     broadcast_object,
     check_equal,
-    code_versions,
     compute_deterministically,
     first_text,
     gather_numbers,
     init_distributed,
     measured_flops_per_s,
+    own_versions,
     print_rank,
     rank,
     same_on_every_rank,
@@ -118,8 +118,8 @@ def open_session(options: Options) -> Session:
     source = "the beginning"
     if snapshots is not None and may_resume and _restored(accelerated, store, snapshots, state):
         source = "a snapshot"
-    elif resumes:
-        source = "a checkpoint"
+    elif resumes or (may_resume and store.newest() is not None):  # snapshots of other ranks may have become one
+        source = "a checkpoint" if snapshots is None or not snapshots.have_moved else "snapshots of another layout"
         _resume(prepared, accelerated, store, state)
     validation = open_validation(prepared, data.kept_aside, accelerated, state, run_dir)
     with same_on_every_rank():
@@ -200,7 +200,7 @@ def join(find: Callable[[], Prepared]) -> Prepared:
         show_messages(prepared.config.run.log_level)
         if prepared.config.run.deterministic:
             compute_deterministically()
-    check_equal("The installed code", code_versions(), fix="install the same Meshwright and torch on every machine")
+    check_equal("The installed code", own_versions(), fix="install the same Meshwright and torch on every machine")
     assert prepared is not None
     return prepared
 
@@ -335,7 +335,8 @@ def _snapshots(prepared: Prepared, accelerated: Accelerated, run_dir: Path) -> H
 def _restored(accelerated: Accelerated, store: CheckpointStore, snapshots: HostSnapshots, state: TrainingState) -> bool:
     """Go on from the snapshots in host memory, unless there is a newer checkpoint; return whether it does."""
     now, newest = (state.extra, state.strategy), store.newest()
-    info = snapshots.load(state, at_least=step_of(newest) if newest is not None else 0)
+    least = step_of(newest) if newest is not None else 0
+    info = snapshots.load(state, at_least=least, checkpoints=store.directory)
     if info is None:
         return False
     state.extra, state.strategy = carried_over(now[0], state.extra), now[1]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         gather_objects as gather_objects,
         largest as largest,
         outvoted as outvoted,
+        own_versions as own_versions,
         same_on_every_rank as same_on_every_rank,
         smallest as smallest,
         wait_for_all_ranks as wait_for_all_ranks,

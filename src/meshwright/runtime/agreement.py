@@ -579,6 +579,12 @@ def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference 
 _SOURCES = Path(__file__).parents[1]
 
 
+@functools.cache
+def own_versions() -> str:
+    """Return the :func:`code_versions` of this process, for which every source file is read once."""
+    return code_versions()
+
+
 def code_versions(sources: Path = _SOURCES) -> str:
     """Return the versions of Meshwright, torch and Python, and a digest of Meshwright's own source files.
 

@@ -295,8 +295,8 @@ def _write_files(ready: Staged, directory: Path) -> None:
     with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
         names = [name for name in (f"{TENSORS}/{shard_file(rank)}",) if (directory / name).is_file()]
         if generators:
-            write_durably(directory / _rng_name(rank), safetensors.torch.save(generators))
-            names.append(_rng_name(rank))
+            write_durably(directory / rng_name(rank), safetensors.torch.save(generators))
+            names.append(rng_name(rank))
         if rank == 0:
             write_durably(directory / RECORD, ready.record.to_json().encode())
             sync_directory(directory / TENSORS)
@@ -317,7 +317,8 @@ def _write_files(ready: Staged, directory: Path) -> None:
 _RANKS_PER_FILE = 64
 
 
-def _rng_name(rank: int) -> str:
+def rng_name(rank: int) -> str:
+    """Return the name of the file with the generators of a rank, and of those behind it."""
     return f"rng-{rank:05d}.safetensors"
 
 
@@ -344,7 +345,7 @@ def _read_generators(path: Path, record: Record) -> dict[str, torch.Tensor] | No
     rank, several = runtime.rank(), record.ranks_per_rng_file
     if record.world_size != runtime.world_size():
         return None
-    file = path / _rng_name(rank - rank % (several or 1))
+    file = path / rng_name(rank - rank % (several or 1))
     wait_until_seen(file)
     with storage_errors(f"{file} cannot be read", "name an older checkpoint to resume from"):
         if several is None:

@@ -9,12 +9,14 @@ ranks on which step all of them have.
 
 After a failure all ranks go back to the newest step that every rank has, its own or the neighbour's copy, and to no
 mixture of two. Snapshots fit the same strategy, number of ranks and code only, for each holds the shards of one rank as
-they lie; anything else is a case for the checkpoints on disk, which load into any layout.
+they lie. For fewer ranks, or another strategy, they become a checkpoint on disk first; see [Note: snapshots move to
+disk] in ``store/snapshot_moves.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import sys
@@ -37,9 +39,9 @@ from meshwright.runtime import (
     any_rank,
     before_leaving,
     broadcast_object,
-    code_versions,
     first_text,
     gather_objects,
+    own_versions,
     rank,
     same_on_every_rank,
     smallest,
@@ -48,8 +50,10 @@ from meshwright.runtime import (
 )
 from meshwright.runtime.agreement import receive_bytes, send_bytes
 from meshwright.runtime.processes import agreeing_over, make_group
+from meshwright.store.checkpoints import own_directory
 from meshwright.store.entries import TrainingState, generator_tensors, set_generators
 from meshwright.store.manifest import record_of
+from meshwright.store.shards import own_box
 from meshwright.store.snapshot import Restoration, begin, capture, completed_alone, plan_restore
 from meshwright.store.snapshot_files import (
     Contents,
@@ -59,11 +63,11 @@ from meshwright.store.snapshot_files import (
     read_bytes,
     read_snapshot,
 )
+from meshwright.store.snapshot_moves import RANDOM, FoundSnapshot, move_to_checkpoint
 
 _TOKEN = ".snapshots"  # in the run's directory: the name of its snapshots
 _FOLDER = "meshwright-snapshots-"
 _ABANDONED_S = 24 * 3600.0
-_RANDOM = "random."  # before the names of generators' states
 _TWO = ("a", "b")
 
 
@@ -74,21 +78,6 @@ class SnapshotInfo:
     step: int
     copies_of: tuple[int, ...]
     """Ranks whose own snapshot was lost or damaged, and that were restored from the neighbour's copy."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """One whole file, as far as its header tells."""
-
-    source: int
-    """The rank whose state it holds."""
-    step: int
-    path: Path
-    is_copy: bool
-    misfit: str
-    """In what it differs from this run; empty if in nothing."""
-    finder: int
-    """The first rank of the host that has it."""
 
 
 class HostSnapshots:
@@ -133,11 +122,14 @@ class HostSnapshots:
         self._group: dist.ProcessGroup | None = None  # of all ranks, for the thread
         self._files: dict[Path, SnapshotFile] = {}
         self._steps: dict[Path, int] = {}
+        self._starts: dict[str, tuple[int, ...]] = {}  # of this rank's part of each tensor
         self._common = -1  # the newest step that all ranks have
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._has_looked = False  # at what earlier attempts have left
         self._told: set[str] = set()
+        self.have_moved = False
+        """Whether :meth:`load` has written snapshots of another layout as a checkpoint."""
 
     # --- Taking
 
@@ -186,11 +178,17 @@ class HostSnapshots:
         """Name everything that this rank needs to go on alone."""
         begin(state, to_load=False)
         found = capture(state, world_size(), alone=True)
-        replicas = state.optim.replicas.size if isinstance(state.optim, OuterOptimizer) else 1
+        replica, replicas = 0, 1
+        if isinstance(state.optim, OuterOptimizer):
+            replica, replicas = state.optim.replicas.rank, state.optim.replicas.size
         record = completed_alone(found, replicas)
+        if self._starts.keys() != found.tensors.keys():
+            self._starts = {name: own_box(tensor)[0] for name, tensor in found.tensors.items()}
         tensors = {name: local_tensor(tensor.detach()) for name, tensor in found.tensors.items()}
-        tensors |= {_RANDOM + name: tensor for name, tensor in generator_tensors().items()}
+        tensors |= {RANDOM + name: tensor for name, tensor in generator_tensors().items()}
+        starts = {name: start for name, start in self._starts.items() if any(start)}
         about = {"rank": rank(), "step": state.step, **self._identity(state), "record": record}
+        about |= {"replica": replica, "starts": starts}
         return tensors, about
 
     def _identity(self, state: TrainingState) -> dict[str, Any]:
@@ -292,7 +290,7 @@ class HostSnapshots:
         if self._is_open:
             return
         self._is_open = True
-        self._code = code_versions()
+        self._code = own_versions()
         token = ""
         with same_on_every_rank():
             if rank() == 0:
@@ -346,7 +344,7 @@ class HostSnapshots:
 
     # --- Loading
 
-    def load(self, state: TrainingState, *, at_least: int = 0) -> SnapshotInfo | None:
+    def load(self, state: TrainingState, *, at_least: int = 0, checkpoints: Path | None = None) -> SnapshotInfo | None:
         """Restore the newest state that all ranks have, unless it is older than a step; collective.
 
         Everything is verified and compared before anything is changed. Newer snapshots, which not every rank has, are
@@ -355,6 +353,8 @@ class HostSnapshots:
         Args:
             state: Live objects, in the layout that the snapshots were taken in.
             at_least: The step of a checkpoint on disk, which is taken instead of an older snapshot.
+            checkpoints: Where snapshots of another strategy or number of ranks are written as a checkpoint, to be
+                loaded then; None: they are dropped.
 
         Returns:
             Where it comes from; None when no snapshot fits, which is told if there are any.
@@ -379,31 +379,47 @@ class HostSnapshots:
                 self._say(f"the snapshots of step {step} are of another model: {problem}")
                 break
             self._drop_others(step, found)
+            if checkpoints is not None:
+                own_directory(checkpoints)
             return SnapshotInfo(step, tuple(r for r, each in enumerate(gather_objects(is_copy)) if each))
         odd = sorted({each.misfit for each in found if each.misfit})
-        if odd:
+        moved = self._moved(found, at_least, checkpoints) if odd and checkpoints is not None else None
+        self.have_moved = moved is not None
+        if moved is not None:
+            self._say(f"the snapshots in host memory become {moved}: {odd[0]}")
+        elif odd:
             self._say(f"the snapshots in host memory are not taken: {odd[0]}")
         self._drop_others(-1, found)
         return None
 
-    def _listed(self, state: TrainingState) -> list[_Found]:
+    def _moved(self, found: Sequence[FoundSnapshot], at_least: int, checkpoints: Path) -> Path | None:
+        """Write snapshots of another layout as a checkpoint; where the disk refuses, an older state is taken."""
+        try:
+            return move_to_checkpoint(found, self._hosts, checkpoints, at_least)
+        except CheckpointError as error:
+            self._say(f"the snapshots in host memory cannot become a checkpoint: {error}")
+            return None
+
+    def _listed(self, state: TrainingState) -> list[FoundSnapshot]:
         """List the files of all hosts, each looked through by its first rank; collective."""
         assert self._folder is not None
-        own: list[_Found] = []
+        own: list[FoundSnapshot] = []
         if rank() == self._own_host()[0]:
             wanted = self._identity(state)
             for path in sorted(self._folder.glob("rank-*/of-*")):
                 with contextlib.suppress(DamagedSnapshot):
                     about = read_about(read_bytes(path))
                     is_copy = rank_of_folder(path) != about["rank"]
-                    misfit = _difference(wanted, about)
-                    own.append(_Found(about["rank"], about["step"], path, is_copy, misfit, rank()))
+                    misfit, layout = _difference(wanted, about), None
+                    if about.get("code") == wanted["code"]:
+                        layout = about["ranks"], hashlib.sha256(about["strategy"].encode()).hexdigest()
+                    own.append(FoundSnapshot(about["rank"], about["step"], path, is_copy, misfit, rank(), layout))
         return [each for part in gather_objects(own) for each in part]
 
     def _own_host(self) -> list[int]:
         return next(ranks for ranks in self._hosts if rank() in ranks)
 
-    def _contents(self, step: int, found: Sequence[_Found]) -> tuple[Contents | None, bool]:
+    def _contents(self, step: int, found: Sequence[FoundSnapshot]) -> tuple[Contents | None, bool]:
         """Read this rank's state of a step: its own, a copy on this host, or one that another host sends; collective.
 
         Returns:
@@ -425,7 +441,7 @@ class HostSnapshots:
                             contents, is_copy = read_snapshot(arrived), True
         return contents, is_copy
 
-    def _sent(self, each: _Found, to: int) -> bytearray | None:
+    def _sent(self, each: FoundSnapshot, to: int) -> bytearray | None:
         """Bring a file from the host that has it to a rank of another one; every rank calls it."""
         if each.finder == next(ranks for ranks in self._hosts if to in ranks)[0]:
             return None  # it has looked at this one
@@ -458,11 +474,11 @@ class HostSnapshots:
         restoration.commit()
         if restoration.outer is not None:
             restoration.outer.finish()
-        random = {n.removeprefix(_RANDOM): t.clone() for n, t in contents.tensors.items() if n.startswith(_RANDOM)}
+        random = {n.removeprefix(RANDOM): t.clone() for n, t in contents.tensors.items() if n.startswith(RANDOM)}
         set_generators(random)
         return ""
 
-    def _drop_others(self, step: int, found: Sequence[_Found]) -> None:
+    def _drop_others(self, step: int, found: Sequence[FoundSnapshot]) -> None:
         """Remove what is newer than the step that all ranks go on from, and what does not fit; collective.
 
         It would later stand beside snapshots of another attempt.
@@ -474,7 +490,14 @@ class HostSnapshots:
         for each in own if rank() == self._own_host()[0] else ():
             if each not in stays:
                 with contextlib.suppress(OSError):
-                    SnapshotFile(each.path).clear()
+                    if each.misfit:  # no process has it open
+                        each.path.unlink(missing_ok=True)
+                    else:
+                        SnapshotFile(each.path).clear()
+        if rank() == self._own_host()[0]:
+            for folder in self._folder.glob("rank-*"):
+                if rank_of_folder(folder / "of") >= world_size():
+                    shutil.rmtree(folder, ignore_errors=True)
         self._steps = {each.path: each.step for each in stays}
         synchronize()
 

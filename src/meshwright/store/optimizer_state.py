@@ -416,7 +416,13 @@ def refuse_parts(names: Iterable[str], what: str) -> None:
 def united(record: Record) -> Record:
     """Unite the records of all ranks; collective, equal on every rank."""
     own = (record.tensors, record.model_values, record.optimizer)
-    every = [each for _, each in gather_distinct(own, repr(sorted(record.tensors)))]
+    return united_records(record, [each for _, each in gather_distinct(own, repr(sorted(record.tensors)))])
+
+
+def united_records(
+    record: Record, every: Sequence[tuple[dict[str, TensorRecord], dict[str, Any], OptimizerRecord | None]]
+) -> Record:
+    """Return a record with tensors, plain values and optimizers of all ranks."""
     if len(every) == 1:
         return record
     optimizers = [optimizer for _, _, optimizer in every if optimizer is not None]

@@ -373,7 +373,7 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         own = _own_parts(index, tensors)
         if own:
             wait_until_seen(folder)
-            _write_own(own, tensors, folder / shard_file(rank()))
+            write_shards(own, tensors, folder / shard_file(rank()))
         if rank() == 0:
             write_durably(folder / INDEX, index.to_json().encode())
 
@@ -392,8 +392,8 @@ def _own_parts(index: ShardIndex, tensors: Mapping[str, torch.Tensor]) -> dict[s
     return own
 
 
-def _write_own(own: Mapping[str, Box], tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write one file, and wait until the disk has it."""
+def write_shards(own: Mapping[str, Box], tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write parts of tensors into one file, and wait until the disk has it."""
     save_file(
         {name: local_tensor(tensors[name]).detach().cpu().contiguous() for name in own},
         path,

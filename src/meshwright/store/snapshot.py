@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -389,7 +389,11 @@ def _outer_tensors(
 
 def completed(record: Record, parts: ReplicaParts) -> Record:
     """Add the replicas of all ranks to a record; collective."""
-    every: list[ReplicaParts] = [each for _, each in gather_distinct(parts, repr(parts))]
+    return completed_by(record, [each for _, each in gather_distinct(parts, repr(parts))])
+
+
+def completed_by(record: Record, every: Sequence[ReplicaParts]) -> Record:
+    """Add replicas to a record."""
     replicas: dict[int, list[ReplicaRecord]] = {}
     tensors: dict[str, TensorRecord] = {}
     outer = every[0].outer

@@ -7,7 +7,6 @@ each step follow it in the same order. A :class:`~meshwright.training.request.Re
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import sys
@@ -42,9 +41,9 @@ from meshwright.runtime import (
     broadcast_object,
     check_all_equal,
     check_equal,
-    code_versions,
     difference_between_ranks,
     memory_limit_bytes,
+    own_versions,
     print_rank,
     rank,
     same_on_every_rank,
@@ -311,8 +310,6 @@ def _check_dense(model: nn.Module) -> None:
 
 # --- Agree
 
-_own_versions = functools.cache(code_versions)  # it reads every source file
-
 
 def check_alike(
     strategy: str, model: str, parameters: Sequence[str] = (), further: Sequence[tuple[str, str, str]] = ()
@@ -329,7 +326,7 @@ def check_alike(
         LaunchError: On every rank, naming two ranks and the first difference.
     """
     check_all_equal(
-        ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
+        ("The installed code", own_versions(), "install the same Meshwright and torch on every machine"),
         ("The strategy", strategy, "pass the same strategy on every rank"),
         ("The switch of cross-rank guards", f"{guards_are_on()}", "set MESHWRIGHT_GUARDS alike on every rank"),
         *further,

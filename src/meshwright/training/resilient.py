@@ -19,9 +19,9 @@ class resilient:
     """A context in which a loop begins where an earlier attempt of it has stopped; on every rank.
 
     Entering it restores the newest state that the run has left: a snapshot that all ranks have in their hosts' memory
-    (same strategy and number of ranks), or a checkpoint, in any layout. ``run.state`` then says how many steps are
-    done. :meth:`step_done` ends each step. Leaving it saves a last checkpoint and removes the snapshots; an error
-    leaves both.
+    (those of another strategy or number of ranks become a checkpoint first), or a checkpoint, in any layout.
+    ``run.state`` then says how many steps are done. :meth:`step_done` ends each step. Leaving it saves a last
+    checkpoint and removes the snapshots; an error leaves both.
 
     Whatever starts the program again finds them: ``torchrun --max-restarts 3``, a cluster's scheduler, or the same
     command by hand, all of them on the same hosts for snapshots.
@@ -72,7 +72,11 @@ class resilient:
     def __enter__(self) -> Self:
         newest, strategy = self._store.newest(), self.state.strategy
         self._saved_step = step_of(newest) if newest is not None else -1
-        found = self._snapshots.load(self.state, at_least=max(self._saved_step, 0)) if self._snapshots else None
+        found = None
+        if self._snapshots is not None:
+            least = max(self._saved_step, 0)
+            found = self._snapshots.load(self.state, at_least=least, checkpoints=self._store.directory)
+            newest = self._store.newest()  # of other ranks' snapshots, perhaps
         if found is not None:
             self.source = f"the snapshots of step {found.step}"
         elif newest is not None:

@@ -1,0 +1,10 @@
+"""Do once, in the server that forks ranks, what each would do at its start; see [Note: fast restarts]."""
+
+import meshwright.cli.train_loop
+import meshwright.methods.zero
+import meshwright.planner.trace.fake_pass  # noqa: F401
+from meshwright.cli.commands import command
+from meshwright.runtime import own_versions
+
+command()
+own_versions()
