@@ -339,6 +339,14 @@ def _math(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return 0
 
 
+def _mm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """CUDA's product of halves that is kept as it was summed."""
+    if func._overloadname != "dtype" or not isinstance(args[0], CudaTensor):
+        return NotImplemented
+    left, right = _elems(*args[:2])
+    return CudaTensor(left.to(args[2]) @ right.to(args[2]))
+
+
 def _efficient_attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """CUDA's memory-efficient kernel, whose log-sum-exp is padded to 32 rows, by the CPU's."""
     query, key, value, bias, _, dropout, is_causal = (*args, *(0.0, False)[len(args) - 5 :])
@@ -365,7 +373,7 @@ def _elems(*tensors: Any) -> list[Any]:
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "copy_": _copy_, "_foreach_copy_": _foreach_copy_, "is_pinned": _answer_pinned,
-    "_pin_memory": _pin_memory, "_fused_sdp_choice": _math,
+    "_pin_memory": _pin_memory, "_fused_sdp_choice": _math, "mm": _mm,
     "_scaled_dot_product_efficient_attention": _efficient_attention,
     "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
 }  # fmt: skip

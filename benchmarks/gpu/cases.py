@@ -85,6 +85,7 @@ CASES = (
     _llama("1B", "raw", 40),
     _llama("1B", "plain", 40),
     _llama("1B", "compiled", 40, 120),
+    _llama("1B", "raw_compiled", 40, 120),
     Case("decisions", "right", "checks:decisions", "overflow, bad losses and spikes that the device decides about"),
     Case("fp8_kernels", "right", "checks:fp8_kernels", "8-bit products beside fp32 ones of the same values", **_FP8),  # type: ignore[arg-type]
     Case("attention", "right", "checks:attention", "the kernels of ring attention beside attention written out"),
@@ -97,6 +98,12 @@ CASES = (
     Case("optimizers", "right", "checks:optimizers", "every optimizer beside the CPU's numbers"),
     Case("checkpoint", "right", "checks:checkpoint", "a checkpoint saved while training goes on, and loaded"),
     Case("out_of_memory", "right", "checks:out_of_memory", "errors for want of memory that training survives"),
+    Case("commands", "right", "checks:commands", "meshwright train, whole, resumed and killed", limit_s=180),
+    _llama("1B", "tuned", 70, 120),
+    _llama("3B", "tuned", 110, 150),
+    _llama("8B", "bf16", 115, 180),
+    _llama("8B", "bf16_fp8", 115, 240, **_FP8),
+    _llama("8B", "raw_bf16", 115, 180),
     _llama("1B", "offload", 30, 120),
     _llama("3B", "compiled", 70, 150),
     _llama("8B", "offload", 60, 240, host_bytes=110 * GIB),
@@ -112,5 +119,6 @@ CASES = (
     _llama("3B", "fp8", 70, 150, **_FP8),
     Case("overhead", "fast", "overhead.py", "the host's time of a step beside a raw loop's",
          ("--tiny", "--ranks", "1", "--rounds", "5"), ("--tiny", "--ranks", "1", "--rounds", "1")),
+    Case("pairs", "right", "checks:pairs", "pairs of methods over two ranks of one GPU, by gloo", limit_s=400, ranks=2),
     Case("calibration", "fast", "figures:calibration", "what meshwright calibrate finds", limit_s=120),
 )  # fmt: skip

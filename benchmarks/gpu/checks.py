@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from tests import tiny
+from tests.cli import helpers as cli
+from tests.faults.test_snapshots import FAULTS
 from tests.methods import pair_runs
 from tests.methods.pair_runs import FP32_LIMIT, OF_ONE_PROCESS, ROWS, Case
 from tests.stand_in_cuda import on_host
@@ -99,6 +102,24 @@ def exchange(session: Session, backend: str = "gloo") -> None:
         on_hosts = dist.new_group(backend="gloo")
         chosen = [name for name, row in ROWS.items() if row.axes]
         session.each(_some(chosen, session, ("fsdp", "context_parallel")), run)
+
+
+def pairs(session: Session) -> None:
+    """Every pair of methods on two ranks that computes in fp32, beside a plain process on the CPU."""
+    in_fp32 = [name for name, row in ROWS.items() if not row.rounds]
+    cases = {f"{one} {other}": Case((one, other)) for one, other in itertools.combinations(in_fp32, 2)}
+    allowed = [name for name, case in cases.items() if case.world == 2 and pair_runs.refusal(case) is None]
+
+    def run(name: str) -> dict[str, Any]:
+        case = cases[name]
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, _outcome(case), group=on_hosts)
+        limit = FP32_LIMIT + sum(ROWS[method].drift for method in case.methods)
+        return _within("losses or weights", pair_runs.worst_difference(case, outcomes), limit)
+
+    with world(session):
+        on_hosts = dist.new_group(backend="gloo")
+        session.each(_some(allowed, session, ("fsdp ema",)), run)
 
 
 def optimizers(session: Session) -> None:
@@ -312,6 +333,53 @@ def checkpoint(session: Session) -> None:
         return _losses_within(found, expected, 1e-6)
 
     session.each(("plain", "fsdp"), run)
+
+
+# --- The program
+
+
+_WRITES = ("--set", "run.log_every=1", "--set", "model.args.dropout=0.0")
+_KILL = ("--max-restarts", 2, "--set", "run.callbacks=['faulty:Faults']", "--set", "run.snapshot.every=1")
+
+
+def commands(session: Session) -> None:
+    """``meshwright train`` on the GPU, whole, resumed and killed, beside the same run on the CPU."""
+    device = "cpu" if session.tiny else "cuda"
+
+    def trained(folder: Path, *options: Any) -> tuple[list[float], str]:
+        done = cli.meshwright("train", "tiny.toml", "--out", "out", *_WRITES, *options, folder=folder)
+        if done.returncode:
+            raise Wrong((done.stderr.strip().splitlines() or ["no output"])[-1])
+        return cli.losses(folder / "out"), done.stderr
+
+    def run(name: str) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory() as other:
+            for folder in (own, other):
+                cli.project(Path(folder))
+            (Path(own) / "faulty.py").write_text(FAULTS)
+            (Path(own) / "faults.json").write_text(json.dumps([{"kind": "kill", "step": 4, "rank": 0}]))
+            expected, _ = trained(Path(other), "--set", "run.device='cpu'")
+            options: tuple[Any, ...] = ("--set", f"run.device='{device}'", *_OPTIONS[name])
+            if name == "resumed":
+                trained(Path(own), "--steps", 3, *options)
+                options = (*options, "--resume", "auto")
+            found, _ = trained(Path(own), *options)
+            figures = _losses_within(found, expected)
+            if name == "killed":
+                lines = (Path(own) / "out" / "failures.jsonl").read_text().splitlines()
+                went_on = [told for told in map(json.loads, lines) if told["what"] == "went on"]
+                figures["went_on"] = went_on[0]
+        return figures
+
+    session.each(_some(list(_OPTIONS), session, ("whole",)), run)
+
+
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "whole": ("--set", "run.profile.steps=[3, 4]"),
+    "fsdp bf16": ("--strategy", "fsdp + amp_native"),
+    "resumed": (),
+    "killed": _KILL,
+}
 
 
 # --- Errors that a run survives

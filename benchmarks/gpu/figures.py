@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,14 +26,19 @@ _TINY = {
     "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
 _BATCH = {"1B": 4, "3B": 2, "8B": 2}
+_LARGER = {"1B": 16, "3B": 8, "8B": 4}  # where logits are not kept and blocks are compiled
 _WARM_STEPS, _STEPS, _MOST_S = 3, 20, 20.0
 _OPTIM = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
 _AMP: list[Any] = [("amp_native", "bf16")]
+_FUSED_LOSS = ("module_replace", ["fused_loss"])
 _STRATEGIES: dict[str, list[Any]] = {
     "plain": _AMP,
     "compiled": [*_AMP, "compile"],
     "fp8": [*_AMP, "compile", "fp8"],
     "fsdp": [*_AMP, "fsdp"],
+    "tuned": [("half", "bf16"), "compile", _FUSED_LOSS],
+    "bf16": ["compile", _FUSED_LOSS],  # weights and states are of bf16
+    "bf16_fp8": ["compile", _FUSED_LOSS, ("fp8", {"exclude": ["lm_head"]})],
     "offload": [("half", "bf16"), "checkpoint", ("offload", "optimizer")],
 }
 
@@ -50,10 +56,12 @@ def llama(session: Session, size: str, variant: str) -> None:
 def _measured(session: Session, size: str, variant: str) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    batch, seq_len = (2, 16) if session.tiny else (_BATCH[size], 2048)
+    in_bf16 = variant.startswith(("bf16", "raw_bf16"))
+    batches = _LARGER if in_bf16 or variant == "tuned" else _BATCH
+    batch, seq_len = (2, 16) if session.tiny else (batches[size], 2048)
     config = LlamaConfig(**(_TINY if session.tiny else LLAMA_SIZES[size]), use_cache=False)
     torch.manual_seed(0)
-    with session.device:
+    with session.device, _default_dtype(torch.bfloat16 if in_bf16 else torch.float32):
         model = LlamaForCausalLM(config)
     flops = _flops(model, batch, seq_len)
     ids = torch.randint(0, config.vocab_size, (batch, seq_len)).to(session.device)
@@ -78,10 +86,25 @@ def _measured(session: Session, size: str, variant: str) -> dict[str, Any]:
     return figures
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make parameters of a type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _strategy(variant: str, session: Session) -> list[Any]:
     """As on a GPU; on the stand-in without what it cannot do, compile and multiply in 8 bits."""
     emulated = {"compile": ("compile", {"backend": "aot_eager"}), "fp8": ("fp8", {"emulate": True})}
-    return [emulated.get(each, each) if session.tiny else each for each in _STRATEGIES[variant]]
+    named = [each if isinstance(each, str) else each[0] for each in _STRATEGIES[variant]]
+    return [
+        emulated.get(name, each) if session.tiny else each
+        for name, each in zip(named, _STRATEGIES[variant], strict=True)
+    ]
 
 
 def _beside(plan: Any, step_time_s: float, peak_bytes: int) -> dict[str, Any]:
@@ -107,6 +130,9 @@ def _flops(model: nn.Module, batch: int, seq_len: int) -> float:
 def _raw(model: nn.Module, ids: torch.Tensor, variant: str, session: Session) -> Callable[[], torch.Tensor]:
     """The loop that a careful user writes: autocast over fp32 weights, or FSDP2 that gathers and reduces in bf16."""
     sharded = variant == "raw_fsdp2"
+    if variant in ("raw_compiled", "raw_bf16"):
+        for block in model.model.layers:  # type: ignore[union-attr, misc]
+            block.compile(backend="aot_eager" if session.tiny else "inductor")
     if sharded:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -119,7 +145,7 @@ def _raw(model: nn.Module, ids: torch.Tensor, variant: str, session: Session) ->
 
     def step() -> torch.Tensor:
         optim.zero_grad()
-        with torch.autocast(session.device.type, torch.bfloat16, enabled=not sharded):
+        with torch.autocast(session.device.type, torch.bfloat16, enabled=variant in ("raw", "raw_compiled")):
             loss = loss_func(ids, model(ids))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

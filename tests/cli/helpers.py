@@ -48,7 +48,7 @@ class Tiny(nn.Module):
                 fail(RuntimeError("a bad day at step 3"))
             if self.calls == self.dies_at_step and RANK == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-        hidden = self.embedding(ids) + self.position(torch.arange(ids.shape[1]))
+        hidden = self.embedding(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         out = self.head(self.dropout(torch.tanh(self.mix(hidden))))
         if torch.is_grad_enabled() and self.calls == self.nan_at_step and RANK == 1:
             out = out * float("nan")
