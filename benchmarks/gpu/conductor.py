@@ -103,15 +103,18 @@ class Conductor:
         while True:
             lines = self.folder / f"{case.name}.jsonl"
             lines.unlink(missing_ok=True)
+            known = len(entry["items"])
             told = {"case": case.name, "lines": str(lines), "tiny": self.tiny, "done": list(entry["items"])}
             command = [*WORKER, json.dumps(told)]
             places = [self._place(case, rank) for rank in range(case.ranks)]
             code = self._wait([self._start(command, case, **place) for place in places], ends_s)
             begun = _read(lines, entry["items"])
             self._close(case, entry, code)
-            if code in (None, 0) or begun is None:
+            if code in (None, 0) or (begun is None and len(entry["items"]) == known):
                 return
-            entry["items"][begun] = {"ok": False, "why": entry.pop("why", f"exit code {code}")}
+            why = entry.pop("why", f"exit code {code}")
+            if begun is not None:
+                entry["items"][begun] = {"ok": False, "why": why}
 
     def _place(self, case: Case, rank: int) -> dict[str, str]:
         """The environment of one rank: alone, with a GPU of its own, or on one that all share."""

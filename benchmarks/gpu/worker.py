@@ -53,7 +53,10 @@ class Session:
         return stand_in_cuda(int(os.environ.get("LOCAL_RANK", "0")))
 
     def each(self, items: Iterable[str], run: Callable[[str], dict[str, Any] | None]) -> None:
-        """Run every item that is not done; one that fails is told, and the others go on."""
+        """Run every item that is not done; one that fails is told, and the others go on.
+
+        Of several ranks new processes go on: connections are no good where a rank has left a collective.
+        """
         for name in items:
             if name in self.done:
                 continue
@@ -63,6 +66,8 @@ class Session:
             except Exception as error:
                 traceback.print_exc()
                 self._tell(item=name, ok=False, why=_first_line(error))
+                if os.environ.get("WORLD_SIZE", "1") != "1":
+                    os._exit(1)
             else:
                 self._tell(item=name, ok=True, figures=figures or {})
             gc.collect()  # jobs are cycles of references

@@ -166,9 +166,10 @@ def test_no_tensor_holds_the_logits(dtype, reduction):
 
 
 def test_chunks_grow_with_hidden_and_never_get_too_small():
-    assert default_chunk_size(16384, 4096, 128000) == 1024
-    assert default_chunk_size(512, 64, 32000) == 256
-    assert default_chunk_size(0, 64, 10) == 256
+    assert default_chunk_size(16384, 4096, 128000, on_gpu=False) == 1024
+    assert default_chunk_size(512, 64, 32000, on_gpu=False) == 256
+    assert default_chunk_size(0, 64, 10, on_gpu=False) == 256
+    assert default_chunk_size(16384, 4096, 128000, on_gpu=True) == 2048
 
 
 def test_compiled_it_runs_between_two_graphs_and_second_derivatives_are_refused():

@@ -136,6 +136,25 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+_imitates_gpu = False
+
+
+@contextlib.contextmanager
+def imitated_gpu() -> Iterator[None]:
+    """Let code that takes another way on GPUs take it on the CPU: in a pass without data that predicts their memory."""
+    global _imitates_gpu
+    before, _imitates_gpu = _imitates_gpu, True
+    try:
+        yield
+    finally:
+        _imitates_gpu = before
+
+
+def computes_on_gpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on a GPU, or on the CPU in a pass that imitates one."""
+    return tensor.is_cuda or _imitates_gpu
+
+
 COMMUNICATOR_BYTES = 2**29
 """Device memory that NCCL takes for each communicator, at its first collective and beside torch's allocator.
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.cost import HALF, Op, ProductDtype
+from meshwright.runtime import imitated_gpu
 from meshwright.runtime.torch_internals.fake_tensors import (
     FakeTensor,
     TorchDispatchMode,
@@ -491,11 +492,17 @@ def kernels_of_device(wanted: torch.device | None, device: torch.device) -> cont
     """Imitate the kernels of another device in a pass on the CPU."""
     if wanted is None or wanted.type == "cpu" or device.type != "cpu":
         return contextlib.nullcontext()
-    return _KernelsOfCuda()
+    stack = contextlib.ExitStack()
+    stack.enter_context(_KernelsOfCuda())
+    stack.enter_context(imitated_gpu())
+    return stack
 
 
 class _KernelsOfCuda(TorchFunctionMode):
-    """Dropout as CUDA runs it.
+    """Dropout and cross entropies as CUDA runs them.
+
+    Under autocast the CPU computes cross entropies in fp32; on CUDA they keep what half precision they are given, for
+    only the operators within would be widened, and not if they are told a type.
 
     In attention it is left out: the CPU has no fused kernel with dropout, while the one on CUDA keeps no more for it
     than the state of a random generator. Elsewhere it is one kernel that keeps a byte of each element, not three with a
@@ -510,7 +517,24 @@ class _KernelsOfCuda(TorchFunctionMode):
         elif func is torch.nn.functional.dropout and _is_fused(*args, **given):
             of = {**given, **dict(zip(("input", "p"), args, strict=False))}
             return torch.native_dropout(of["input"], of.get("p", 0.5), True)[0]
+        elif func is torch.nn.functional.cross_entropy and torch.is_autocast_enabled("cpu"):
+            return _cross_entropy_of_cuda(*args, **given)
         return func(*args, **given)
+
+
+def _cross_entropy_of_cuda(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute ``F.cross_entropy`` as CUDA's autocast does: a softmax in the type of ``input``, and the rest in fp32.
+
+    The CPU's autocast widens the input. On CUDA the operators within would be widened, but for the softmax, which is
+    told a type.
+    """
+    known = {"weight", "ignore_index", "reduction"}
+    others = {name for name, value in kwargs.items() if name not in known and value}
+    if args or others or target.is_floating_point():
+        return torch.nn.functional.cross_entropy(input, target, *args, **kwargs)
+    with torch.autocast("cpu", enabled=False):
+        scores = torch.nn.functional.log_softmax(input, min(input.dim() - 1, 1)).float()
+    return torch.nn.functional.nll_loss(scores, target, **{name: kwargs[name] for name in known & kwargs.keys()})
 
 
 def _is_fused(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "current_node",
     "in_functorch_transform",
     "next_sequence_number",
+    "num_dispatch_modes",
     "queue_callback",
     "sequence_number_of",
     "split_sizes_of",
@@ -46,6 +47,10 @@ queue_callback = Variable._execution_engine.queue_callback
 current_node = torch._C._current_autograd_node
 sequence_number_of = methodcaller("_sequence_nr")
 next_sequence_number = torch._C._autograd._get_sequence_nr
+
+# How many modes of ``__torch_dispatch__`` are entered: torch's ``FlopCounterMode`` fails on products that name the type
+# of their sums (``addmm_flop`` takes it for a shape). Nothing public tells.
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 # Under ``torch.func`` transforms our own products must not be used: they know no batching rules.
 # ``torch.compiler`` and ``torch.func`` have no such question.
