@@ -10,7 +10,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from meshwright.errors import ConfigError, DataError, ModelError
 from meshwright.loss import LinearCrossEntropy, linear_cross_entropy
+from meshwright.loss.cross_entropy_rows import _plain_rows, losses_and_gradients_, make_rows
 from meshwright.loss.linear_head import default_chunk_size
+from meshwright.runtime import imitated_gpu
 from tests.loss.helpers import EPSILON, distance, live_bytes
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -248,3 +250,16 @@ def test_a_sharded_head_works_in_its_module_and_is_refused_outside(ranks):
     for refused in ranks(2).run(in_a_sharded_model):
         assert len(refused) == 2
         assert "pass weight.full_tensor(), or compute the loss in the forward" in refused[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_pass_that_is_compiled_on_gpus_says_what_the_others_say(dtype):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(7, 50)).to(dtype)
+    target = torch.randint(0, 50, (7,))
+    target[2] = -100
+    rows, upstream = make_rows(target, dtype, None, -100, 0.0), torch.rand(7)
+    expected = losses_and_gradients_(logits.clone(), rows, upstream)
+    with imitated_gpu():
+        torch.testing.assert_close(losses_and_gradients_(logits.clone(), rows, upstream), expected)
+    torch.testing.assert_close(_plain_rows(logits, *rows[:3], upstream), expected)

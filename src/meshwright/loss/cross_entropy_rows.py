@@ -13,6 +13,7 @@ logits that are large and close together.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError, DataError, ModelError, did_you_mean
+from meshwright.runtime import computes_on_gpu
+from meshwright.runtime.torch_internals.autograd import num_dispatch_modes
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 
 
@@ -230,6 +233,61 @@ def row_gradients_(softmax: Softmax, rows: Rows, upstream_n: Tensor, out_nC: Ten
         out_nC.copy_(exps_nC.mul_(scale_n1).addcmul_(soft_n1, rows.class_weight_C, value=-1.0))
         at_target_n1 -= soft_n1 * rows.class_weight_C[rows.target_n1]
     return out_nC.scatter_(1, rows.target_n1, at_target_n1.to(out_nC.dtype))
+
+
+def losses_and_gradients_(logits_nC: Tensor, rows: Rows, upstream_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses of rows (n,), and the gradient of the logits, which are overwritten.
+
+    On a GPU one compiled pass does it where torch can compile; else it is done for a few rows at a time, whose numbers
+    in fp32 stay in the cache.
+    """
+    if not computes_on_gpu(logits_nC):
+        loss_n, softmax = row_losses(logits_nC, rows, overwrite=True)
+        # In fp32 the exponentials have overwritten the logits already.
+        return loss_n, row_gradients_(softmax, rows, upstream_n, logits_nC)
+    is_plain = rows.label_smoothing == 0 and rows.class_weight_C is None
+    kernel = row_kernel() if is_plain and logits_nC.is_cuda and num_dispatch_modes() == 0 else None
+    if kernel is not None:
+        return kernel(logits_nC, rows.target_n1, rows.valid_n, rows.weight_n, upstream_n)
+    loss_n, gradient_nC = torch.empty_like(rows.weight_n), torch.empty_like(logits_nC)
+    for some in slices(logits_nC.shape[0], rows_at_a_time(logits_nC)):
+        loss_n[some], softmax = row_losses(logits_nC[some], rows.part(some), overwrite=True)
+        row_gradients_(softmax, rows.part(some), upstream_n[some], gradient_nC[some])
+        del softmax
+    return loss_n, gradient_nC
+
+
+@functools.cache
+def row_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return the compiled pass of :func:`losses_and_gradients_`; None, with a notice, where torch cannot compile."""
+    from meshwright.runtime.torch_internals.compilers import missing_compiler
+
+    try:
+        missing = missing_compiler("cuda")
+        if not missing:  # Triton also needs a C compiler, and says so when it compiles
+            torch.compile(lambda number: number * 2 + 1)(torch.ones(8, device="cuda"))
+    except Exception as error:
+        missing = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    if missing:
+        warnings.warn(f"The loss is computed by more kernels: none can be compiled here ({missing})", stacklevel=2)
+        return None
+    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_plain_rows, fullgraph=True)
+    return compiled
+
+
+def _plain_rows(
+    logits_nC: Tensor, target_n1: Tensor, valid_n: Tensor, weight_n: Tensor, upstream_n: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the losses and the gradient of rows without smoothing and class weights, to be compiled."""
+    wide_nC = logits_nC.to(wide(logits_nC.dtype))
+    shifted_nC = wide_nC - wide_nC.amax(1, keepdim=True)
+    exps_nC = shifted_nC.exp()
+    sum_n1 = exps_nC.sum(1, keepdim=True)
+    loss_n = weight_n * (sum_n1.log() - shifted_nC.gather(1, target_n1)).squeeze(1)
+    scale_n1 = (torch.where(valid_n, upstream_n, 0.0) * weight_n).unsqueeze(1)
+    is_target_nC = torch.arange(logits_nC.shape[1], device=logits_nC.device) == target_n1
+    slope_nC = exps_nC * (scale_n1 / sum_n1) - torch.where(is_target_nC, scale_n1, 0.0)
+    return torch.where(valid_n, loss_n, 0.0), slope_nC.to(logits_nC.dtype)
 
 
 def sum_of_weights(rows: Rows, num_classes: int) -> Tensor | float:

@@ -20,10 +20,10 @@ from meshwright.loss.cross_entropy_rows import (
     check_options,
     check_plain,
     check_target,
+    losses_and_gradients_,
     make_rows,
     mean,
     once,
-    row_gradients_,
     row_losses,
     slices,
     wide,
@@ -311,12 +311,9 @@ def head_gradients(
     with without_autocast(hidden_ND.device):
         for some in slices(hidden_ND.shape[0], chunk):
             logits_nC = F.linear(hidden_ND[some], weight_CD, bias_C)
-            loss_N[some], softmax = row_losses(logits_nC, rows.part(some), overwrite=True)
-            # The gradient overwrites the logits; in fp32, the exponentials have overwritten them already.
-            row_gradients_(softmax, rows.part(some), upstream_N[some], logits_nC)
-            del softmax
-            _add(gradients, some, logits_nC, hidden_ND[some], weight_CD, 1.0 / lift)
-            del logits_nC
+            loss_N[some], slope_nC = losses_and_gradients_(logits_nC, rows.part(some), upstream_N[some])
+            _add(gradients, some, slope_nC, hidden_ND[some], weight_CD, 1.0 / lift)
+            del logits_nC, slope_nC
     return loss_N, gradients
 
 
