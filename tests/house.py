@@ -40,11 +40,11 @@ FLOORS = [
     {"compat", "cli", "integrations"},
 ]
 INTERNALS = "runtime/torch_internals/"
-# Names with an underscore that are of Python and of transformers.
+# Names with an underscore that are of Python, of transformers and of Lightning.
 NOT_OF_TORCH = {
     "_replace", "_exit", "_current_frames", "_lru_cache_wrapper", "_attn_implementation", "_model_mapping",
     "_grouped_linear", "_apply_gate", "_set_signature_columns_if_needed", "_get_dataloader",
-    "_get_eval_sampler",
+    "_get_eval_sampler", "_layer_sync", "_results", "_wrap_closure",
 }  # fmt: skip
 JOURNEYS = ("accelerate(fsdp) to the first step", "one step", "a peak predicted", "a checkpoint saved")
 _BEGIN, _END = "<!-- journeys -->", "<!-- end of journeys -->"

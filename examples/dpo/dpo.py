@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.data import ByteTokenizer, TokenDataset, find_files, token_cache
 
-HERE = Path(__file__).parent
-CONFIG = HERE.parent / "llama" / "config.json"
+CONFIG = Path(__file__).parents[1] / "llama" / "config.json"
 
 
 class Preference(nn.Module):
@@ -26,16 +23,14 @@ class Preference(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         ids, labels = input_ids.flatten(0, 1), labels.flatten(0, 1)  # (pairs, 2, seq_len)
-        with torch.no_grad():
-            before = log_likelihood(self.reference, ids, labels)
-        chosen, rejected = (log_likelihood(self.policy, ids, labels) - before).view(-1, 2).unbind(1)
-        return {"loss": -F.logsigmoid(self.beta * (chosen - rejected)).mean()}
+        gain = log_likelihood(self.policy, ids, labels) - log_likelihood(self.reference, ids, labels)
+        return {"loss": -nn.functional.logsigmoid(self.beta * (gain[::2] - gain[1::2])).mean()}
 
 
 def log_likelihood(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     """The log-probability of the labels that are not -100, summed over each text: (texts,)."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    return -F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none", ignore_index=-100).sum(1)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].transpose(1, 2)
+    return -nn.functional.cross_entropy(logits, labels[:, 1:], reduction="none", ignore_index=-100).sum(1)
 
 
 def build_model(base: str | Path | None = None, config: str | Path = CONFIG, beta: float = 0.1) -> nn.Module:
@@ -51,8 +46,8 @@ class Continuations(Dataset):
     """Pairs: a piece of source code, and the same with its second half out of order. The first half is given."""
 
     def __init__(self, seq_len: int = 64) -> None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
-        self.texts = TokenDataset(token_cache(find_files("stdlib", HERE), ByteTokenizer(), cache), seq_len)
+        files, cache = find_files("stdlib", Path()), Path.home() / ".cache" / "meshwright"
+        self.texts = TokenDataset(token_cache(files, ByteTokenizer(), cache), seq_len)
 
     def __len__(self) -> int:
         return len(self.texts)

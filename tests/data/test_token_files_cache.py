@@ -64,9 +64,36 @@ def test_a_complete_cache_is_found_again(files, tmp_path):
 def test_changed_texts_orders_and_tokenizers_get_files_of_their_own(files, tmp_path):
     names = {token_cache(files, ByteTokenizer(), tmp_path), token_cache(files[::-1], ByteTokenizer(), tmp_path)}
     names |= {token_cache(files, WideTokenizer(), tmp_path), token_cache(files[:2], ByteTokenizer(), tmp_path)}
-    os.utime(files[0], ns=(1, 1))  # same size, other time
+    files[0].write_bytes(b"FIRST\ntext")
     names |= {token_cache(files, ByteTokenizer(), tmp_path)}
     assert len(names) == 5
+
+
+def test_files_are_known_by_their_content(files, tmp_path, monkeypatch):
+    tokenizer, hashed = CountingTokenizer(), []
+    monkeypatch.setattr(cache, "_TICK_NS", -(10**12))  # as if they were written long ago
+    whole = cache.hashlib.file_digest
+    monkeypatch.setattr(cache.hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or whole(file, kind))
+    first = token_cache(files, tokenizer, tmp_path / "cache")
+    copies = [tmp_path / "elsewhere" / path.name for path in files]
+    copies[0].parent.mkdir()
+    for path, copy in zip(files, copies, strict=True):
+        copy.write_bytes(path.read_bytes())
+    calls = tokenizer.calls
+    assert [token_cache(each, tokenizer, tmp_path / "cache") for each in (copies, files, copies)] == [first] * 3
+    assert tokenizer.calls == calls
+    assert len(hashed) == 6  # each once
+    times = copies[0].stat()
+    copies[0].write_bytes(b"FIRST\ntext")
+    os.utime(copies[0], ns=(times.st_atime_ns, times.st_mtime_ns))  # same size, same time
+    changed = token_cache(copies, tokenizer, tmp_path / "cache")
+    assert changed != first
+    assert bytes(open_tokens(changed)[:5].astype("u1")) == b"FIRST"
+
+
+def test_what_was_written_just_now_is_hashed_again(files, tmp_path):
+    token_cache(files, ByteTokenizer(), tmp_path / "cache")
+    assert not (tmp_path / "cache" / "contents").exists()
 
 
 @pytest.mark.parametrize("damage", ["empty", "header", "cut", "longer", "noise", "type"])

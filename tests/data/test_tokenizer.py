@@ -1,3 +1,4 @@
+import base64
 import sys
 
 import numpy as np
@@ -92,3 +93,34 @@ def test_the_library_is_asked_for_where_it_is_needed(tmp_path, monkeypatch):
     with refused(ConfigError, "pip install"):
         load_tokenizer("tokenizer.json", tmp_path)
     assert load_tokenizer("bytes", tmp_path).vocab_size == 257
+
+
+def test_a_vocabulary_of_tiktoken_is_read_from_a_local_file(tmp_path):
+    tiktoken = pytest.importorskip("tiktoken")
+    pairs = [bytes([each]) for each in range(256)] + [b"th", b"he", b"the", b" the", b"  "]
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(pairs)]
+    file = tmp_path / "cl100k_base.tiktoken"
+    file.write_text("\n".join(lines))
+    made = load_tokenizer("tiktoken:cl100k_base.tiktoken", tmp_path)
+    text = "the cat, the  <|endoftext|> \u00e9 12345"
+    ids = made.encode(text.encode())
+    assert made.decode([*ids, made.end_of_text, 5_000, 10**12]) == text
+    assert made.end_of_text == 100257
+    assert made.vocab_size > made.end_of_text > max(ids)
+    own = tiktoken.Encoding(
+        "own", pat_str=made._encoding._pat_str, mergeable_ranks={token: rank for rank, token in enumerate(pairs)},
+        special_tokens={},
+    )  # fmt: skip
+    assert ids.tolist() == own.encode_ordinary(text)
+    other = tmp_path / "o200k_base.tiktoken"
+    other.write_text(file.read_text())
+    assert load_tokenizer("tiktoken:o200k_base.tiktoken", tmp_path).fingerprint != made.fingerprint
+    for name, content, word in (
+        ("mine.tiktoken", file.read_text(), "no encoding that tiktoken defines"),
+        ("p50k_base.tiktoken", "not base64", "not the vocabulary of p50k_base"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=word):
+            load_tokenizer(f"tiktoken:{name}", tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tokenizer("tiktoken:absent.tiktoken", tmp_path)

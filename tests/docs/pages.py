@@ -22,7 +22,7 @@ OTHERS = (
 # Other systems' code is there to be recognised; it is compiled and not run.
 FOREIGN = {
     "BMTrain", "ATorch", "ColossalAI", "fairseq", "DeepSpeed", "Accelerate", "Ray", "Lightning Fabric", "torchmetrics",
-    "transformers' Trainer",
+    "transformers' Trainer", "Lightning's Trainer",
 }  # fmt: skip
 
 _FENCE = re.compile(r"^```(\w*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)

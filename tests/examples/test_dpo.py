@@ -30,7 +30,7 @@ def trained(folder, strategy=None):
         corpus = [Path(importlib.import_module("argparse").__file__)]
         seed_everything(0)
         with (
-            mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder)),
+            mock.patch.dict(os.environ, HOME=str(folder)),
             mock.patch.object(example, "find_files", return_value=corpus),
             mock.patch.object(training, "shutdown_distributed"),
             contextlib.redirect_stdout(io.StringIO()),

@@ -9,6 +9,7 @@ from meshwright.nn.batches import (
     batch_size_of,
     call_loss,
     call_model,
+    equal_micro_batches,
     first_loss,
     micro_batches,
     resized,
@@ -68,8 +69,27 @@ def test_a_batch_that_does_not_divide_gives_parts_that_differ_by_one_sample():
     assert shares_of(micro_batches({"x": torch.arange(6)}, 3)) == [3.0] * 3
     assert [part.tolist() for part in micro_batches(torch.arange(2), 4)] == [[0], [1]]
     assert len(micro_batches(torch.zeros(0, 3), 2)) == 2
-    with pytest.raises(DataError, match=r"Expected a multiple of 3 samples per rank\. Got 7"):
-        micro_batches(given, 3, equal=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "ranks", "singly", "parts"),
+    [
+        (8, 4, 2, False, [2, 2, 2, 2]),
+        (6, 4, 2, False, [1] * 6),
+        (6, 4, 8, False, [2, 2, 2, 0]),
+        (5, 4, 2, False, [1, 1, 1, 1, 1, 0]),
+        (7, 6, 4, False, [1] * 7 + [0]),
+        (3, 8, 2, False, [1] * 3 + [0] * 5),
+        (3, 1, 4, False, [3]),
+        (4, 2, 2, True, [1, 1, 1, 1]),
+        (3, 1, 2, True, [1, 1, 1, 0]),
+    ],
+)
+def test_parts_of_a_pipeline_have_equally_many_samples(size, count, ranks, singly, parts):
+    made, real = equal_micro_batches(torch.arange(size), count, ranks, singly=singly)
+    assert torch.equal(torch.cat(made[:real]), torch.arange(size))
+    assert [len(part) if index < real else 0 for index, part in enumerate(made)] == parts
+    assert all(torch.equal(part, made[real - 1]) for part in made[real:])
 
 
 def test_structures_and_views_stay():

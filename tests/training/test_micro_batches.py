@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.data import global_batch_loader
+from meshwright.store.model_file import whole_state_dict
 from tests import tiny
 
 EPOCHS = 6  # of two batches: one of 4 samples per rank, and one of 3
@@ -75,7 +76,8 @@ SAMPLES = 37
 
 def uneven(strategy, batch_size, micro_batches, loss, weight, epochs):
     """Losses of training and validation, and weights, beside one process; and what metrics get to see."""
-    model = tiny.build("plain")
+    torch.manual_seed(3)
+    model = tiny.plain(num_layers=4)
     start, alone = copy.deepcopy(model), copy.deepcopy(model)
     dataset, momentum = tiny.Tokens(SAMPLES), {**LR, "momentum": 0.9}
     job = mw.accelerate(
@@ -91,13 +93,15 @@ def uneven(strategy, batch_size, micro_batches, loss, weight, epochs):
         optimizer.step()
         expected.append(value.item())
     assert len(losses) == len(expected) >= 10
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in job.model.parameters()]
+    whole = whole_state_dict(job.model)
     seen, validated = metrics(job, dataset, batch_size)
     with torch.no_grad():
         assert validated == pytest.approx([loss(ids, alone(ids)).item() for ids in dataset.ids.split(batch_size)], 1e-5)
+        assert seen["logits"] == pytest.approx(alone(dataset.ids).mean((1, 2)).tolist(), abs=1e-5)
     assert torch.equal(seen["ids"], dataset.ids)
     assert torch.equal(seen["sums"], dataset.ids.sum(1).bfloat16())
-    pairs = list(zip(whole, alone.parameters(), start.parameters(), strict=True))
+    first = start.state_dict()
+    pairs = [(whole.get(name, each), each, first[name]) for name, each in alone.state_dict().items()]
     return (
         max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)),
         sum((a - b).square().sum() for a, b, _ in pairs).sqrt().item(),
@@ -108,19 +112,31 @@ def uneven(strategy, batch_size, micro_batches, loss, weight, epochs):
 def metrics(job, dataset, batch_size):
     order = {"batch_size": batch_size, "shuffle": False}
     loader = global_batch_loader(dataset, loader_args=order, replica=job.replica, num_replicas=job.num_replicas)
-    parts, losses = [], []
+    parts, losses, logits = [], [], []
     for ids in loader:
         losses.append(job.evaluate(ids).item())
+        with torch.no_grad():
+            logits += job.gather_for_metrics(job.model(ids)).mean((1, 2)).tolist()
         parts.append(job.gather_for_metrics({"ids": ids, "sums": ids.sum(1).bfloat16()}))
         number = job.gather_for_metrics([ids.sum()])[0]
         assert number.shape == (() if job.num_replicas == 1 else (job.num_replicas,))
-    return {key: torch.cat([each[key] for each in parts]) for key in parts[0]}, losses
+    return {key: torch.cat([each[key] for each in parts]) for key in parts[0]} | {"logits": logits}, losses
+
+
+def pipelines(schedule="1f1b", **axes):
+    return [("parallel_mode", {**axes, "pipeline": 2}), ("pipeline_parallel", {"schedule": schedule})]
 
 
 UNEVEN = [
     (1, [], 8, 4, tiny.loss_func, None), (2, ["fsdp"], 8, 4, tiny.loss_func, None),
     (3, [], 9, 2, tiny.loss_func, None),  # the last batch: one sample, and repeats of it on two ranks
     (3, ["zero2"], 9, 3, weighted, of_tokens),
+    # 5 samples at the end, in pipelines of micro-batches of 2; 3 and a repeat for each of two; and token weights.
+    (2, pipelines(), 8, 4, tiny.loss_func, None),
+    pytest.param(4, pipelines(data=2), 8, 2, tiny.loss_func, None, marks=pytest.mark.long),
+    pytest.param(4, ["zero2", *pipelines(zero=2)], 8, 4, weighted, of_tokens, marks=pytest.mark.long),
+    pytest.param(2, pipelines("interleaved"), 8, 4, tiny.loss_func, None, marks=pytest.mark.long),
+    pytest.param(2, pipelines("gpipe"), 8, 8, weighted, of_tokens, marks=pytest.mark.long),
 ]  # fmt: skip
 
 

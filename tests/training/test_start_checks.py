@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright import DataError, LaunchError, ModelError
+from meshwright import LaunchError, ModelError
 from meshwright.training import accelerate as start_checks
 from tests import tiny
 
@@ -48,28 +48,6 @@ def _unlike():
     with pytest.raises(LaunchError, match="model differs") as longer:
         mw.accelerate(torch.nn.Linear(3, 4, bias=mw.rank() == 0), strategy=[])
     return str(caught.value), taken, str(other.value), str(model.value), str(longer.value)
-
-
-def _pipelined(length, **loader_args):
-    return mw.accelerate(
-        tiny.build("plain"), torch.optim.SGD, tiny.Tokens(length), tiny.loss_func, optim_args={"lr": 0.1},
-        strategy=[("parallel_mode", {"pipeline": 2}), "pipeline_parallel"], num_micro_batches=2,
-        dataloader_args={"batch_size": 4, **loader_args},
-    )  # fmt: skip
-
-
-def _undivided():
-    with pytest.raises(DataError, match=r"last batch of an epoch does not divide.*Got 3") as caught:
-        _pipelined(11)
-    assert caught.value.agreed
-    return [
-        len(_pipelined(length, **loader_args).dataloader)
-        for length, loader_args in ((11, {"drop_last": True}), (12, {}))
-    ]
-
-
-def test_a_last_batch_that_a_pipeline_cannot_divide_is_an_error_at_the_start(ranks):
-    assert ranks(2).run(_undivided) == [[2, 3]] * 2
 
 
 def test_ranks_that_do_not_start_alike(ranks):

@@ -150,7 +150,8 @@ class DataTable(Table):
     tokenizer: str = Field(
         default="auto",
         description="'auto' (the one in the folder of model.source hf:FOLDER, otherwise 'bytes'), 'bytes' (257 ids), "
-        "the path of a tokenizers JSON file, or a folder with a tokenizer of transformers, which conversations need",
+        "the path of a tokenizers JSON file, 'tiktoken:FILE' with FILE named after its encoding "
+        "(cl100k_base.tiktoken), or a folder with a tokenizer of transformers, which conversations need",
     )
     seq_len: Annotated[int, Field(ge=2)] = Field(default=256, description="tokens per sequence")
     layout: Literal["auto", "windows", "packed", "padded"] = Field(

@@ -104,7 +104,7 @@ def sample_cache(
 ) -> SampleFiles:
     """Encode samples into files, or find those made earlier.
 
-    The folder's name is a hash of every file's path, size and modification time, of the fingerprint and of the format.
+    The folder's name is a hash of every file's content, of the fingerprint and of the format.
     It gets its name only when complete; several processes may build it at once.
 
     Args:
@@ -119,7 +119,8 @@ def sample_cache(
     Raises:
         DataError: When a file cannot be read, a sample is too long and shall be refused, or none is left.
     """
-    identity = json.dumps([_FORMAT_VERSION, fingerprint, seq_len, too_long, [identity_of(path) for path in files]])
+    contents = [identity_of(path, directory) for path in files]
+    identity = json.dumps([_FORMAT_VERSION, fingerprint, seq_len, too_long, contents])
     folder = directory / f"samples-{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
     if (folder / _COUNTS).is_file():
         return SampleFiles(folder)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import sysconfig
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -108,7 +109,9 @@ def _standard_library() -> list[Path]:
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of text."""
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+_DIGEST_LENGTH = 64
+_TICK_NS = 2_000_000_000  # more than the coarsest clock of a file system
 # Large files are tokenized in pieces that end with a line, so memory does not grow with the file.
 # Part of the format: where pieces end decides which tokens a merging tokenizer makes there.
 _PIECE_BYTES = 8 * 2**20
@@ -125,9 +128,9 @@ def token_cache(
 ) -> Path:
     """Tokenize files into one ``.npy`` file, or find the one made earlier.
 
-    The file's name is a hash of every file's path, size and modification time, of the tokenizer and of the format, so
-    changed texts get a new file. It gets its name only when complete; several processes may build it at once. A file
-    with a wrong length or header is built again.
+    The file's name is a hash of every file's content, of the tokenizer and of the format, so changed texts get a new
+    file, and equal ones elsewhere find it. It gets its name only when complete; several processes may build it at once.
+    A file with a wrong length or header is built again.
 
     Args:
         files: In the order of their tokens: text files, one document each, or files of records, one document per
@@ -146,7 +149,7 @@ def token_cache(
     """
     if not files:
         raise DataError("There is nothing to tokenize", expected="one file or more", got="none", fix="name some files")
-    path = directory / f"tokens-{_key(files, tokenizer, text_key)}.npy"
+    path = directory / f"tokens-{_key(files, tokenizer, text_key, directory)}.npy"
     if _is_complete(path, _token_type(tokenizer)):
         return path
     directory.mkdir(parents=True, exist_ok=True)
@@ -209,17 +212,52 @@ def _token_type(tokenizer: Tokenizer) -> np.dtype:
     return np.min_scalar_type(tokenizer.vocab_size - 1)
 
 
-def identity_of(path: Path) -> list[str | int]:
-    """Return what a cache knows a file or a folder of data by: its path, and sizes and modification times."""
-    found = [each.stat() for each in (sorted(path.iterdir()) if path.is_dir() else [path])]
-    return [str(path.absolute()), *(number for each in found for number in (each.st_size, each.st_mtime_ns))]
+def identity_of(path: Path, directory: Path) -> list[str]:
+    """Return what a cache knows a file or a folder of data by: how it is read, and its content.
+
+    Args:
+        path: The file, or a folder of files.
+        directory: Folder of the cache, where hashes of files are remembered.
+    """
+    if not path.is_dir():
+        return [path.suffix if holds_records(path) else "text", _content_of(path, directory)]
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    return ["folder", *(text for each in files for text in (each.name, _content_of(each, directory)))]
 
 
-def _key(files: Sequence[Path], tokenizer: Tokenizer, text_key: str) -> str:
+def _content_of(path: Path, directory: Path) -> str:
+    """Return the hash of a file's content.
+
+    It is remembered while nothing has written to the file: its inode, size and times are as they were, of which no
+    program can set back that of the last change. A file that was changed just now could change again in the same tick.
+    """
+    known = directory / "contents" / hashlib.sha256(repr(_state_of(path)).encode()).hexdigest()[:32]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        digest = known.read_text()
+        if len(digest) == _DIGEST_LENGTH:
+            return digest
+    before, started_ns = _state_of(path), time.time_ns()
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if before == _state_of(path) and path.stat().st_ctime_ns < started_ns - _TICK_NS:
+        partial = known.with_name(f".{known.name}.{uuid.uuid4().hex}.partial")
+        with contextlib.suppress(OSError):  # a cache that cannot be written may hold the tokens all the same
+            known.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(digest)
+            os.replace(partial, known)
+    return digest
+
+
+def _state_of(path: Path) -> tuple[str | int, ...]:
+    found = path.stat()
+    return str(path.absolute()), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _key(files: Sequence[Path], tokenizer: Tokenizer, text_key: str, directory: Path) -> str:
     with _readable(files):
-        stats = [identity_of(path) for path in files]
+        contents = [identity_of(path, directory) for path in files]
     key = [text_key] if any(map(holds_records, files)) else []
-    identity = json.dumps([_FORMAT_VERSION, tokenizer.fingerprint, tokenizer.end_of_text, stats, *key])
+    identity = json.dumps([_FORMAT_VERSION, tokenizer.fingerprint, tokenizer.end_of_text, contents, *key])
     return hashlib.sha256(identity.encode()).hexdigest()[:20]
 
 

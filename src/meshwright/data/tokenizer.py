@@ -1,9 +1,11 @@
-"""Text to token ids and back: bytes as they are, or the vocabulary of ``tokenizers`` or transformers."""
+"""Text to token ids and back: bytes as they are, or the vocabulary of ``tokenizers``, transformers or tiktoken."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
+import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +17,9 @@ from meshwright.errors import ConfigError, DataError, did_you_mean
 
 BYTES = "bytes"
 """The tokenizer name that stands for :class:`ByteTokenizer`."""
+
+TIKTOKEN = "tiktoken:"
+"""Beginning of the names of tiktoken's vocabularies, before the path of a local file."""
 
 # The end-of-text tokens of published vocabularies: GPT-2 and GPT-NeoX, Llama 3, Llama 2 and T5, Gemma, Qwen, BERT.
 _END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -120,6 +125,37 @@ class JsonTokenizer:
         return text
 
 
+class TiktokenTokenizer:
+    """A vocabulary of the ``tiktoken`` library, such as ``cl100k_base``, read from a local file.
+
+    Args:
+        encoding: A ``tiktoken.Encoding``.
+        fingerprint: Hash of its file and of the encoding's name.
+    """
+
+    def __init__(self, encoding: Any, fingerprint: str) -> None:
+        self._encoding = encoding
+        self.fingerprint = fingerprint
+        self.vocab_size: int = encoding.n_vocab
+        self.end_of_text: int = encoding.eot_token
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Return the ids of a text, int64 of shape (num_tokens,); names of special tokens in it are ordinary text."""
+        with _explained("encode a text"):
+            ids = self._encoding.encode_ordinary(text.decode("utf-8", errors="replace"))
+        return np.asarray(ids, dtype=np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, without end-of-text ids and those of no token."""
+        special = {self._encoding.encode_single_token(each) for each in self._encoding.special_tokens_set}
+        parts = []
+        for each in map(int, ids):
+            if each not in special:
+                with contextlib.suppress(KeyError, OverflowError):  # ids of no token
+                    parts.append(self._encoding.decode_single_token_bytes(each))
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
     """Turn errors of the library into DataError: it raises bare Exception, and panics, for inconsistent files."""
@@ -140,8 +176,8 @@ def load_tokenizer(name: str, base: Path) -> Tokenizer:
     """Load a tokenizer by name.
 
     Args:
-        name: ``"bytes"``, the path of a ``tokenizers`` JSON file, or a folder with a tokenizer of transformers. ``~``
-            is expanded.
+        name: ``"bytes"``, the path of a ``tokenizers`` JSON file, a folder with a tokenizer of transformers, or
+            ``"tiktoken:FILE"``, whose name is the encoding's (``cl100k_base.tiktoken``). ``~`` is expanded.
         base: Folder that a relative path starts at.
 
     Raises:
@@ -149,18 +185,20 @@ def load_tokenizer(name: str, base: Path) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
-    path = base / Path(name).expanduser()
-    if is_tokenizer_folder(path):
+    path = base / Path(name.removeprefix(TIKTOKEN)).expanduser()
+    if not name.startswith(TIKTOKEN) and is_tokenizer_folder(path):
         return _of_folder(path)
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"Tokenizer {name!r} cannot be read{did_you_mean(name, [BYTES])}",
-            expected=f"{BYTES!r} or the path of a tokenizers JSON file",
+            expected=f"{BYTES!r}, the path of a tokenizers JSON file, or {TIKTOKEN}FILE",
             got=f"{error.strerror or error} at {path}",
             fix="correct the path; a relative one starts at the folder shown under 'got'",
         ) from error
+    if name.startswith(TIKTOKEN):
+        return _of_tiktoken(content, path)
     return _parse(content, "json-1-" + hashlib.sha256(content).hexdigest(), path)
 
 
@@ -190,3 +228,47 @@ def _parse(content: bytes, fingerprint: str, path: Path) -> JsonTokenizer:
             got=str(error),
             fix="name the tokenizer.json of a model, not its vocab.json or tokenizer_config.json",
         ) from error
+
+
+def _of_tiktoken(content: bytes, path: Path) -> TiktokenTokenizer:
+    """Build the encoding that the file's name says, without tiktoken's loaders, which would ask the network."""
+    try:
+        import tiktoken
+        from tiktoken_ext import openai_public
+    except ImportError as error:
+        raise ConfigError(
+            f"Tokenizer {TIKTOKEN}{path} needs the tiktoken library, which is not installed",
+            expected="an importable package 'tiktoken'",
+            got=str(error),
+            fix="pip install 'meshwright[data]'",
+        ) from error
+    # The library's own definitions, in which the ranks come from this file: its loader copies even local ones.
+    defined: dict[str, Any] = dict(vars(openai_public))
+    for each, make in openai_public.ENCODING_CONSTRUCTORS.items():
+        defined[each] = types.FunctionType(make.__code__, defined)
+    defined["load_tiktoken_bpe"] = lambda *_, **__: _ranks_of(content)
+    known = [each for each in openai_public.ENCODING_CONSTRUCTORS if each != "gpt2"]  # whose file has another form
+    if path.stem not in known:
+        raise ConfigError(
+            f"{path} is of no encoding that tiktoken defines{did_you_mean(path.stem, known)}",
+            expected=f"a file named after one, such as {known[0]}.tiktoken: the name tells how texts are split",
+            got=path.name,
+            fix="rename the file, or use the tokenizer.json of the model",
+        )
+    try:
+        encoding = tiktoken.Encoding(**defined[path.stem]())
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # assertions, and panics of its parts in Rust
+        raise ConfigError(
+            f"{path} is not the vocabulary of {path.stem}",
+            expected="lines of a token in base64 and its rank, as tiktoken publishes them",
+            got=f"{type(error).__name__}: {error}",
+            fix="download the file again, or correct its name",
+        ) from error
+    return TiktokenTokenizer(encoding, f"tiktoken-1-{path.stem}-{hashlib.sha256(content).hexdigest()}")
+
+
+def _ranks_of(content: bytes) -> dict[bytes, int]:
+    pairs = (line.split() for line in content.splitlines() if line)
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -217,7 +218,7 @@ def first_samples(batch: Any, count: int) -> tuple[Any] | None:
     return (_chosen(batch, size, lambda leaf: leaf[:count], range(count)),)
 
 
-def micro_batches(batch: Any, count: int, *, equal: bool = False) -> list[Any]:
+def micro_batches(batch: Any, count: int) -> list[Any]:
     """Cut a batch along dim 0 of its tensors into parts of which none has two samples more than another.
 
     Lists and tuples with one item per sample, such as names, are cut as well: as many items as there are samples, and
@@ -227,21 +228,13 @@ def micro_batches(batch: Any, count: int, *, equal: bool = False) -> list[Any]:
     Args:
         batch: Tensors in containers of any kind.
         count: Number of parts.
-        equal: Refuse a batch that does not divide.
 
     Raises:
-        DataError: When the batch does not divide though it must, or it is unclear whether numbers belong to samples.
+        DataError: When it is unclear whether numbers belong to samples.
     """
     if count == 1:
         return [batch]
     size = batch_size_of(batch)
-    if equal and size % count:
-        raise DataError(
-            "The batch does not divide into micro-batches, which a pipeline needs to be equal",
-            expected=f"a multiple of {count} samples per rank",
-            got=f"{size}",
-            fix="choose a batch_size that is a multiple of ranks x num_micro_batches, and drop_last=True",
-        )
     _refuse_numbers(batch, size)
     rows, larger = divmod(size, count)
     sizes = [rows + (index < larger) for index in range(count)]
@@ -251,6 +244,34 @@ def micro_batches(batch: Any, count: int, *, equal: bool = False) -> list[Any]:
         return _chosen(batch, size, lambda leaf: leaf[first:end], range(first, end))  # views
 
     return [part(first, end) for first, end in itertools.pairwise(starts) if first < end or not size]
+
+
+def equal_micro_batches(batch: Any, count: int, ranks: int, *, singly: bool = False) -> tuple[list[Any], int]:
+    """Cut a batch into parts of equally many samples, as stages of a pipeline exchange them.
+
+    A batch that does not divide by ``count`` gives more and smaller parts. Those at the end repeat the last one where
+    the schedule needs their number: ``count``, or above it a multiple of ``ranks``.
+
+    Args:
+        batch: As for :func:`micro_batches`.
+        count: Number of parts of a batch that divides.
+        ranks: Number of ranks of the pipeline.
+        singly: Give each sample a part of its own, since some must not count.
+
+    Returns:
+        The parts, and the number of those that are no repeats.
+    """
+    if count == 1 and not singly:
+        return [batch], 1
+    size = batch_size_of(batch)
+
+    def total(parts: int) -> int:
+        return count if parts <= count else math.ceil(parts / ranks) * ranks
+
+    sizes = [rows for rows in range(1, max(size, 1) + 1) if size % rows == 0 and (rows == 1 or not singly)]
+    rows = min(sizes, key=lambda rows: (rows * total(size // rows), -rows), default=1)
+    parts = micro_batches(batch, size // rows) if size else [batch]
+    return parts + parts[-1:] * (total(len(parts)) - len(parts)), len(parts)
 
 
 def shares_of(parts: Sequence[Any]) -> list[float]:

@@ -22,8 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.cost import Cluster
-from meshwright.data import GlobalBatchLoader
-from meshwright.errors import DataError, LaunchError, ModelError, join_names
+from meshwright.errors import LaunchError, ModelError, join_names
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.methods.birth import Birth, birth_of
 from meshwright.methods.job import KnownParameters, guards_are_on
@@ -430,7 +429,6 @@ def _apply(
         job = request.job(plan, device)
         job.weights_are_equal = weights_are_equal
         dataloader = request.dataloader(job)
-        check_remainder(job, dataloader)
     if dataloader is not None:
         dataloader.read_once_per_host()
     # Every method checks the job before the first one changes it.
@@ -440,23 +438,6 @@ def _apply(
         job.notices.append("config.use_cache was set to False: training fills key-value caches and never reads them")
     apply_strategy(job)
     return job, dataloader
-
-
-def check_remainder(job: Job, dataloader: GlobalBatchLoader | None) -> None:
-    """Refuse a last batch of an epoch that a pipeline cannot divide, since its error would come after hours.
-
-    Raises:
-        DataError: Naming its size.
-    """
-    last = dataloader.last_batch_size if dataloader is not None and job.size("pipeline") > 1 else None
-    if last is not None and last % job.num_micro_batches:
-        raise DataError(
-            "The last batch of an epoch does not divide into a pipeline's micro-batches",
-            expected=f"a multiple of {job.num_micro_batches} samples per replica",
-            got=str(last),
-            fix="leave it out with dataloader_args={'drop_last': True}, or choose a batch_size by which the dataset "
-            "divides",
-        )
 
 
 # --- Build the optimizer

@@ -28,7 +28,7 @@ from meshwright.errors import ConfigError, DataError, UnsoundStepError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
 from meshwright.methods.job import MAX_EXACT_SUM, SAMPLED, STEP_AXES, guards_are_on, mean_over, sum_over
 from meshwright.nn import reshard
-from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batches, shares_of
+from meshwright.nn.batches import call_loss, call_model, equal_micro_batches, first_loss, micro_batches, shares_of
 from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of, judge_loss
 from meshwright.optim.guarded_step import is_outer
 from meshwright.planner import Plan, measured_state, record_saved
@@ -137,8 +137,8 @@ class Accelerated:
 
         Args:
             batch: This rank's part of the global batch, as the dataloader yields it; cut into ``num_micro_batches``.
-                Those of a batch that does not divide differ by one sample, and count by their samples; samples that
-                the loader repeats to fill the last batch of an epoch do not count, but in pipelines.
+                Those of a batch that does not divide differ by one sample (in pipelines they are more and smaller), and
+                count by their samples; samples that the loader repeats to fill the last batch of an epoch do not count.
 
         Returns:
             Loss and gradient norm, equal on every rank (under ``outer``: of a replica), and whether the update was
@@ -146,8 +146,7 @@ class Accelerated:
 
         Raises:
             ConfigError: When there is no optimizer or no loss.
-            DataError: When the batch does not divide into a pipeline's micro-batches, or ranks are at different places
-                in the data.
+            DataError: When ranks are at different places in the data.
             ModelError: When parameters were put into the model, or resized, after ``accelerate``.
         """
         optim = self.optim
@@ -166,8 +165,7 @@ class Accelerated:
         if self._job.check_unchanged is not None:
             self._job.check_unchanged()
         with restored_buffers(self.model, self._may_skip) as restore_buffers:
-            parts, shares = self._without_repeats(batch, self._parts(batch), STEP_AXES)
-            loss = self._mean_loss(self._forward_backward(parts, shares))
+            loss = self._mean_loss(self._forward_backward(*self._cut(batch)))
             is_alone = not is_outer(optim)
             with self._phase("optimizer"):
                 grad_norm, update = clipped_step(
@@ -247,10 +245,10 @@ class Accelerated:
         activations = {"activations": self._saved_bytes, "host_activations": self._offloaded_bytes}
         return result, measured_state(self.model, self.optim) | activations
 
-    def _forward_backward(self, parts: list[Any], shares: Sequence[Divisor] = ()) -> torch.Tensor:
+    def _forward_backward(self, parts: list[Any], shares: Sequence[Divisor]) -> torch.Tensor:
         """Run all micro-batches; return this rank's part of the mean loss over ranks."""
         with abandoned_if_it_fails(self._job, self.optim):
-            inputs_and_divisors, check = self._prepare(parts, shares or shares_of(parts))
+            inputs_and_divisors, check = self._prepare(parts, shares)
             if self._job.pipeline is not None:
                 with self._phase("forward and backward"):
                     loss = self._run_pipeline(self._job.pipeline, list(inputs_and_divisors))
@@ -275,9 +273,15 @@ class Accelerated:
         counts = real_counts(batch)
         return (parts, shares_of(parts)) if counts is None else without_repeats(self._job, parts, counts, axes)
 
-    def _parts(self, batch: Any) -> list[Any]:
-        # Stages of a pipeline exchange tensors of one shape.
-        return micro_batches(batch, self.num_micro_batches, equal=self._job.pipeline is not None)
+    def _cut(self, batch: Any) -> tuple[list[Any], Sequence[Divisor]]:
+        """Return a batch's micro-batches, and what their losses are divided by."""
+        if self._job.pipeline is None:
+            return self._without_repeats(batch, micro_batches(batch, self.num_micro_batches), STEP_AXES)
+        parts, count = equal_micro_batches(
+            batch, self.num_micro_batches, self._job.size("pipeline"), singly=real_counts(batch) is not None
+        )
+        own, shares = self._without_repeats(batch, parts[:count], STEP_AXES)
+        return [*own, *parts[count:]], [*shares, *[math.inf] * (len(parts) - count)]
 
     def _prepare(
         self, parts: list[Any], shares: Sequence[Divisor]
@@ -407,7 +411,8 @@ class Accelerated:
         Args:
             values: Tensors of one row per sample, of equal shapes on every rank, in containers of any kind; of numbers
                 there is one per replica in the result. Computed from the batch that a loader of Meshwright
-                (``dataloader`` or one of ``global_batch_loader``) has yielded last.
+                (``dataloader`` or one of ``global_batch_loader``) has yielded last. Of a pipeline, the rank with the
+                last stage has the model's output, and its values count; on others they may be anything.
 
         Returns:
             The same containers, on every rank, with the samples of the global batch in their order.
@@ -449,7 +454,7 @@ class Accelerated:
         """Run forward and backward once and leave weights, buffers, gradients and random generators as they were."""
         with preserved_rng(), restored_buffers(self.model) as restore_buffers:
             start = time.perf_counter()
-            self._forward_backward(self._parts(batch))
+            self._forward_backward(*self._cut(batch))
             synchronize_device(self.device)
             elapsed = time.perf_counter() - start
             restore_buffers()

@@ -101,7 +101,7 @@ def without_repeats(
 
     The mean over ranks of their sums is then the mean over all samples that are no repeats. A part that holds a repeat
     alone stays as it is, since all ranks gather and reduce alike, and is divided by infinity. Batches of which it
-    cannot be told, and those of pipelines, whose stages exchange tensors of one shape, count whole.
+    cannot be told count whole.
 
     Args:
         job: Gives the ranks.
@@ -110,7 +110,7 @@ def without_repeats(
         axes: Those over whose ranks the mean is taken: ``STEP_AXES``, or ``SAMPLED``.
     """
     whole = parts, shares_of(parts)
-    if job.pipeline is not None or job.mesh_axes.num_replicas != len(counts):
+    if job.mesh_axes.num_replicas != len(counts):
         return whole
     first, size = 0, len(counts)
     if axes == STEP_AXES:  # the ranks of this replica of ``outer`` alone
@@ -132,6 +132,8 @@ def gather_for_metrics(job: Job, values: Any) -> Any:
     """Return the values of all replicas, in the order of the samples and without repeats; see ``Accelerated``."""
     replicas = job.mesh_axes.num_replicas
     counts = current_counts()
+    if job.pipeline is not None:
+        values = job.pipeline.shared_output(values)
     if replicas == 1:
         return values
     tensors = [leaf for leaf in leaves_of(values) if isinstance(leaf, torch.Tensor)]

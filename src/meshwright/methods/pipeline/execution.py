@@ -253,6 +253,10 @@ class PipelineEngine:
         finally:
             self._shares_output = False
 
+    def shared_output(self, output: Any) -> Any:
+        """Return what the rank with the last stage passes, on every rank of the pipeline; collective."""
+        return shared_output(self.rank, output)
+
     def loss(self, loss_func: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Wrap a loss function so that every rank gets the loss, and its backward reaches every stage."""
 

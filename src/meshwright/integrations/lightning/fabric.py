@@ -17,7 +17,6 @@ the distributed model. ``fabric.strategy.job_of(model)`` is what :func:`meshwrig
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,16 +28,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.nn.batches import leaves_of, usual_input_format
+from meshwright.integrations.lightning.common import (
+    OTHER_STATE,
+    Distribution,
+    join_world,
+    process_options,
+    refuse_code,
+)
 from meshwright.optim.guarded_step import guard_of
-from meshwright.runtime import init_distributed, same_on_every_rank
+from meshwright.runtime import same_on_every_rank
 from meshwright.store.entries import unwrapped
 from meshwright.store.model_file import load, save_folder
 from meshwright.store.optimizer_file import load_optimizer, save_optimizer
-from meshwright.training.accelerate import accelerate
 from meshwright.training.accelerated import Accelerated
-
-_OTHER_STATE = "state.pt"
 
 
 class FabricStrategy(DDPStrategy):
@@ -62,12 +64,8 @@ class FabricStrategy(DDPStrategy):
         accelerate_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        # Losses and errors of ranks travel on the host.
-        if torch.cuda.is_available():
-            options.setdefault("process_group_backend", "cpu:gloo,cuda:nccl")
-        super().__init__(**options)
-        self._strategy, self._sample_batch = strategy, sample_batch
-        self._accelerate_args = dict(accelerate_args or {})
+        super().__init__(**process_options(options))
+        self._distribution = Distribution(strategy, sample_batch, dict(accelerate_args or {}))
         self._jobs: weakref.WeakKeyDictionary[nn.Module, Accelerated] = weakref.WeakKeyDictionary()
         self._replicas: dict[str, int] | None = None
         self._backward_sync_control = self
@@ -75,8 +73,7 @@ class FabricStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Make or join the world."""
         super().setup_environment()
-        os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
-        init_distributed(seed=torch.initial_seed() % 2**32, backend="gloo" if self.root_device.type == "cpu" else None)
+        join_world(self.local_rank, self.root_device)
 
     # --- Models
 
@@ -104,26 +101,7 @@ class FabricStrategy(DDPStrategy):
         return job.model, [job.optim], scheduler
 
     def _distribute(self, module: nn.Module, optimizer: Optimizer | None) -> Accelerated:
-        with same_on_every_rank():
-            if self.precision.precision != "32-true":
-                raise ConfigError(
-                    "Fabric's precision and a strategy's would both cast the model",
-                    expected="precision='32-true', Fabric's default",
-                    got=f"precision={self.precision.precision!r}",
-                    fix='leave it out, and add a method: ("amp_native", "bf16")',
-                )
-        job = accelerate(
-            module, optimizer, loss_func=_loss_for_predictions, strategy=self._strategy,
-            sample_batch=self._sample_batch, model_input_format=usual_input_format(self._sample_batch),
-            **self._accelerate_args,
-        )  # fmt: skip
-        if job.pipeline is not None:
-            raise ConfigError(
-                "A pipeline's stages run inside Accelerated.step, and Fabric's loop calls the model itself",
-                expected="a strategy without pipeline_parallel",
-                got=str(job.strategy),
-                fix="leave it out, or train with meshwright.accelerate",
-            )
+        job = self._distribution.apply(module, optimizer, self.precision.precision, "Fabric")
         self._jobs[unwrapped(job.model)] = job
         self._replicas = {"num_replicas": job.num_replicas, "rank": job.replica}
         return job
@@ -222,7 +200,7 @@ class FabricStrategy(DDPStrategy):
                 others[name] = value.state_dict() if hasattr(value, "state_dict") else value
         with same_on_every_rank():
             if self.is_global_zero:
-                torch.save(others, folder / _OTHER_STATE)
+                torch.save(others, folder / OTHER_STATE)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -233,13 +211,7 @@ class FabricStrategy(DDPStrategy):
             CheckpointError: When ``state`` names nothing to load into, or ``strict`` and it lacks a name.
             ConfigError: With ``weights_only=False``, which would run code from the file.
         """
-        if weights_only is False:
-            raise ConfigError(
-                "A checkpoint is not loaded with weights_only=False",
-                expected="numbers, texts, tensors, and lists and dictionaries of them in the state",
-                got="weights_only=False, with which a file can run any code",
-                fix="leave it out, and save other objects by their state_dict",
-            )
+        refuse_code(weights_only)
         folder = Path(self.broadcast(path))
         if not isinstance(state, dict) or not state:
             raise CheckpointError(
@@ -249,7 +221,7 @@ class FabricStrategy(DDPStrategy):
                 fix="pass one; fabric.load_raw does not read folders",
             )
         with same_on_every_rank():
-            others = torch.load(folder / _OTHER_STATE, weights_only=True)
+            others = torch.load(folder / OTHER_STATE, weights_only=True)
         for name, value in state.items():
             if isinstance(value, nn.Module):
                 load(self.job_of(value).model, folder / name, strict=strict)
@@ -273,8 +245,3 @@ class FabricStrategy(DDPStrategy):
     def _optimizer_and_model(self, optimizer: Any) -> tuple[Optimizer, nn.Module]:
         optimizer = getattr(optimizer, "optimizer", optimizer)
         return next((job.optim, job.model) for job in self._jobs.values() if job.optim is optimizer)
-
-
-def _loss_for_predictions(inputs: Any, output: Any) -> torch.Tensor:
-    """Return a number made of the output: the loop computes the loss, which is never seen here."""
-    return next(leaf for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)).float().mean()
