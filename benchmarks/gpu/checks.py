@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tests import tiny
 from tests.cli import helpers as cli
-from tests.faults.test_snapshots import FAULTS
+from tests.faults.command_runs import FAULTS
 from tests.methods import pair_runs
 from tests.methods.pair_runs import FP32_LIMIT, OF_ONE_PROCESS, ROWS, Case
 from tests.stand_in_cuda import on_host

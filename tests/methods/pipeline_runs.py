@@ -281,7 +281,12 @@ def failing(methods=(), mesh=None):
     result.step(ROWS)
     said = []
     result.model.fails = True
-    for rows in (ROWS, ROWS[:4], torch.ones(8, 7), torch.ones(7, 6)):  # a known shape, a new one, wrong ones
+    for rows in (
+        ROWS,
+        ROWS[:4],
+        torch.ones(8, 7),
+        torch.ones(7, 6),
+    ):  # a known shape, a new one, a wrong one, a ragged one
         try:
             result.step(rows)
         except Exception as error:
