@@ -324,8 +324,7 @@ class Fp8(Method):
     def traced_narrow(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Fp8Trace:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         choice = self.choice(model, tensor_ranks)
-        # Fake tensors are never multiplied: any device can pretend.
-        options = self.options(sharded=sharded, tensor_ranks=tensor_ranks, emulate=True)
+        options = self.options(sharded=sharded, tensor_ranks=tensor_ranks, emulate=self.emulate)
         return Fp8Trace(choice.layers, options, choice.num_weights, self._multiple, self.recipe)
 
     def check(self, job: Job) -> None:

@@ -508,18 +508,22 @@ class Fusion:
     sources: dict[int, tuple[int, ...]] = field(default_factory=dict)  # storage -> what fused kernels made it from
     in_memory: set[int] = field(default_factory=set)  # storages that other kernels read or write
     places: dict[int, int] = field(default_factory=dict)  # where each storage of ``sources`` was made
+    casts: dict[tuple[Any, ...], int] = field(default_factory=dict)  # the first of equal casts
+    repeated: dict[int, int] = field(default_factory=dict)  # other casts -> the first
 
-    def note(self, name: str, taken: Iterable[int], made: Iterable[int], place: int, *, is_alone: bool) -> None:
+    def note(
+        self, name: str, taken: Iterable[int], made: Mapping[int, torch.Tensor], place: int, *, is_alone: bool
+    ) -> None:
         """Note an operator of forward.
 
         Args:
             name: Its name without overload.
             taken: Storages of its arguments, weights left out.
-            made: Storages of its results.
+            made: Its results, by their storages.
             place: The block where it ran.
             is_alone: Whether it multiplies matrices, so that no compiler fuses it with others.
         """
-        read, written = dict.fromkeys(taken), [*dict.fromkeys(made)]
+        read, written = dict.fromkeys(taken), [*made]
         new = [storage for storage in written if storage not in read]
         if is_alone or not name.startswith("aten.") or any(word in name for word in _ALONE):
             self.in_memory.update(read, written)
@@ -530,12 +534,21 @@ class Fusion:
             read |= dict.fromkeys(masks)
         for storage in new:
             self.sources[storage], self.places[storage] = (*read,), place
+            tensor = made[storage]
+            if tensor.is_floating_point() and tensor.itemsize == 1:
+                self.in_memory.add(storage)  # by products, also where a trace multiplies in a wider type
+            elif name.startswith("aten._to_copy") and len(read) == 1:
+                # Under autocast each layer casts what it is given; the compiler finds that they do the same.
+                first = self.casts.setdefault((*read, tensor.dtype, tensor.numel(), place), storage)
+                if first != storage:
+                    self.repeated[storage] = first
 
     def fates(self, saved: Iterable[int]) -> dict[int, Fate]:
         """Return what becomes of the storages that blocks save; those that stay as they are are left out."""
         known = set(saved)
         gone = {storage for storage in known if storage in self.sources and storage not in self.in_memory}
-        found: dict[int, Fate] = dict.fromkeys(gone, "gone")
+        twins = {storage for storage in known - gone if self.repeated.get(storage) in known - gone}
+        found: dict[int, Fate] = dict.fromkeys(gone | twins, "gone")
         for storage in gone:
             for origin in self._origins(storage):
                 if origin not in known:

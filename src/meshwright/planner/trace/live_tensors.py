@@ -284,7 +284,7 @@ class _Recorder:
         saved, made = self.saved, [*tensors_in(result)]
         saved.met.extend(map(_reference, made))
         read = {storage_of(each)[0] for each in tensors_in(given)} - saved.weights
-        saved.fusion.note(name, read, [storage_of(each)[0] for each in made], saved.place, is_alone=is_alone)
+        saved.fusion.note(name, read, {storage_of(each)[0]: each for each in made}, saved.place, is_alone=is_alone)
 
 
 class _Operators(TorchDispatchMode):
