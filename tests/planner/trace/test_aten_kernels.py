@@ -44,12 +44,27 @@ def test_compiled_blocks_save_what_is_predicted_of_them(make):
     assert found.fused().saved_bytes < 0.8 * found.saved_bytes
 
 
+def noted(fusion, name, taken, made, *, is_alone=False, dtype=torch.float32):
+    fusion.note(name, taken, {each: torch.empty(4, dtype=dtype, device="meta") for each in made}, 0, is_alone=is_alone)
+
+
 def test_what_fused_kernels_make_is_computed_again_from_what_lies_in_memory():
     fusion = Fusion()
-    fusion.note("aten.mm", [1, 2], [3], 0, is_alone=True)
-    fusion.note("aten.silu", [3], [4], 0, is_alone=False)
-    fusion.note("aten.mul", [4, 3], [5], 0, is_alone=False)
-    fusion.note("aten.native_dropout", [5], [6, 7], 0, is_alone=False)
-    fusion.note("aten.mm", [6], [8], 0, is_alone=True)
+    noted(fusion, "aten.mm", [1, 2], [3], is_alone=True)
+    noted(fusion, "aten.silu", [3], [4])
+    noted(fusion, "aten.mul", [4, 3], [5])
+    noted(fusion, "aten.native_dropout", [5], [6, 7])
+    noted(fusion, "aten.mm", [6], [8], is_alone=True)
     assert fusion.fates([4, 5, 6, 7]) == {4: "gone", 5: "gone", 3: "kept"}
     assert fusion.fates([3, 6, 7]) == {}
+
+
+def test_equal_casts_are_one_and_casts_to_8_bits_are_kept():
+    fusion = Fusion()
+    for cast in (2, 3):
+        noted(fusion, "aten._to_copy", [1], [cast], dtype=torch.bfloat16)
+        noted(fusion, "aten.mm", [cast], [cast + 10], is_alone=True)
+    assert fusion.fates([2, 3]) == {3: "gone"}
+    assert fusion.fates([3]) == {}  # the first is not saved
+    noted(fusion, "aten._to_copy", [1], [4], dtype=torch.float8_e4m3fn)
+    assert fusion.fates([4]) == {}
