@@ -23,11 +23,12 @@ def _recorded():
     for _ in range(3):
         dist.all_reduce(torch.ones(2), group=pair)
     work = dist.all_reduce(torch.ones(3), group=pair, async_op=True) if rank() == 0 else None
-    deadline_s, ended = time.monotonic() + 60.0, 0
-    while ended < 3 and time.monotonic() < deadline_s:
+    deadline_s, is_settled = time.monotonic() + 60.0, False
+    while not is_settled and time.monotonic() < deadline_s:  # another thread notes what has ended
         called, pending = recorder.collectives(10.0)
         found = {key: counts for key, counts in called.items() if key not in others}
-        ended = max(counts[1] for counts in found.values())
+        ended = [counts[1] >= min(counts[0], 3) for counts in found.values()]
+        is_settled = all(ended) and max(counts[1] for counts in found.values()) >= 3
     dist.barrier()  # in the world: rank 0 has looked
     if work is None:
         dist.all_reduce(torch.ones(3), group=pair)
