@@ -20,18 +20,13 @@ def _train(folder, steps, faults=(), nproc=2, restarts=3, *more):
     return train(folder, nproc, "--steps", steps, *batch, *OPTIONS, *more, restarts=restarts)
 
 
-def _whole(tmp_path, steps, nproc=2):
+def _whole(tmp_path, steps, nproc=2, *more):
     folder = tmp_path / "whole"
     folder.mkdir()
-    done = _train(folder, steps, nproc=nproc)
+    done = _train(folder, steps, (), nproc, 3, *more)
     assert done.returncode == 0, done.stderr
     assert not (folder / "out/failures.jsonl").exists()
     return losses(folder / "out")
-
-
-def _as_reported(whole, nproc):
-    """Sums over more than two ranks may be rounded otherwise after a restart, which moves the last bit."""
-    return whole if nproc == 2 else pytest.approx(whole, rel=2**-22)
 
 
 @pytest.mark.long
@@ -79,8 +74,10 @@ def test_a_step_that_is_never_finite_ends_the_run(tmp_path):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_random_failures_leave_the_curve_as_it_is(tmp_path, request, nproc):
+    # In the first step after a restart DDP has other buckets than later: more than two ranks add up in another order.
+    strategy = ("--strategy", "zero2") if nproc > 2 else ()
     steps, rng = 40, random.Random(nproc)
-    whole, struck, number = _whole(tmp_path, steps, nproc), 0, 0
+    whole, struck, number = _whole(tmp_path, steps, nproc, *strategy), 0, 0
     most = request.config.getoption("--kills") // 10
     while struck < most:
         folder = tmp_path / f"run-{number}"
@@ -88,9 +85,8 @@ def test_random_failures_leave_the_curve_as_it_is(tmp_path, request, nproc):
         kinds = rng.choices(("kill", "hang", "stop", "nan", "disk", "error", "corrupt"), (6, 1, 1, 2, 1, 1, 2), k=8)
         faults = [(kind, step, rng.randrange(nproc)) for kind, step in zip(kinds, sorted(rng.sample(range(1, 39), 8)),
                                                                             strict=True)]  # fmt: skip
-        done = _train(folder, steps, faults, nproc, 20)
+        done = _train(folder, steps, faults, nproc, 20, *strategy)
         assert done.returncode == 0, (faults, done.stderr[-3000:])
-        assert losses(folder / "out") == _as_reported(whole, nproc), faults
-        if nproc == 2:
-            assert outputs(folder) == outputs(tmp_path / "whole"), faults
+        assert losses(folder / "out") == whole, faults
+        assert outputs(folder) == outputs(tmp_path / "whole"), faults
         struck, number = struck + len(list(folder.glob("struck-*"))), number + 1
