@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tests import tiny
 from tests.cli import helpers as cli
-from tests.faults.command_runs import FAULTS
+from tests.faults.command_runs import events, prepare
 from tests.methods import pair_runs
 from tests.methods.pair_runs import FP32_LIMIT, OF_ONE_PROCESS, ROWS, Case
 from tests.stand_in_cuda import on_host
@@ -97,15 +96,19 @@ def _can_exchange(case: Case, backend: str, session: Session) -> bool:
     return session.tiny or backend == "nccl" or not _NOT_BY_GLOO & set(case.methods)
 
 
+def _as_one_process(case: Case, on_hosts: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Train a case on all ranks, and compare what they hold with one process on the CPU."""
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, _outcome(case), group=on_hosts)
+    limit = FP32_LIMIT + sum(ROWS[method].drift for method in case.methods)
+    return _within("losses or weights", pair_runs.worst_difference(case, outcomes), limit)
+
+
 def exchange(session: Session, backend: str = "gloo") -> None:
     """Every method that divides a model over two ranks, beside a plain process on the CPU."""
 
     def run(method: str) -> dict[str, Any]:
-        case = Case((method,))
-        outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, _outcome(case), group=on_hosts)
-        limit = FP32_LIMIT + ROWS[method].drift
-        return _within("losses or weights", pair_runs.worst_difference(case, outcomes), limit)
+        return _as_one_process(Case((method,)), on_hosts)
 
     with world(session, nccl=backend == "nccl"):
         on_hosts = dist.new_group(backend="gloo")
@@ -120,16 +123,9 @@ def pairs(session: Session) -> None:
     possible = {name: case for name, case in cases.items() if case.world == 2 and _can_exchange(case, "gloo", session)}
     allowed = [name for name, case in possible.items() if pair_runs.refusal(case) is None]
 
-    def run(name: str) -> dict[str, Any]:
-        case = cases[name]
-        outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, _outcome(case), group=on_hosts)
-        limit = FP32_LIMIT + sum(ROWS[method].drift for method in case.methods)
-        return _within("losses or weights", pair_runs.worst_difference(case, outcomes), limit)
-
     with world(session):
         on_hosts = dist.new_group(backend="gloo")
-        session.each(_some(allowed, session, ("outer ema",)), run)
+        session.each(_some(allowed, session, ("outer ema",)), lambda name: _as_one_process(cases[name], on_hosts))
 
 
 def optimizers(session: Session) -> None:
@@ -357,32 +353,28 @@ def commands(session: Session) -> None:
     """``meshwright train`` on the GPU, whole, resumed and killed, beside the same run on the CPU."""
     device = "cpu" if session.tiny else "auto"
 
-    def trained(folder: Path, *options: Any) -> tuple[list[float], str]:
+    def trained(folder: Path, *options: Any) -> list[float]:
         done = cli.meshwright("train", "tiny.toml", "--out", "out", *_WRITES, *options, folder=folder)
         if done.returncode:
             raise Wrong((done.stderr.strip().splitlines() or ["no output"])[-1])
-        return cli.losses(folder / "out"), done.stderr
+        return cli.losses(folder / "out")
 
     def run(name: str) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory() as other:
+        with tempfile.TemporaryDirectory() as temporary:
+            own, other = Path(temporary, "own"), Path(temporary, "other")
             for folder in (own, other):
-                cli.project(Path(folder))
-            (Path(own) / "faulty.py").write_text(FAULTS)
-            (Path(own) / "faults.json").write_text(json.dumps([{"kind": "kill", "step": 4, "rank": 0}]))
-            expected, _ = trained(Path(other), "--set", "run.device='cpu'")
+                prepare(folder, [("kill", 4, 0)])
+            expected = trained(other, "--set", "run.device='cpu'")
             options: tuple[Any, ...] = ("--set", f"run.device='{device}'", *_OPTIONS[name])
             if name == "resumed":
-                trained(Path(own), "--steps", 3, *options)
+                trained(own, "--steps", 3, *options)
                 options = (*options, "--resume", "auto")
-            found, _ = trained(Path(own), *options)
-            figures = _losses_within(found, expected)
+            figures = _losses_within(trained(own, *options), expected)
             if name == "killed":
-                lines = (Path(own) / "out" / "failures.jsonl").read_text().splitlines()
-                went_on = [told for told in map(json.loads, lines) if told["what"] == "went on"]
-                figures["went_on"] = went_on[0]
+                figures["went_on"] = next(told for told in events(own) if told["what"] == "went on")
         return figures
 
-    session.each(_some(list(_OPTIONS), session, ("whole",)), run)
+    session.each(_some(list(_OPTIONS), session, ("resumed", "killed")), run)
 
 
 _OPTIONS: dict[str, tuple[Any, ...]] = {

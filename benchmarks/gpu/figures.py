@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ def llama(session: Session, size: str, variant: str) -> None:
 
 
 def _measured(session: Session, size: str, variant: str) -> dict[str, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     in_bf16 = variant.startswith(("bf16", "raw_bf16"))
     batches = _LARGER if in_bf16 or variant == "tuned" else _BATCH
@@ -64,8 +63,8 @@ def _measured(session: Session, size: str, variant: str) -> dict[str, Any]:
     batch *= num_micro_batches or 1
     config = LlamaConfig(**(_TINY if session.tiny else LLAMA_SIZES[size]), use_cache=False)
     torch.manual_seed(0)
-    with session.device, _default_dtype(torch.bfloat16 if in_bf16 else torch.float32):
-        model = LlamaForCausalLM(config)
+    with session.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if in_bf16 else torch.float32)
     flops = _flops(model, batch, seq_len)
     ids = torch.randint(0, config.vocab_size, (batch, seq_len)).to(session.device)
     if variant.startswith("raw"):
@@ -88,17 +87,6 @@ def _measured(session: Session, size: str, variant: str) -> dict[str, Any]:
     if plan is not None:
         figures |= _beside(plan, step_time_s, peak_bytes)
     return figures
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make parameters of a type."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _strategy(variant: str, session: Session) -> list[Any]:
