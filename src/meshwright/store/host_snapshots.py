@@ -129,7 +129,7 @@ class HostSnapshots:
         self._has_looked = False  # at what earlier attempts have left
         self._told: set[str] = set()
         self.have_moved = False
-        """Return whether :meth:`load` has written snapshots of another layout as a checkpoint."""
+        """Whether :meth:`load` has written snapshots of another layout as a checkpoint."""
 
     # --- Taking
 
