@@ -181,8 +181,8 @@ def test_which_axis_shards_and_what_does_not_go_together():
         return resolve(mw.Strategy([("parallel_mode", mesh), *methods]), 4)
 
     both = ["sequence_parallel", "context_parallel", "fsdp"]
-    assert resolved({"sequence": 2, "context": 2}, *both).shard_axis == "sequence"
+    assert resolved({"sequence": 2, "context": 2}, *both).shard_axis == "context_sequence"
     assert resolved({"context": 4}, "context_parallel", "fsdp").shard_axis == "context"
-    assert resolved({"context": 2, "data": 2}, "context_parallel", "fsdp").shard_axis == "data"
+    assert resolved({"context": 2, "data": 2}, "context_parallel", "fsdp").shard_axis == "data_context"
     with pytest.raises(mw.StrategyError, match="no method works on it"):
         resolved({"context": 4})

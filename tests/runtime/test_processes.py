@@ -264,7 +264,7 @@ def _parts_of_the_world():
     torch.distributed.all_reduce(total, group=group)
     mesh = runtime.build_mesh([("zero", 2), ("data", 2)], None, "cpu")
     along = {axes: runtime.groups_along(mesh, axes) for axes in (("zero",), ("data",), ("data", "zero"))}
-    return total.item(), along, runtime.mesh_of_parts(mesh, "zero", 1).mesh.tolist()
+    return total.item(), along, runtime.mesh_of_parts(mesh, ["zero"], 1).mesh.tolist()
 
 
 def test_parts_of_the_world(ranks):
@@ -278,7 +278,7 @@ def _limits_of_groups():
     before = c10d.timeout_of(world)
     c10d.set_timeout(timedelta(seconds=2.5), world)
     mesh = runtime.build_mesh([("zero", 2), ("data", 2)], None, "cpu")
-    groups = [mesh.get_group("zero"), mesh.get_group("data"), runtime.mesh_of_parts(mesh, "zero", 2).get_group(1)]
+    groups = [mesh.get_group("zero"), mesh.get_group("data"), runtime.mesh_of_parts(mesh, ["zero"], 2).get_group(1)]
     groups += [runtime.make_group([0, 1, 2]), runtime.make_groups([(0, 3), (1, 2)])]
     limits = [c10d.timeout_of(group) for group in groups if isinstance(group, torch.distributed.ProcessGroup)]
     begun, error = time.monotonic(), None

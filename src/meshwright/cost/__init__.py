@@ -84,6 +84,7 @@ if TYPE_CHECKING:
         Step as Step,
         Traffic as Traffic,
         Updating as Updating,
+        axis_parts as axis_parts,
         element_bytes as element_bytes,
         gather_traffic as gather_traffic,
         gathered_bytes as gathered_bytes,

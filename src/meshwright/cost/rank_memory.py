@@ -376,7 +376,7 @@ def shape_on(
     where = where or {}
     if axis is None or not parameter.sharded:
         return parameter.shape
-    return local_shape(parameter.shape, step.size(axis), where.get(axis, 0))
+    return local_shape(parameter.shape, step.size(axis), step.index(axis, where))
 
 
 def _local_bytes(step: Step, parameter: Parameter, placement: Placement, where: Mapping[str, int]) -> int:

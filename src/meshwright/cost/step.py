@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -338,6 +338,11 @@ class Traffic:
     beside: bool = False  # of those that blocks wait for: cut up and run beside the products they feed
 
 
+def axis_parts(name: str) -> tuple[str, ...]:
+    """Return the axes that a name stands for, outermost first; see [Note: joint axes] in ``runtime/mesh.py``."""
+    return tuple(name.split("_"))
+
+
 @dataclass(frozen=True)
 class Step:
     """One training step on one rank, before a ``Cluster`` turns it into seconds."""
@@ -384,7 +389,15 @@ class Step:
 
     def size(self, axis: str | None) -> int:
         """Return the number of ranks along an axis; 1 where the mesh has none of that name."""
-        return dict(self.axes).get(axis, 1) if axis is not None else 1
+        sizes = dict(self.axes)
+        return math.prod(sizes.get(part, 1) for part in axis_parts(axis)) if axis is not None else 1
+
+    def index(self, axis: str, where: Mapping[str, int]) -> int:
+        """Return a rank's index along an axis, from those along the axes of the mesh; absent ones count as 0."""
+        place = 0
+        for part in axis_parts(axis):
+            place = place * self.size(part) + where.get(part, 0)
+        return place
 
     def held_itemsize(self, parameter: Parameter) -> int | None:
         """Return the bytes per element of a floating parameter as the model stores it; None: as given."""

@@ -37,7 +37,7 @@ from meshwright.cost.scheduling import (
     play_on_cores,
     schedule,
 )
-from meshwright.cost.step import Block, Op, Step, Traffic
+from meshwright.cost.step import Block, Op, Step, Traffic, axis_parts
 
 _FORWARD_SHARE = 1 / 3  # of ``Step.flops``, where only their sum is known
 _MOMENTS = ("forward", "backward")
@@ -121,7 +121,7 @@ def _ahead_s(step: Step, machine: Machine) -> float:
 
 def one_s(step: Step, traffic: Traffic, network: Network) -> float:
     """Return the seconds of a step's collectives of one kind, were they alone."""
-    group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node, step.counted_again)
+    group = group_of(step.axes, axis_parts(traffic.axis), network.cluster.devices_per_node, step.counted_again)
     known, calls = network.constants, traffic.calls
     # How shards of gradients are reduced.
     reduction = "all_to_all" if step.on_cpu else "reduce_scatter"

@@ -25,7 +25,7 @@ from meshwright.cost import AVERAGING, Compression, Encoding, Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.nn import Comm as FsdpComm, is_mean, parameter_groups
-from meshwright.runtime import AXES, groups_along, ranks_per_host, settings
+from meshwright.runtime import groups_along, mesh_order, ranks_per_host, settings
 from meshwright.runtime.torch_internals.fsdp import whole_size_of
 
 
@@ -214,7 +214,7 @@ def averaging_route(job: Job, compression: Compression, axes: Sequence[str]) -> 
         compression: What is compressed.
         axes: The axes along which the replicas lie; one at least has several ranks.
     """
-    present = [axis for axis in AXES if axis in axes and job.size(axis) > 1]
+    present = [axis for axis in mesh_order(job.axes) if axis in axes and job.size(axis) > 1]
     nodes = compression.neighbours(job.axes, job.mesh_axes.averaging_axis)
     return route(job.mesh_axes.flat_mesh(*axes).get_group(), nodes, groups_along(job.require_mesh(), present))
 

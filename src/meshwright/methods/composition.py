@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
-from meshwright.cost import Device, Step
+from meshwright.cost import Device, Step, axis_parts
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import SHARD_AXES, SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.birth import give_parameters
@@ -25,7 +25,7 @@ from meshwright.methods.planner_hooks import Role
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.nn import class_with, move_to, part_of_whole, rank_orders, wrap_method
 from meshwright.optim import ParameterPlacement, set_placement
-from meshwright.runtime import Axes, fit_axes, same_on_every_rank
+from meshwright.runtime import Axes, fit_axes, joint_axis, same_on_every_rank
 from meshwright.store.entries import stored_name, unwrapped
 from meshwright.strategy import MethodConfig, Strategy
 from meshwright.strategy.value import METHOD_CONFIGS
@@ -202,7 +202,7 @@ def check_shard_axis(method: str, axis: str, sizes: Mapping[str, int]) -> None:
     Raises:
         StrategyError: Naming the method.
     """
-    if axis not in sizes:
+    if sizes.keys().isdisjoint(axis_parts(axis)):
         raise StrategyError(
             f"{method} has no mesh axis to shard over",
             expected=f"one of the axes {join_names(SHARD_AXES)}",
@@ -309,16 +309,26 @@ def _sharding_method(strategy: Strategy) -> str | None:
 
 
 def shard_axis_of(strategy: Strategy, sizes: Mapping[str, int]) -> str | None:
-    """Return the axis over which a strategy shards: ``zero``, or else ``data``; None if it does not shard.
+    """Return the axis over which a strategy shards; None if it does not shard.
 
-    Ranks along the sequence, context and expert axes have equal parameters, too, except for experts. One of these axes
-    is taken if the mesh has neither ``zero`` nor ``data``.
+    It is ``zero``, or else ``data``, joined with the axes whose ranks share samples ([Note: joint axes] in
+    ``runtime/mesh.py``). These are taken alone if the mesh has neither ``zero`` nor ``data``, and ``expert``, whose
+    ranks have equal parameters except for experts, if it has none of them. Nodes that reduce in a hierarchy are those
+    of one axis, and other orders of ranks nest no axes: there, nothing is joined.
+
+    Args:
+        strategy: Any.
+        sizes: Of the mesh axes, innermost first.
     """
     if _sharding_method(strategy) is None:
         return None
-    if "zero" in sizes or sizes.get("data", 1) > 1:
-        return "zero" if "zero" in sizes else "data"
-    return next((axis for axis in SHARD_AXES[2:] if sizes.get(axis, 1) > 1), "data")
+    first = next((axis for axis in SHARD_AXES if sizes.get(axis, 1) > 1), "data")
+    if "zero" in sizes and first in ("zero", "data"):
+        first = "zero"
+    comm, mode = strategy.get("comm"), strategy.get("parallel_mode")
+    if first == "expert" or getattr(comm, "hierarchical", None) or getattr(mode, "rank_order", None) is not None:
+        return first
+    return joint_axis(tuple(sizes.items()), first)
 
 
 def num_micro_batches(resolved: Resolved, given: int | None) -> int:

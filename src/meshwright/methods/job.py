@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from meshwright.cost import AVERAGING
+from meshwright.cost import AVERAGING, axis_parts
 from meshwright.errors import ConfigError, ModelError, StrategyError
 from meshwright.methods.birth import Birth
 from meshwright.nn import abandon_units, rank_orders
@@ -33,7 +33,7 @@ from meshwright.optim import (
     step_on_local_tensors,
 )
 from meshwright.optim.guarded_step import call_around, parameters_in
-from meshwright.runtime import AXES, flat_mesh, world_size
+from meshwright.runtime import flat_mesh, mesh_order, world_size
 from meshwright.runtime.torch_internals.ddp import reset_reducer
 from meshwright.store.entries import stored_name, unwrapped
 
@@ -82,7 +82,8 @@ class MeshAxes:
 
     def size(self, axis: str | None) -> int:
         """Return the number of ranks along an axis; 1 if the mesh has no axis of that name."""
-        return dict(self.sizes).get(axis, 1) if axis is not None else 1
+        sizes = dict(self.sizes)
+        return math.prod(sizes.get(part, 1) for part in axis_parts(axis)) if axis is not None else 1
 
     def index(self, axis: str) -> int:
         """Return this rank's index along an axis; 0 if the mesh has no axis of that name."""
@@ -95,8 +96,15 @@ class MeshAxes:
 
     def flat_mesh(self, *names: str) -> DeviceMesh:
         """Return the named axes as a mesh of one dim; collective. At least one of them has several ranks."""
-        axes = tuple(axis for axis in AXES if axis in names and self.size(axis) > 1)
+        axes = tuple(axis for axis in mesh_order(self.sizes) if axis in names and self.size(axis) > 1)
         return flat_mesh(self.require_mesh(), axes)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks over which a ZeRO method shards, as a mesh of one dim; collective."""
+        assert self.shard_axis is not None
+        axes = axis_parts(self.shard_axis)
+        return self.flat_mesh(*axes) if len(axes) > 1 else self.require_mesh()[self.shard_axis]
 
     @property
     def num_replicas(self) -> int:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshwright.comm.compression import route
-from meshwright.cost import Step
+from meshwright.cost import Step, axis_parts
 from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Conflict, torch_dtype
 from meshwright.methods.birth import give_parameters
@@ -54,7 +54,7 @@ from meshwright.nn import (
     reshard_units,
     wrap_method,
 )
-from meshwright.runtime import HostCopy, groups_along, mesh_of_parts
+from meshwright.runtime import HostCopy, groups_along, mesh_of_parts, mesh_order
 from meshwright.runtime.torch_internals.autograd import BACKWARD_HOOKS, backward_hooks_of
 from meshwright.runtime.torch_internals.fsdp import MANAGED, keep_nearby, set_async_unshard, unsharded_of
 
@@ -262,7 +262,7 @@ def _keep_nearby(job: Job, number: int) -> None:
     it shards over a part of the world, others' ranks do not take part in that.
     """
     assert job.shard_axis is not None
-    mesh = mesh_of_parts(job.require_mesh(), job.shard_axis, number)
+    mesh = mesh_of_parts(job.require_mesh(), axis_parts(job.shard_axis), number)
     for unit in job.model.modules():
         for group in parameter_groups(unit) if isinstance(unit, FSDPModule) else ():
             keep_nearby(group, mesh)
@@ -277,11 +277,13 @@ def _mesh(job: Job, others: tuple[str, ...] = AVERAGED) -> DeviceMesh:
     """
     mesh = job.require_mesh()
     assert job.shard_axis is not None
-    replicated = [axis for axis in others if axis != job.shard_axis and job.size(axis) > 1]
-    if len(replicated) > 1:
-        name = job.mesh_axes.flat_mesh(*replicated).mesh_dim_names[0]  # type: ignore[index]
-        return mesh[name, job.shard_axis]
-    return mesh[replicated[0], job.shard_axis] if replicated else mesh[job.shard_axis]
+    together = axis_parts(job.shard_axis)
+    replicated = [axis for axis in others if axis not in together and job.size(axis) > 1]
+    for axes in (replicated, together):
+        if len(axes) > 1:
+            job.mesh_axes.flat_mesh(*axes)  # gives them a name
+    names = [axis for axis in mesh_order(job.axes) if axis in replicated]
+    return mesh["_".join(names), job.shard_axis] if names else mesh[job.shard_axis]
 
 
 def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
@@ -327,8 +329,8 @@ def _choose_collectives(job: Job) -> None:
         exchange_on_host(job.model)
     compression = job.sharding.compression
     if compression is not None and job.shard_axis is not None and job.size(job.shard_axis) > 1:
-        mesh = job.require_mesh()
-        group, alike = mesh[job.shard_axis].get_group(), groups_along(mesh, [job.shard_axis])
+        group, axes = job.mesh_axes.shard_mesh.get_group(), axis_parts(job.shard_axis)
+        alike = groups_along(job.require_mesh(), axes)
         way = route(group, compression.neighbours(job.axes, job.shard_axis), alike)
         quantise_units(job.model, compression, way)
     elif job.device.type == "cpu":

@@ -22,6 +22,7 @@ from meshwright.cost import (
     Placement,
     Step,
     Traffic,
+    axis_parts,
     element_bytes,
     gather_traffic,
     gathered_bytes,
@@ -559,7 +560,7 @@ def _beside(step: Step, axis: str, trained: list[tuple[int, Parameter]]) -> list
             if (p.expert is not None) == of_experts
         )
 
-    others = [each for each in (*AVERAGING, "expert") if each != axis and step.size(each) > 1]
+    others = [each for each in (*AVERAGING, "expert") if each not in axis_parts(axis) and step.size(each) > 1]
     return [
         *(Traffic("all_reduce", each, shards(False), "backward") for each in others[:1]),
         *(Traffic("all_reduce", each, shards(True), "backward") for each in others[:1] if each != "expert"),

@@ -21,6 +21,7 @@ from meshwright.cost import (
     Peak,
     Step,
     StepTime,
+    axis_parts,
     building,
     copies,
     find_cluster,
@@ -450,7 +451,8 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
         table.add_section()
         for traffic in plan.step.traffic:
             when = "per step" if traffic.every == 1 else f"every {traffic.every} steps"
-            what = f"{traffic.kind} over {traffic.axis} in {traffic.moment}, {when}"
+            axis = " x ".join(axis_parts(traffic.axis))
+            what = f"{traffic.kind} over {axis} in {traffic.moment}, {when}"
             table.add_row(what, readable_bytes(traffic.bytes_per_step), *(() if measured is None else ("",)))
     return table
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from meshwright.runtime.mesh import (
         AXES as AXES,
+        TOKEN_AXES as TOKEN_AXES,
         Axes as Axes,
         axis_groups as axis_groups,
         build_mesh as build_mesh,
@@ -59,7 +60,9 @@ if TYPE_CHECKING:
         fit_axes as fit_axes,
         flat_mesh as flat_mesh,
         groups_along as groups_along,
+        joint_axis as joint_axis,
         mesh_of_parts as mesh_of_parts,
+        mesh_order as mesh_order,
         rank_grid as rank_grid,
         world_mesh as world_mesh,
     )

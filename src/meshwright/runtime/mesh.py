@@ -1,8 +1,8 @@
 """The process grid: which ranks stand together along which named axis.
 
 Axes are listed innermost first, as in ATorch's ``parallel_mode``: ``[("tensor", 4), ("pipeline", 2), ("data", 2)]``
-puts ranks 0-3 into one tensor group. The DeviceMesh holds the same grid with its axes in one fixed order, outermost
-first, so that any sub-mesh (data, zero) can be sliced from it whatever order the user wrote.
+puts ranks 0-3 into one tensor group. The DeviceMesh holds the same grid with its axes in one order, outermost first, so
+that any sub-mesh (data, zero) can be sliced from it whatever order the user wrote.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from meshwright.runtime.processes import (
     settings,
 )
 
-AXES = ("replica", "pipeline", "expert", "context", "sequence", "data", "zero", "tensor")
-"""Every axis a mesh can have, in DeviceMesh order (outermost first)."""
+AXES = ("replica", "pipeline", "expert", "data", "context", "sequence", "zero", "tensor")
+"""Every axis a mesh can have, outermost first; see :func:`mesh_order`."""
+
+TOKEN_AXES = ("context", "sequence")
+"""The axes whose ranks share samples and divide their tokens."""
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -158,6 +161,35 @@ def coordinate_of(
     return {name: int(index) for (name, _), index in zip(axes, position, strict=True)}
 
 
+# [Note: joint axes] Parameters are sharded over the ranks that take different samples and over those that share one,
+# taken as one axis. Its name joins those of its parts as DeviceMesh does, outermost first: ``context_zero``. Such names
+# stand wherever an axis does (``axis_parts`` in cost/step.py): sizes of a job's mesh and of a simulated step multiply
+# the parts, and links count the ranks along all of them. Process groups number their ranks upwards, and DTensor numbers
+# them by the mesh: so parts stand side by side in the DeviceMesh, in the order in which the user nests them.
+
+
+def joint_axis(axes: Sequence[tuple[str, int]], first: str) -> str:
+    """Return the name of an axis joined with those whose ranks share samples; without any, the name itself.
+
+    Args:
+        axes: ``(name, size)``, innermost first.
+        first: ``zero``, ``data``, or one of the axes whose ranks share samples.
+    """
+    together = {name for name, size in axes if name in (first, *TOKEN_AXES) and size > 1}
+    return "_".join(name for name in mesh_order(axes) if name in together) or first
+
+
+def mesh_order(axes: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """Return the names of axes as a DeviceMesh has them, outermost first.
+
+    That is the order of ``AXES``, but for axes that are sharded over together: these are nested as the user has them.
+    """
+    names = [name for name, _ in reversed(axes)]
+    together = [name for name in names if name in (*TOKEN_AXES, "zero" if "zero" in names else "data")]
+    nested = iter(together)
+    return tuple(next(nested) if name in together else name for name in sorted(names, key=AXES.index))
+
+
 def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None, device_type: str) -> DeviceMesh:
     """Create the DeviceMesh and its process groups; every rank must call it.
 
@@ -179,7 +211,7 @@ def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None
             fix="start that many processes, or change the axis sizes",
         )
     names = [name for name, _ in axes]
-    outermost_first = sorted(range(len(names)), key=lambda dim: AXES.index(names[dim]))
+    outermost_first = [names.index(name) for name in mesh_order(axes)]
     ranks = torch.from_numpy(np.ascontiguousarray(grid.transpose(outermost_first)))
     with connecting_on_use(max(ranks.shape)) as on_use:
         mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names[dim] for dim in outermost_first))
@@ -220,20 +252,20 @@ def groups_along(mesh: DeviceMesh, axes: Sequence[str]) -> list[tuple[int, ...]]
     return [tuple(ranks) for ranks in lines.view(-1, lines.shape[-1]).tolist()]
 
 
-def mesh_of_parts(mesh: DeviceMesh, axis: str, size: int) -> DeviceMesh:
-    """Cut an axis of a mesh over the world into parts of neighbouring ranks; collective over the world.
+def mesh_of_parts(mesh: DeviceMesh, axes: Sequence[str], size: int) -> DeviceMesh:
+    """Cut axes of a mesh, taken as one, over the world into parts of neighbouring ranks; collective over the world.
 
     Args:
         mesh: A mesh from :func:`build_mesh`.
-        axis: One of its axes.
-        size: Ranks of a part; it divides the axis.
+        axes: One or more of its axes, in the order of the mesh.
+        size: Ranks of a part; it divides the ranks along these axes.
 
     Returns:
         A mesh of two dims: ranks at the same place of all parts, and the ranks of a part.
     """
-    parts = torch.tensor(groups_along(mesh, [axis]), dtype=torch.int).view(-1, size)
+    parts = torch.tensor(groups_along(mesh, axes), dtype=torch.int).view(-1, size)
     with connecting_on_use(max(parts.shape)) as on_use:
-        cut = DeviceMesh(mesh.device_type, parts, mesh_dim_names=(f"{axis}_apart", f"{axis}_nearby"))
+        cut = DeviceMesh(mesh.device_type, parts, mesh_dim_names=("apart", "nearby"))
     _finish_axes(cut, on_use)
     return cut
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.cost import HALF, Calibration, Cluster, Link, Step, Traffic, fitted, moments, seconds_of
+from meshwright.cost import HALF, Calibration, Cluster, Link, Step, Traffic, axis_parts, fitted, moments, seconds_of
 from meshwright.cost.device_time import group_of
 from meshwright.methods import Role, find_method
 from meshwright.planner.explain.intervals import step_interval
@@ -121,7 +121,7 @@ class LinkTime:
     def __str__(self) -> str:
         where = "between nodes" if self.between_nodes else "inside a node"
         where += ", bound by the links inside them" if self.bound_inside else ""
-        return f"{self.kind} over {self.axis} in {self.moment}, {where}"
+        return f"{self.kind} over {' x '.join(axis_parts(self.axis))} in {self.moment}, {where}"
 
 
 def links(plan: Plan) -> tuple[LinkTime, ...]:
@@ -134,7 +134,9 @@ def links(plan: Plan) -> tuple[LinkTime, ...]:
         own: dict[LinkTime, float] = {}
         for traffic in step.traffic:
             duration = seconds_of(step, traffic, plan.forecast.cluster, known)
-            group = group_of(step.axes, (traffic.axis,), plan.forecast.cluster.devices_per_node, step.counted_again)
+            group = group_of(
+                step.axes, axis_parts(traffic.axis), plan.forecast.cluster.devices_per_node, step.counted_again
+            )
             spans = group.nodes > 1
             bound_inside = spans and _is_bound_inside(step, traffic, plan.forecast.cluster, known)
             key = LinkTime(traffic.kind, traffic.axis, traffic.moment, spans, 0.0, traffic.hidden, bound_inside)

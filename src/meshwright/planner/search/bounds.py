@@ -14,9 +14,11 @@ from meshwright.cost.step_time import rank_of
 from meshwright.errors import MeshwrightError
 from meshwright.methods import cost_of, mesh_method
 from meshwright.methods.base import SHARD_AXES
+from meshwright.methods.composition import shard_axis_of
 from meshwright.planner.plans import Subject
 from meshwright.planner.search.probing import Probe, SavedBytes, State, bare_blocks, probe_of, probing, saved_by, scaled
 from meshwright.planner.search.search_space import Branch, Choice, Mesh, Space, shards_alone
+from meshwright.runtime import TOKEN_AXES
 from meshwright.strategy import Strategy
 
 
@@ -252,7 +254,8 @@ class Bounds:
     def state(self, branch: Branch) -> State:
         """Return the state of a branch's sharding as if no inner axis divided the parameters."""
         if branch not in self._state_of:
-            axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica"))
+            shared = TOKEN_AXES if branch.sharding else ()
+            axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica", *shared))
             axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
             key = axes, branch.sharding, branch.precision, branch.rest, branch.mesh.pipeline > 1
             if key not in self._states:
@@ -274,18 +277,17 @@ class Bounds:
         return self._twins[id(state)]
 
     def _bare(self, branch: Branch, axes: tuple[tuple[str, int], ...], micro_batches: int, *, merged: bool) -> Step:
-        first = next((axis for axis in SHARD_AXES if dict(axes).get(axis, 1) > 1), "data")
-        probe = self.undivided(branch)
+        sharding, probe = Strategy([*branch.sharding, *branch.precision, *branch.rest]), self.undivided(branch)
         step = Step(
             blocks=self._bare_blocks(probe, merged),
             axes=axes,
-            shard_axis=first if branch.sharding else None,
+            shard_axis=shard_axis_of(sharding, dict(axes)),
             num_micro_batches=micro_batches,
             stages=Stages((0,), ((0, 1),), 1, 0) if branch.mesh.pipeline > 1 else None,
             on_cpu=probe.step.on_cpu,
             on_one_host=probe.step.on_one_host,
         )
-        return cost_of(Strategy([*branch.sharding, *branch.precision, *branch.rest]), step)
+        return cost_of(sharding, step)
 
     def _bare_blocks(self, probe: Probe, merged: bool) -> tuple[Block, ...]:
         key = id(probe), merged
