@@ -3,17 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright.methods import SampleRun, TensorParallel
-from meshwright.methods.tensor import model_split
+from meshwright.methods.tensor import model_split, narrow_copy
 from meshwright.methods.tensor.split_checks import vocabulary_entries
 from tests.methods.split_runs import build
 
 WIDTH, TOKENS = 16, 6
-layout = model_split.sequence_layout
+layout, find = model_split.sequence_layout, model_split.find_plan
 
 
 class Model(nn.Module):
@@ -269,7 +270,7 @@ def test_large_blocks_are_proved_on_a_narrow_copy(monkeypatch):
     )  # fmt: skip
     whole = split(LlamaForCausalLM(config), sequence=True).sequence
     apart = split(Model(Grouped), sequence=True).sequence
-    monkeypatch.setattr(model_split, "_LARGE", 1)
+    monkeypatch.setattr(narrow_copy, "_LARGE", 1)
     proved = []
     monkeypatch.setattr(
         model_split, "sequence_layout", lambda model, *args: proved.append(model) or layout(model, *args)
@@ -280,6 +281,39 @@ def test_large_blocks_are_proved_on_a_narrow_copy(monkeypatch):
     assert proved[0].model.layers[0].mlp.up_proj.weight.shape == (32, 32)
     assert split(model := Model(Grouped), sequence=True).sequence == apart
     assert proved[1] is model
+
+
+NARROWED = {
+    "gpt2": lambda: transformers.GPT2Config(n_layer=2, n_embd=96, n_head=4, n_inner=160, n_positions=16),
+    "bert": lambda: transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=96, num_attention_heads=4, intermediate_size=160
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        num_hidden_layers=2, hidden_size=96, word_embed_proj_dim=96, num_attention_heads=4, ffn_dim=160
+    ),
+    # No narrow copy of its blocks can be split: heads are narrower than what it rotates.
+    "gptj": lambda: transformers.GPTJConfig(n_layer=2, n_embd=96, n_head=4, n_positions=16, rotary_dim=16),
+}
+
+
+@pytest.mark.parametrize(("kind", "sequence"), [("gpt2", True), ("bert", True), ("opt", False), ("gptj", True)])
+def test_plans_of_large_blocks_are_found_in_a_narrow_copy(kind, sequence, monkeypatch):
+    """Fused layers and attributes that count features have the sizes of the model itself."""
+    config = NARROWED[kind]()
+    config.vocab_size, config.use_cache = 64, False
+    auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    found, tried = [], []
+    for large in (2**24, 1):
+        monkeypatch.setattr(narrow_copy, "_LARGE", large)
+        monkeypatch.setattr(model_split, "find_plan", lambda model, *args: tried.append(model) or find(model, *args))
+        with torch.device("meta"):
+            model = auto.from_config(config)
+        plan = split(model, sequence=sequence)
+        layers = [(layer.path, layer.style.name, layer.parts) for layer in plan.layers]
+        found.append((layers, plan.adjustments, plan.remarks, plan.sequence))
+    assert found[0] == found[1]
+    assert len(tried) == (3 if kind == "gptj" else 2)
+    assert tried[1] is not model
 
 
 def test_without_a_sample_there_is_nothing_to_read_off():

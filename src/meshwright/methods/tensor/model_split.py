@@ -9,7 +9,7 @@ Stages of a pipeline hand on parts. Where sequence and context axes cut tokens t
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -32,6 +32,7 @@ from meshwright.methods.tensor.block_trials import (
     record_calls,
     signature,
 )
+from meshwright.methods.tensor.narrow_copy import adjustments_in, layers_in, narrow_copy, plan_in
 from meshwright.methods.tensor.split_checks import check_layers, heads_of, stay_whole, vocabulary_embedding
 from meshwright.methods.tensor.split_plan import (
     EXPERTS,
@@ -46,7 +47,6 @@ from meshwright.methods.tensor.split_plan import (
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, BlockProof, SequenceTrial, first_hidden, with_argument
 from meshwright.methods.tensor.split_search import FoundPlan, find_plan
-from meshwright.nn import find_blocks
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -119,47 +119,6 @@ def sequence_layout(
         summed=tuple(summed),
         blocks=tuple(block.path for block in blocks),
     )
-
-
-# A proof takes seconds, and several times the memory of a block in fp32: with 405B parameters in 126 blocks, 40 GB.
-_LARGE = 2**24
-_SMALL_HEAD, _SMALL_WIDTH = 8, 16
-
-
-def _provable(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> tuple[nn.Module, list[PlannedLayer]]:
-    """Return what is proved: the model, or in place of large blocks a copy with the same code and narrow layers."""
-    if max((sum(p.numel() for p in block.parameters()) for _, block in find_blocks(model)), default=0) < _LARGE:
-        return model, layers
-    small = None if any(layer.parts or layer.place for layer in layers) else _narrow_copy(model, ranks)
-    if small is None:
-        return model, layers
-    return small, [planned(small, layer.path, layer.style.name) for layer in layers]
-
-
-def _narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
-    """Build a transformers model with as many heads and blocks, and fewer features, on meta; None if that fails."""
-    config = copy.deepcopy(getattr(model, "config", None))
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or not all(hasattr(config, name) for name in ("hidden_size", "intermediate_size")):
-        return None
-    widths = {"hidden_size": heads * _SMALL_HEAD, "intermediate_size": ranks * _SMALL_WIDTH, "head_dim": _SMALL_HEAD}
-    for name, width in widths.items():
-        if name != "head_dim" or getattr(config, name, None) is not None:
-            setattr(config, name, width)
-    try:
-        with torch.device("meta"):
-            small: nn.Module = type(model)(config)  # type: ignore[arg-type]
-    except Exception:  # a model's code may ask anything of its config
-        return None
-    return small if _outline(small) == _outline(model) else None
-
-
-def _outline(model: nn.Module) -> list[tuple[str, type[nn.Module], tuple[tuple[str, int], ...]]]:
-    """Return the modules of a model with the names and dims of their parameters."""
-    return [
-        (path, type(module), tuple((name, p.dim()) for name, p in module.named_parameters(recurse=False)))
-        for path, module in model.named_modules()
-    ]
 
 
 def _with_parts(block: RecordedBlock, dims: list[tuple[int | None, ...]], ranks: int) -> RecordedBlock:
@@ -446,8 +405,7 @@ def _with_sequence(
     # Without experts, which are passed by, a proof sees nothing of what runs with them.
     key = ranks, tuple(apart), tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
     if key not in known:
-        proved, layers = _provable(model, list(split.layers), ranks)
-        known[key] = sequence_layout(proved, layers, split.adjustments, ranks, sample)
+        known[key] = _proved_layout(model, split, ranks, sample)
     layout = known[key]
     present = {layer.path for layer in split.layers}
     left = (
@@ -456,6 +414,26 @@ def _with_sequence(
     summed = [planned(model, path, "replicated_with_grad_allreduce") for path in left]
     remarks = (*split.remarks, "tokens are split between them")
     return replace(split, layers=(*split.layers, *summed), remarks=remarks, sequence=layout)
+
+
+def _proved_layout(model: nn.Module, split: Split, ranks: int, sample: SampleRun | None) -> SequenceLayout:
+    """Return the places where tokens are cut and gathered, proved on a narrow copy if blocks are large."""
+    small = narrow_copy(model, ranks)
+    layers = layers_in(small, split.layers) if small is not None else None
+    changes = adjustments_in(small, split.adjustments, ranks) if small is not None else None
+    if small is not None and layers is not None and changes is not None:
+        with contextlib.suppress(ModelError):  # the model's own sizes are to be named
+            return sequence_layout(small, layers, changes, ranks, sample)
+    return sequence_layout(model, list(split.layers), split.adjustments, ranks, sample)
+
+
+def _found_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> FoundPlan:
+    """Find the plan of a model that brings none: in a narrow copy if its blocks are large."""
+    small, found = narrow_copy(model, ranks), None
+    if small is not None:
+        with contextlib.suppress(ModelError):  # the model's own sizes are to be named
+            found = plan_in(model, find_plan(small, sample, ranks), small, ranks)
+    return found or find_plan(model, sample, ranks)
 
 
 def _whole_tokens(model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None) -> Split:
@@ -467,7 +445,7 @@ def _whole_tokens(model: nn.Module, given: Mapping[str, str], ranks: int, sample
         return Split(tuple(layers), "the plan that was given" if given else "the model's own plan", remarks=remarks)
     known = _FOUND.setdefault(model, {})
     if ranks not in known:
-        known[ranks] = find_plan(model, sample, ranks)
+        known[ranks] = _found_plan(model, sample, ranks)
     found = known[ranks]
     split = []
     for path, entry in found.entries.items():

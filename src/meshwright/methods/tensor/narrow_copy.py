@@ -1,0 +1,105 @@
+"""Build a narrow copy of a transformers model, on which a split is found and proved in place of large blocks.
+
+A trial of a block takes seconds, and several times the block's memory in fp32: 40 GB where 405B parameters are in 126
+blocks. A copy of the same code with as many heads and blocks, and fewer features, is split in the same way: what counts
+features there is what counts features here. Sizes are carried over in both directions: parts of a fused layer by the
+ratio of the layers' features, attributes by their values in either model.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.methods.tensor.block_trials import Adjustment
+from meshwright.methods.tensor.split_plan import PlannedLayer, features, planned
+from meshwright.methods.tensor.split_search import Entry, FoundPlan
+from meshwright.nn import find_blocks
+
+_LARGE = 2**24  # parameters of a block
+_SMALL_HEAD, _SMALL_WIDTH = 8, 16
+_HIDDEN = ("hidden_size", "word_embed_proj_dim")
+_FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")  # None of them: a multiple of the hidden
+
+
+def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
+    """Build a transformers model with as many heads and blocks as one with large blocks, on ``meta``.
+
+    Args:
+        model: A plain module.
+        ranks: Size of the tensor axis, which divides the copy's features.
+
+    Returns:
+        The copy; None where no block is large, and where none can be built.
+    """
+    if max((sum(p.numel() for p in block.parameters()) for _, block in find_blocks(model)), default=0) < _LARGE:
+        return None
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or not hasattr(config, "hidden_size"):
+        return None
+    widths = dict.fromkeys(_HIDDEN, heads * _SMALL_HEAD) | dict.fromkeys(_FEED_FORWARD, ranks * _SMALL_WIDTH)
+    try:
+        for name, width in (widths | {"head_dim": _SMALL_HEAD}).items():
+            own = name in vars(config) or name in type(config).attribute_map  # others are computed from these
+            if own and getattr(config, name) is not None:
+                setattr(config, name, width)
+        with torch.device("meta"):
+            small: nn.Module = type(model)(config)  # type: ignore[arg-type]
+    except Exception:  # a model's code may ask anything of its config
+        return None
+    return small if _outline(small) == _outline(model) else None
+
+
+def _outline(model: nn.Module) -> list[tuple[str, type[nn.Module], tuple[tuple[str, int], ...]]]:
+    """Return the modules of a model with the names and dims of their parameters."""
+    return [
+        (path, type(module), tuple((name, p.dim()) for name, p in module.named_parameters(recurse=False)))
+        for path, module in model.named_modules()
+    ]
+
+
+def layers_in(copied: nn.Module, layers: Iterable[PlannedLayer]) -> list[PlannedLayer] | None:
+    """Return the layers of a split in a copy of the model; None where sizes cannot be carried over."""
+    found = []
+    for layer in layers:
+        parts = _scaled(layer.parts, layer.module, copied.get_submodule(layer.path))
+        if layer.place or parts is None:
+            return None
+        found.append(dataclasses.replace(planned(copied, layer.path, layer.style.name), parts=parts))
+    return found
+
+
+def plan_in(model: nn.Module, plan: FoundPlan, copied: nn.Module, ranks: int) -> FoundPlan | None:
+    """Return the plan of a model that was found in a narrow copy; None where its sizes do not fit the model."""
+    entries = {}
+    for path, entry in plan.entries.items():
+        parts = _scaled(entry.parts, copied.get_submodule(path), model.get_submodule(path))
+        if parts is None or any(size % ranks for size in parts):
+            return None
+        entries[path] = Entry(entry.style, parts)
+    adjustments = adjustments_in(model, plan.adjustments, ranks)
+    return None if adjustments is None else dataclasses.replace(plan, entries=entries, adjustments=adjustments)
+
+
+def adjustments_in(model: nn.Module, adjustments: Iterable[Adjustment], ranks: int) -> tuple[Adjustment, ...] | None:
+    """Return adjustments with a rank's share of what their attributes count in this model; None if it has none."""
+    found = []
+    for each in adjustments:
+        value = getattr(model.get_submodule(each.path), each.name)
+        if value % ranks:
+            return None
+        found.append(dataclasses.replace(each, value=value // ranks))
+    return tuple(found)
+
+
+def _scaled(parts: tuple[int, ...], before: nn.Module, after: nn.Module) -> tuple[int, ...] | None:
+    if not parts:
+        return ()
+    (_, old), (_, new) = features(before), features(after)
+    return None if any(size * new % old for size in parts) else tuple(size * new // old for size in parts)
