@@ -19,6 +19,10 @@ PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy saves attention's 
 # multiply complex numbers and cast back.
 _PLAIN_NORM, _PLAIN_ROTARY = 18, 10
 _COPIES = 4 * 2  # two gathers and two sums of a block, each read and written
+# Hidden states that are read or written once more where attention is replaced, in forward: chains of kernels end there,
+# and heads are turned; and for each step of a ring, whose part results are merged in fp32. Counted in traces of Llama 3
+# 8B under 2 to 8 ranks.
+_AROUND_EXCHANGES, _RING_STEP = 2.6, 1.3
 # Bytes per element that an eager norm saves beside its input: it in fp32, and in half precision before the weight.
 _PLAIN_NORM_SAVED = 6
 _NARROW = (FP8, "fp4")
@@ -59,6 +63,9 @@ class Implementation:
             (Narayanan et al. 2021, §4.1).
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
             comes nearest to their share, or that goes beyond it.
+        divides_blocks_alone: Whether sequence and context axes divide tokens between the first block and the last
+            alone, as our methods do, so that every rank embeds all tokens and has the loss of all; and whether these
+            axes' exchanges are ours.
     """
 
     attention: Literal["torch", "scores", "flash1", "flash2"] = "torch"
@@ -79,6 +86,7 @@ class Implementation:
     logit_moves: tuple[int, int] | None = None
     scatters_boundary: bool = False
     balances_head: Literal["", "nearest", "beyond"] = ""
+    divides_blocks_alone: bool = False
 
     @property
     def fused_attention(self) -> bool:
@@ -110,6 +118,7 @@ class FamilyRun:
         dtype: Precision of matrix products.
         tensor: Size of the tensor axis.
         sequence: Number of ranks that divide the tokens of a sample.
+        ring: How many of them pass keys and values around; 1: none.
         seq: Tokens per sample.
         impl: Which kernels run, and what they save.
     """
@@ -119,6 +128,7 @@ class FamilyRun:
     dtype: ProductDtype = HALF
     tensor: int = 1
     sequence: int = 1
+    ring: int = 1
     seq: int = 0
     impl: Implementation = PYTORCH
 
@@ -131,6 +141,11 @@ class FamilyRun:
     def tokens(self) -> int:
         """Return the tokens per micro-batch on one sequence-parallel rank."""
         return self.micro_batch * self.seq // self.sequence
+
+    @property
+    def outside(self) -> FamilyRun:
+        """Return the run of what lies outside of the blocks."""
+        return dataclasses.replace(self, sequence=1) if self.impl.divides_blocks_alone else self
 
     @property
     def plain_parts(self) -> int:
@@ -227,6 +242,8 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
         plain += 2 * (_PLAIN_NORM - 2) * h
     if run.impl.dropout:
         plain += h  # masks of one byte, written by the kernel that adds the residual
+    if run.impl.divides_blocks_alone and run.sequence > 1:
+        plain += round((_RING_STEP * run.ring if run.ring > 1 else 0) + _AROUND_EXCHANGES) * h
     if run.impl.copies_divided and run.plain_parts > 1 and run.micro_batch > 1:
         plain += _COPIES * h * run.plain_parts  # of all tokens, on every rank
     return size * run.tokens * (plain // run.plain_parts + (_moved_by_heads(shape, run) + activation) // run.tensor)
@@ -305,6 +322,7 @@ def per_op_saved(shape: Shape, run: FamilyRun) -> int:
 
 def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ...]:
     """Return the ops of the embedding, the last norm, the head and the loss."""
+    run = run.outside
     # The largest part: a vocabulary need not be divided evenly.
     h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, -(-shape.vocab // run.tensor)
     first = 0 if pipeline > 1 else None
@@ -325,6 +343,7 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
 
 def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
     """Return the bytes of the last norm's input and output, the logits, their fp32 copy and its log-softmax."""
+    run = run.outside
     logits = run.tokens * (shape.vocab // run.tensor)
     hidden = 2 * run.token_bytes(shape.hidden)
     usual = (run.itemsize, run.itemsize) if run.impl.fused_loss else (run.itemsize + 8, 4)

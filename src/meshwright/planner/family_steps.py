@@ -205,8 +205,8 @@ def family_step(
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
     ranks = stage_ranks or tuple(range(pipeline))
     _check(shape, tensor, len(ranks), run)
-    divided = sizes.get("sequence", 1) * sizes.get("context", 1)
-    run = dataclasses.replace(run, tensor=tensor, sequence=divided)
+    ring = sizes.get("context", 1)
+    run = dataclasses.replace(run, tensor=tensor, sequence=sizes.get("sequence", 1) * ring, ring=ring)
     counts = _stage_sizes(shape, len(ranks), run.impl.balances_head)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
@@ -299,9 +299,15 @@ def _boundaries(shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: i
         # Ranks exchange tokens for heads (Jacobs et al. 2023): queries, keys and values go out, and attention's output
         # comes back; their gradients do in backward.
         sent = run.tokens * 2 * (shape.hidden + shape.kv_width) // run.tensor * run.itemsize
+        times = 2 if run.impl.divides_blocks_alone else 4  # queries, keys and values at once, or each by itself
         for moment in ("forward", "backward"):
-            add("all_to_all", moment, sent * calls, "sequence", 4 * calls)
-    if context > 1:
+            add("all_to_all", moment, sent * calls, "sequence", times * calls)
+    if context > 1 and run.impl.divides_blocks_alone:
+        # They are sent from rank to rank, while attention runs: gradients in fp32, and once more to where they belong.
+        part = 2 * run.tokens * shape.kv_width // run.tensor
+        add("send", "forward", (context - 1) * part * run.itemsize * calls, "context", (context - 1) * calls)
+        add("send", "backward", part * ((context - 1) * run.itemsize + context * 4) * calls, "context", calls)
+    elif context > 1:
         # Keys and values of every other rank pass by (Liu et al. 2023); their gradients do in backward.
         passed = 2 * run.tokens * context * shape.kv_width // run.tensor * run.itemsize
         for moment, times in (("forward", 1), ("backward", 2)):

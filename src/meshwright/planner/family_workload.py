@@ -298,9 +298,12 @@ class FamilyWorkload:
         micro_batches = num_micro_batches(resolved, wanted)
         replicas = math.prod(sizes.get(axis, 1) for axis in SAMPLED)
         narrow: Fp8 | None = find_method(strategy, lambda each: each.product_dtype == FP8)
+        precision = find_method(strategy, lambda each: each.role is Role.PRECISION)
+        widens = precision is not None and precision.compute_dtypes(sharded=False).output is not None
         impl = dataclasses.replace(
-            self.implementation,
+            _with_wide_logits(self.implementation) if widens else self.implementation,
             keeps_gathered=True,  # as tensor_parallel's layers do
+            divides_blocks_alone=True,
             split_tokens=any(method.divides_between_layers for method in in_phase_order(strategy)),
             compiled=self.implementation.compiled or any(method.fuses_kernels for method in in_phase_order(strategy)),
             fused_loss=self.implementation.fused_loss or self.fused_loss,
@@ -355,6 +358,14 @@ class FamilyModel:
             self.shape, cluster, samples, limit_bytes=limit_bytes, limit_is_free=limit_is_free,
             implementation=self.implementation, gap=self.gap,
         )  # fmt: skip
+
+
+def _with_wide_logits(impl: Implementation) -> Implementation:
+    """Return an implementation whose loss takes an fp32 copy of the logits, written before and read again by it."""
+    if impl.logit_moves is None:
+        return impl
+    forward, backward = impl.logit_moves
+    return dataclasses.replace(impl, logit_bytes=(2 + 4, 4), logit_moves=(forward + 10, backward + 16))
 
 
 def _is_lowered(strategy: Strategy) -> bool:
