@@ -63,9 +63,8 @@ class Implementation:
             (Narayanan et al. 2021, §4.1).
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
             comes nearest to their share, or that goes beyond it.
-        divides_blocks_alone: Whether sequence and context axes divide tokens between the first block and the last
-            alone, as our methods do, so that every rank embeds all tokens and has the loss of all; and whether these
-            axes' exchanges are ours.
+        divides_blocks_alone: Whether tokens are divided between the first block and the last alone, as our methods do,
+            so that every rank embeds all tokens and has the loss of all; and whether exchanges of tokens are ours.
     """
 
     attention: Literal["torch", "scores", "flash1", "flash2"] = "torch"
@@ -145,7 +144,9 @@ class FamilyRun:
     @property
     def outside(self) -> FamilyRun:
         """Return the run of what lies outside of the blocks."""
-        return dataclasses.replace(self, sequence=1) if self.impl.divides_blocks_alone else self
+        if not self.impl.divides_blocks_alone:
+            return self
+        return dataclasses.replace(self, sequence=1, impl=dataclasses.replace(self.impl, split_tokens=False))
 
     @property
     def plain_parts(self) -> int:
