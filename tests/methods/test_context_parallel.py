@@ -17,6 +17,13 @@ CASES = {
     "plain": (2, "plain", {"context": 2}, ["context_parallel"], 1),
     "grouped": (2, "llama", {"context": 2}, ["context_parallel", "checkpoint"], 2),
     "fsdp": (4, "llama", {"context": 2, "zero": 2}, ["context_parallel", "fsdp"], 1),
+    "zero inside": (4, "vit", [("zero", 2), ("context", 2)], ["context_parallel", "zero1"], 1),
+    "zero outside, replicas": (
+        8, "llama", [("context", 2), ("data", 2), ("zero", 2)], ["context_parallel", "zero2"], 2,
+    ),
+    "kept on fewer ranks": (
+        8, "llama", [("context", 2), ("zero", 4)], ["context_parallel", ("fsdp", {"reshard_after_forward": 4})], 1,
+    ),
     "gpt2": (2, "gpt2", {"context": 2}, [UNBALANCED, "fsdp", "checkpoint"], 2),
     "bert": (2, "bert", {"context": 2}, ["context_parallel"], 1),
     "uneven": (2, "vit", {"context": 2}, ["context_parallel", "fsdp"], 1),
@@ -46,6 +53,36 @@ SHORT = ("plain", "grouped", "tokens cut twice")
 def test_parity(ranks, case):
     world, name, mesh, methods, micro = CASES[case]
     check_parity(ranks(world), name, [("parallel_mode", mesh), *methods], micro)
+
+
+def shards(meshes):
+    """Whether shards of weights that a mesh makes are the whole, put together; and how many parts it has."""
+    found = []
+    for mesh in meshes:
+        model = split_runs.build("plain")
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        job = mw.accelerate(
+            model, torch.optim.SGD, None, tiny.loss_func, optim_args={"lr": 0.1},
+            strategy=[("parallel_mode", mesh), "context_parallel", "fsdp"], sample_batch=torch.arange(24).view(2, 12),
+        )  # fmt: skip
+        whole = all(torch.equal(p.full_tensor(), before[name]) for name, p in job.model.named_parameters())
+        mesh_of = next(iter(job.model.parameters())).device_mesh
+        found.append((whole, mesh_of[mesh_of.mesh_dim_names[-1]].size(), mesh_of.ndim))
+    return found
+
+
+def test_weights_are_sharded_over_the_ranks_that_share_samples(ranks):
+    """In whatever order the axes are nested: process groups number their ranks upwards."""
+    meshes = [{"context": 2, "zero": 2}, {"zero": 2, "context": 2}, {"context": 2, "data": 2}, {"context": 4}]
+    for found in ranks(4).run(shards, meshes):
+        assert found == [(True, 4, 1)] * 4
+
+
+@pytest.mark.long
+def test_weights_are_sharded_beside_replicas(ranks):
+    meshes = [[("data", 2), ("context", 2), ("zero", 2)], [("zero", 2), ("data", 2), ("context", 2)]]
+    for found in ranks(8).run(shards, meshes):
+        assert found == [(True, 4, 2)] * 2
 
 
 @pytest.mark.long

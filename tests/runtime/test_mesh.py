@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from meshwright import StrategyError
-from meshwright.runtime import AXES, axis_groups, build_mesh, coordinate_of, fit_axes, rank, rank_grid
+from meshwright.runtime import (
+    AXES,
+    axis_groups,
+    build_mesh,
+    coordinate_of,
+    fit_axes,
+    joint_axis,
+    mesh_order,
+    rank,
+    rank_grid,
+)
 
 
 def test_the_16_rank_example_of_the_seed():
@@ -83,6 +93,15 @@ def _mesh_ranks(axes, order):
         assert mesh.get_local_rank(name) == where[name]
     pair = mesh["data", "zero"]
     return {name: sorted(pair[name].mesh.tolist()) for name in ("data", "zero")}
+
+
+def test_axes_that_are_sharded_over_together_stand_side_by_side():
+    axes = [("tensor", 2), ("context", 2), ("data", 3), ("zero", 2), ("sequence", 1), ("pipeline", 2)]
+    assert mesh_order(axes) == ("pipeline", "data", "sequence", "zero", "context", "tensor")
+    assert joint_axis(axes, "zero") == "zero_context"
+    assert mesh_order([("zero", 2), ("context", 2)]) == ("context", "zero")
+    assert joint_axis([("data", 2), ("sequence", 2)], "data") == "sequence_data"
+    assert joint_axis([("context", 1), ("zero", 4)], "zero") == "zero"
 
 
 @pytest.mark.parametrize("order", [None, [0, 2, 1, 3], [3, 2, 1, 0], [2, 3, 0, 1]])
