@@ -13,6 +13,8 @@ from tests.methods.test_pipeline_parity import run as check_pipeline, scheduled
 from tests.methods.test_sequence_parallel import TOKENS, Block, Net, check_parity, net, reference
 
 UNBALANCED = ("context_parallel", {"balance": False})
+FUSED = ("module_replace", {"loss": True})
+BOTH = ["sequence_parallel", "context_parallel"]
 CASES = {
     "plain": (2, "plain", {"context": 2}, ["context_parallel"], 1),
     "grouped": (2, "llama", {"context": 2}, ["context_parallel", "checkpoint"], 2),
@@ -24,6 +26,7 @@ CASES = {
     "kept on fewer ranks": (
         8, "llama", [("context", 2), ("zero", 4)], ["context_parallel", ("fsdp", {"reshard_after_forward": 4})], 1,
     ),
+    "loss in parts": (4, "llama", {"sequence": 2, "context": 2}, [*BOTH, FUSED, "fsdp"], 2),
     "gpt2": (2, "gpt2", {"context": 2}, [UNBALANCED, "fsdp", "checkpoint"], 2),
     "bert": (2, "bert", {"context": 2}, ["context_parallel"], 1),
     "uneven": (2, "vit", {"context": 2}, ["context_parallel", "fsdp"], 1),

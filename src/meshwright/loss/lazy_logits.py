@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.errors import ModelError
+from meshwright.loss.cross_entropy_rows import check_options, check_target, make_rows, mean
 from meshwright.loss.linear_head import in_autocast_type, linear_cross_entropy
 from meshwright.loss.vocabulary_parallel import Vocabulary, parallel_cross_entropy
 from meshwright.runtime.torch_internals.operators import schema_of
@@ -203,14 +204,27 @@ _CASTS = {
 _SAME = {_T.contiguous, _T.clone, torch.clone}
 
 
+class LossRanks(Protocol):
+    """Ranks that have the same hidden states, and compute losses of a part of the rows each."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's index, and the number of ranks."""
+
+    def total(self, part: Tensor) -> Tensor:
+        """Sum over the ranks, in backward the gradients too; collective."""
+
+
 class HeadLogits(LazyLogits):
     """Lazy ``F.linear(hidden, weight, bias)``, made by :meth:`of`.
 
-    Its ``F.cross_entropy`` is :func:`~meshwright.loss.linear_cross_entropy`, which never holds all logits.
+    Its ``F.cross_entropy`` is :func:`~meshwright.loss.linear_cross_entropy`, which never holds all logits. Ranks that
+    have the same hidden states compute it for a part of the rows each.
     """
 
     weight: Tensor
     bias: Tensor | None
+    ranks: Sequence[LossRanks]
 
     @staticmethod
     def __new__(
@@ -219,20 +233,23 @@ class HeadLogits(LazyLogits):
         """Make a tensor without memory of its own."""
         shape = (*hidden.shape[:-1], weight.shape[0])
         self: HeadLogits = make_wrapper(cls, shape, dtype=dtype, device=hidden.device)
-        self.part, self.weight, self.bias, self.whole = hidden, weight, bias, None
+        self.part, self.weight, self.bias, self.whole, self.ranks = hidden, weight, bias, None, ()
         return self
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> HeadLogits:
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, ranks: Sequence[LossRanks] = ()
+    ) -> HeadLogits:
         """Return the lazy logits of a head, of the dtype that ``F.linear`` would return, under autocast as well.
 
         Args:
             hidden: (…, D).
             weight: (C, D); its values must not be freed before the loss is computed.
             bias: (C,).
+            ranks: Those with the same hidden states, axis by axis, and equal targets; none: each has its own.
         """
         hidden, weight, bias = in_autocast_type(hidden, weight, bias)
-        return _deferred(hidden, weight, bias, hidden.dtype)
+        return _deferred(hidden, weight, bias, hidden.dtype, ranks)
 
     @property
     def num_classes(self) -> int:
@@ -247,7 +264,7 @@ class HeadLogits(LazyLogits):
 
     def with_part(self, part: Tensor) -> HeadLogits:
         """Return the lazy logits of other hidden states."""
-        return _deferred(part, self.weight, self.bias, self.dtype)
+        return _deferred(part, self.weight, self.bias, self.dtype, self.ranks)
 
     def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> HeadLogits | None:
         """Apply copies, and casts to wider types; products stay in the type of the head, and losses in fp32."""
@@ -258,24 +275,52 @@ class HeadLogits(LazyLogits):
             dtype = args[0] if args else kwargs.get("dtype")
         # A cast to a narrower type rounds the logits.
         widens = isinstance(dtype, torch.dtype) and torch.promote_types(dtype, self.dtype) == dtype
-        return _deferred(self.part, self.weight, self.bias, dtype) if dtype is not None and widens else None
+        if dtype is None or not widens:
+            return None
+        return _deferred(self.part, self.weight, self.bias, dtype, self.ranks)
 
     def cross_entropy(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
-        """Compute the cross entropy of rows (N, C) by :func:`linear_cross_entropy`."""
+        """Compute the cross entropy of rows (N, C) by :func:`linear_cross_entropy`; collective over the ranks."""
         self._check_weight()
-        with torch.autocast(self.part.device.type, enabled=False):  # its casts have been made in ``of``
-            return linear_cross_entropy(
-                self.part,
-                self.weight,
-                target,
-                self.bias,
-                class_weight=weight,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
-            )
+        own, every = self._own_rows(target.shape[0]), slice(None)
+
+        def computed(rows: slice, reduction: str) -> Tensor:
+            with torch.autocast(self.part.device.type, enabled=False):  # its casts have been made in ``of``
+                return linear_cross_entropy(
+                    self.part[rows],
+                    self.weight,
+                    target[rows],
+                    self.bias,
+                    class_weight=weight,
+                    ignore_index=ignore_index,
+                    reduction=reduction,
+                    label_smoothing=label_smoothing,
+                )
+
+        if own is None:
+            return computed(every, reduction)
+        check_options(reduction, label_smoothing)
+        check_target(target, tuple(self.part.shape[:1]))
+        if reduction == "none":
+            return self._total(F.pad(computed(own, "none"), (own.start, target.shape[0] - own.stop)))
+        total = self._total(computed(own, "sum"))
+        rows = make_rows(target, self.part.dtype, weight, ignore_index, label_smoothing)
+        return total if reduction == "sum" else mean(total, rows)
+
+    def _own_rows(self, count: int) -> slice | None:
+        """Return the rows of which this rank computes the loss; None: all, for it shares them with no other."""
+        index, size = 0, 1
+        for ranks in self.ranks:
+            place, number = ranks.place
+            index, size = index * number + place, size * number
+        return slice(count * index // size, count * (index + 1) // size) if size > 1 else None
+
+    def _total(self, part: Tensor) -> Tensor:
+        for ranks in self.ranks:
+            part = ranks.total(part)
+        return part
 
     def _check_weight(self) -> None:
         # FSDP may have freed it since.
@@ -292,11 +337,13 @@ class HeadLogits(LazyLogits):
         return f"HeadLogits(shape={shape}, hidden={tuple(self.part.shape)}, dtype={self.dtype})"
 
 
-def _deferred(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadLogits:
+def _deferred(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ranks: Sequence[LossRanks]
+) -> HeadLogits:
     with DisableTorchFunctionSubclass():
         logits: HeadLogits = _WrapHeadLogits.apply(hidden, weight, bias, dtype)
     # Inside the Function they were detached from their graphs.
-    logits.part, logits.weight, logits.bias = hidden, weight, bias
+    logits.part, logits.weight, logits.bias, logits.ranks = hidden, weight, bias, ranks
     return logits
 
 

@@ -54,8 +54,9 @@ from meshwright.nn import (
     reshard_units,
     wrap_method,
 )
-from meshwright.runtime import HostCopy, groups_along, mesh_of_parts, mesh_order
+from meshwright.runtime import HostCopy, groups_along, mesh_of_parts
 from meshwright.runtime.torch_internals.autograd import BACKWARD_HOOKS, backward_hooks_of
+from meshwright.runtime.torch_internals.dtensor import side_by_side
 from meshwright.runtime.torch_internals.fsdp import MANAGED, keep_nearby, set_async_unshard, unsharded_of
 
 # --- The methods: ZeRO stages 1, 2 and 3 (Rajbhandari et al. 2020)
@@ -275,15 +276,11 @@ def _mesh(job: Job, others: tuple[str, ...] = AVERAGED) -> DeviceMesh:
         job: The job.
         others: The axes along which ranks have the same parameters, or shards of them.
     """
-    mesh = job.require_mesh()
     assert job.shard_axis is not None
     together = axis_parts(job.shard_axis)
     replicated = [axis for axis in others if axis not in together and job.size(axis) > 1]
-    for axes in (replicated, together):
-        if len(axes) > 1:
-            job.mesh_axes.flat_mesh(*axes)  # gives them a name
-    names = [axis for axis in mesh_order(job.axes) if axis in replicated]
-    return mesh["_".join(names), job.shard_axis] if names else mesh[job.shard_axis]
+    shards = job.mesh_axes.shard_mesh
+    return side_by_side([job.mesh_axes.flat_mesh(*replicated), shards]) if replicated else shards
 
 
 def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:

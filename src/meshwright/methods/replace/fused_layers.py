@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ModelError, join_names
 from meshwright.loss import HeadLogits
+from meshwright.loss.lazy_logits import LossRanks
 from meshwright.methods.replace.model_changes import NewForward, Replacement
 from meshwright.runtime import preserved_rng
 from meshwright.runtime.torch_internals.modules import CHILDREN, PARAMETERS, buffers_of, children_of, parameters_of
@@ -134,11 +135,41 @@ def replace_head(model: nn.Module, path: str | None, into: Replacement) -> None:
     into.add(f"fused_loss: the logits of {name} ({shape}) go into a cross entropy in parts", [NewForward(head, _lazy)])
 
 
+_RANKS = "_meshwright_loss_ranks"
+
+
 def _lazy(self: nn.Linear, input: Tensor) -> Tensor:
     # In evaluation logits are read in other ways, and FSDP may have freed the weight by then.
     if not (self.training and torch.is_grad_enabled() and input.requires_grad):
         return F.linear(input, self.weight, self.bias)
-    return HeadLogits.of(input, self.weight, self.bias)
+    return HeadLogits.of(input, self.weight, self.bias, self.__dict__.get(_RANKS, ()))
+
+
+def share_loss(model: nn.Module, ranks: LossRanks) -> LossShare:
+    """Let ranks with the same hidden states compute the loss of a part of the rows each, where a head is replaced.
+
+    Returns:
+        A handle that ends it.
+    """
+    heads = []
+    for head in model.modules():
+        before = vars(head).get(_RANKS, ())
+        if type(head).forward is _lazy and ranks not in before:  # models have several lists of blocks
+            head.__dict__[_RANKS] = (*before, ranks)
+            heads.append(head)
+    return LossShare(heads, ranks)
+
+
+class LossShare:
+    """Ends what :func:`share_loss` began."""
+
+    def __init__(self, heads: list[nn.Module], ranks: LossRanks) -> None:
+        self._heads, self._ranks = heads, ranks
+
+    def remove(self) -> None:
+        """Let every rank compute the loss of all rows again."""
+        for head in self._heads:
+            head.__dict__[_RANKS] = tuple(each for each in vars(head)[_RANKS] if each is not self._ranks)
 
 
 def _named(model: nn.Module, path: str) -> dict[str, nn.Linear]:

@@ -44,6 +44,10 @@ class TensorAxis:
         """Sum the ranks' results in forward; identity in backward."""
         return self._with_backward(part, "sum", "same")
 
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """Sum the ranks' results in forward, and their gradients in backward."""
+        return self._with_backward(part, "sum", "sum")
+
     def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Concatenate equal parts along ``dim``; in backward every rank gets its part of the gradient."""
         return self._with_backward(part, "whole_of", "part_of", dim)

@@ -132,6 +132,15 @@ class TokenRanks(ABC):
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gather (batch, tokens / n, features) to all tokens, in order; backward sums gradients and scatters them."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's index along the axis, and the axis' size."""
+        return self.order.index, self.order.size
+
+    @abstractmethod
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """Sum over the axis; backward sums gradients, too."""
+
     @abstractmethod
     def attend(
         self,

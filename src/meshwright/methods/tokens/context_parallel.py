@@ -28,7 +28,7 @@ from meshwright.methods.tokens.ring_attention import (
     mask_table,
     with_four_dims,
 )
-from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, traced_gather
+from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, traced_gather, traced_total
 from meshwright.methods.tokens.token_proof import check_parts
 from meshwright.methods.tokens.token_split import whole_input_gradients, work_on_parts
 
@@ -50,6 +50,10 @@ class ContextRanks(TokenRanks):
     def __init__(self, axis: TensorAxis, *, balance: bool, heads: int = 1, within: int = 1) -> None:
         self._axis = axis
         self.order = _nested(TokenOrder(METHOD, axis.size, axis.index, balance), heads, within)
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """Sum over the axis; backward sums gradients, too."""
+        return self._axis.total(part)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gather all tokens, in order; reduce-scatter their gradients in backward."""
@@ -179,6 +183,10 @@ class TracedContext(ContextRanks):
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """Note the gather of tokens; see :func:`traced_gather`."""
         return traced_gather(self, hidden, self._note)
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """Note the sums of losses and of their gradients."""
+        return traced_total(self, part, self._note)
 
     def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
         """Pass on tensors, and keep the last ones."""

@@ -65,6 +65,10 @@ class SequenceRanks(TokenRanks):
         arrived: torch.Tensor = _Exchange.apply(parts, self._axis.group)
         return arrived
 
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """Sum over the axis; backward sums gradients, too."""
+        return self._axis.total(part)
+
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gather all tokens; reduce-scatter their gradients in backward."""
         return self._axis.gather_tokens(hidden)
@@ -210,6 +214,10 @@ class TracedSequence(SequenceRanks):
         """Note the gather of tokens; see :func:`traced_gather`."""
         return traced_gather(self, hidden, self._note)
 
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """Note the sums of losses and of their gradients."""
+        return traced_total(self, part, self._note)
+
 
 def traced_gather(ranks: TokenRanks, hidden: torch.Tensor, note: Ledger) -> torch.Tensor:
     """Note the gather of tokens and the reduce-scatter of their gradients; return as many tokens."""
@@ -218,6 +226,13 @@ def traced_gather(ranks: TokenRanks, hidden: torch.Tensor, note: Ledger) -> torc
     if hidden.requires_grad:
         note(ranks.axis, "reduce_scatter", "backward", tensor_bytes(whole))  # type: ignore[arg-type]
     return ranks.order.in_order(whole, TOKENS_DIM)
+
+
+def traced_total(ranks: TokenRanks, part: torch.Tensor, note: Ledger) -> torch.Tensor:
+    """Note the sum of a tensor over the ranks, and that of its gradients; single numbers count in no plan."""
+    for moment in ("forward", "backward")[: 1 + part.requires_grad] if part.dim() else ():
+        note(ranks.axis, "all_reduce", moment, tensor_bytes(part))  # type: ignore[arg-type]
+    return TracedAxis(ranks.order.size).total(part)
 
 
 class TokensTrace:

@@ -29,6 +29,7 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.methods.pipeline.splice import Elsewhere
+from meshwright.methods.replace.fused_layers import share_loss
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.model_split import change_hidden_output
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, first_hidden, hidden_argument
@@ -101,7 +102,7 @@ def cut_tokens(
     """
     tokens, (before, after) = TokenParts(ranks.order, ranks, equally=others is not None), others or (False, False)
     following: Place = "staged" if before or after else "following"
-    hooks = [
+    hooks: list[Any] = [
         block.register_forward_pre_hook(
             functools.partial(tokens.enter, path, following if before or place else "first"),
             with_kwargs=True,
@@ -113,6 +114,8 @@ def cut_tokens(
         hooks += CallOrder(ranks.order.method, blocks).watch(model)
     if after:
         return hooks
+    # Behind the last block all ranks have the same.
+    hooks.append(share_loss(model, ranks))
 
     def leave(hidden: torch.Tensor) -> torch.Tensor:
         tokens.forget()

@@ -2,6 +2,7 @@
 
 from operator import attrgetter, methodcaller
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import (
     # Layouts of whole tensors are computed and compared before there is any DTensor, and DTensors are made of shards
     # whose global shape is known; ``DTensor.from_local`` would derive it with a collective. Replaced by a public spec.
@@ -22,6 +23,7 @@ __all__ = [
     "clear_sharding_cache",
     "flattened",
     "local_shard",
+    "side_by_side",
     "spec_of",
 ]
 
@@ -36,6 +38,10 @@ spec_of = attrgetter("_spec")
 
 # One axis out of several: a mesh's ``[...]`` takes several names, but has no group of all their ranks.
 flattened = methodcaller("_flatten")
+
+# Meshes of one dim each as one of several, in a root that all share. Slicing several flattened axes out of the root is
+# deprecated, and this is to replace it.
+side_by_side = DeviceMesh._concatenate
 
 
 def clear_sharding_cache() -> None:
