@@ -82,8 +82,9 @@ class MeshAxes:
 
     def size(self, axis: str | None) -> int:
         """Return the number of ranks along an axis; 1 if the mesh has no axis of that name."""
-        sizes = dict(self.sizes)
-        return math.prod(sizes.get(part, 1) for part in axis_parts(axis)) if axis is not None else 1
+        if axis is None or "_" not in axis:  # the usual case, in every step
+            return dict(self.sizes).get(axis or "", 1)
+        return math.prod(map(self.size, axis_parts(axis)))
 
     def index(self, axis: str) -> int:
         """Return this rank's index along an axis; 0 if the mesh has no axis of that name."""
