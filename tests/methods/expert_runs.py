@@ -128,6 +128,12 @@ def hf(name, layers):
         sizes["num_attention_heads"] = 4
         config = transformers.GptOssConfig(**sizes, num_local_experts=EXPERTS, intermediate_size=24, head_dim=8)
         return transformers.GptOssForCausalLM(config)
+    if name == "llama4":
+        config = transformers.Llama4TextConfig(
+            **sizes | {"num_experts_per_tok": 1}, num_local_experts=EXPERTS, intermediate_size=24, head_dim=8,
+            intermediate_size_mlp=24, interleave_moe_layer_step=1, pad_token_id=0,
+        )  # fmt: skip
+        return transformers.Llama4ForCausalLM(config)
     if name == "qwen3":
         config = transformers.Qwen3MoeConfig(
             **sizes, num_experts=EXPERTS, moe_intermediate_size=24, decoder_sparse_step=1, head_dim=8

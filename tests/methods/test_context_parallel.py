@@ -22,6 +22,7 @@ CASES = {
     "sinks": (2, "gptoss", {"context": 2}, ["context_parallel"], 1),
     "sinks, four": (4, "gptoss", {"context": 4}, [UNBALANCED, "checkpoint"], 2),
     "sinks, heads inside": (4, "gptoss", {"sequence": 2, "context": 2}, ["sequence_parallel", "context_parallel"], 1),
+    "sinks, tokens cut twice": (4, "gptoss", {"tensor": 2, "context": 2}, [TOKENS, "context_parallel"], 1),
     "uneven": (2, "vit", {"context": 2}, ["context_parallel", "fsdp"], 1),
     "uneven, two axes": (4, "vit", {"sequence": 2, "context": 2}, ["sequence_parallel", "context_parallel"], 1),
     "four": (4, "plain", {"context": 4}, [UNBALANCED, "zero2"], 1),

@@ -37,6 +37,16 @@ CASES = {
             ("tensor", ["tensor_parallel"], 1), ("pipeline", [scheduled("1f1b")], 2), ("zero", ["fsdp"], 1)
         )
     },
+    "gptoss sequence": (4, "gptoss", {"expert": 2, "sequence": 2}, ["sequence_parallel"], "sgd", 1),
+    "gptoss context": (4, "gptoss", {"expert": 2, "context": 2}, ["context_parallel", "checkpoint"], "adamw", 1),
+    "gptoss tensor sequence": (4, "gptoss", {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1),
+    # Experts that take rows, a sigmoid on them, and an expert that all tokens share.
+    "llama4": (2, "llama4", {"expert": 2}, [], "sgd", 1),
+    "llama4 fsdp": (4, "llama4", {"expert": 2, "zero": 2}, ["fsdp", "checkpoint"], "sgd", 2),
+    "llama4 tensor": (4, "llama4", {"tensor": 2, "expert": 2}, ["tensor_parallel"], "sgd", 1),
+    "llama4 pipeline": (4, "llama4 4", {"expert": 2, "pipeline": 2}, [scheduled("zbv")], "sgd", 4),
+    "llama4 sequence": (4, "llama4", {"expert": 2, "sequence": 2}, ["sequence_parallel"], "sgd", 1),
+    "llama4 context": (4, "llama4", {"expert": 2, "context": 2}, ["context_parallel"], "adamw", 1),
     "half": (2, "mixtral", {"expert": 2}, [("half", "bf16")], "bf16", 1),
     "amp": (2, "mixtral", {"expert": 2}, ["zero1", ("amp_native", "bf16")], "bf16", 1),
     "amp listed": (2, "listed", {"expert": 2}, [("amp_native", "bf16")], "bf16", 1),
@@ -98,7 +108,7 @@ CASES = {
         8, "attending", {"tensor": 2, "expert": 2, "pipeline": 2}, ["tensor_parallel", scheduled("gpipe")], "sgd", 2
     ),
 }  # fmt: skip
-SHORT = ("mixtral", "half listed", "pipeline zbv", "tensor sequence latent")
+SHORT = ("mixtral", "llama4", "half listed", "pipeline zbv", "tensor sequence latent")
 LONG = pytest.mark.long
 reference = functools.cache(expert_runs.reference)
 

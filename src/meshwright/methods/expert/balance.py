@@ -133,7 +133,7 @@ class ExpertLoad:
         add, num_experts = self.watch(layer), layer.num_experts
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            index = Call.of(module, args, kwargs).index.flatten().long()
+            index = Call.of(layer, args, kwargs).index.flatten().long()
             counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=index.device)  # the last: no expert
             add(counts.scatter_add_(0, index, torch.ones_like(index))[:num_experts])
 

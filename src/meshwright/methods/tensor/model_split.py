@@ -441,7 +441,8 @@ def _with_sequence(
     experts = next((layer.path for layer in split.layers if layer.style.name in EXPERTS), None)
     if experts is not None:
         why, found = "or experts that expert_parallel divides", f"the experts {experts}"
-        raise _needs_whole_tokens("split experts", why, found, "add expert_parallel, or ")
+        whole = f"leave them whole on every rank with plan={{{experts!r}: 'replicate'}}"
+        raise _needs_whole_tokens("split experts", why, found, f"add expert_parallel, or {whole}, or ")
     known = _LAYOUTS.setdefault(model, {})
     # Without experts, which are passed by, a proof sees nothing of what runs with them.
     key = ranks, tuple(apart), tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
@@ -449,13 +450,15 @@ def _with_sequence(
         proved, layers = _provable(model, list(split.layers), ranks)
         known[key] = sequence_layout(proved, layers, split.adjustments, ranks, sample)
     layout = known[key]
-    present = {layer.path for layer in split.layers}
+    # What a plan leaves whole on every rank sees a part of the tokens, too.
+    kept = [layer for layer in split.layers if layer.style.name != "replicate" or layer.path not in layout.summed]
+    present = {layer.path for layer in kept}
     left = (
         path for path in dict.fromkeys((*layout.summed, *beside)) if path not in present and not _is_inside(path, apart)
     )
     summed = [planned(model, path, "replicated_with_grad_allreduce") for path in left]
     remarks = (*split.remarks, "tokens are split between them")
-    return replace(split, layers=(*split.layers, *summed), remarks=remarks, sequence=layout)
+    return replace(split, layers=(*kept, *summed), remarks=remarks, sequence=layout)
 
 
 def _whole_tokens(model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None) -> Split:
