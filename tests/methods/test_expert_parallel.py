@@ -28,25 +28,19 @@ CASES = {
     "replaced tensor": (
         4, "mixtral", {"tensor": 2, "expert": 2}, [("module_replace", ["experts"]), "tensor_parallel"], "sgd", 1
     ),
-    # Latent attention with a dense block; attention with sinks.
     **{
         f"{name} {axis}": (4, name, {axis: 2, "expert": 2} if axis == "tensor" else {"expert": 2, axis: 2}, methods,
                            "sgd", micro)
-        for name in ("deepseek3", "gptoss")
+        for name in expert_runs.FAMILIES
         for axis, methods, micro in (
-            ("tensor", ["tensor_parallel"], 1), ("pipeline", [scheduled("1f1b")], 2), ("zero", ["fsdp"], 1)
+            ("tensor", ["tensor_parallel"], 1), ("pipeline", [scheduled("1f1b")], 2), ("zero", ["fsdp"], 1),
+            ("sequence", ["sequence_parallel"], 1), ("context", ["context_parallel"], 1),
         )
     },
-    "gptoss sequence": (4, "gptoss", {"expert": 2, "sequence": 2}, ["sequence_parallel"], "sgd", 1),
-    "gptoss context": (4, "gptoss", {"expert": 2, "context": 2}, ["context_parallel", "checkpoint"], "adamw", 1),
     "gptoss tensor sequence": (4, "gptoss", {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1),
     # Experts that take rows, a sigmoid on them, and an expert that all tokens share.
     "llama4": (2, "llama4", {"expert": 2}, [], "sgd", 1),
-    "llama4 fsdp": (4, "llama4", {"expert": 2, "zero": 2}, ["fsdp", "checkpoint"], "sgd", 2),
-    "llama4 tensor": (4, "llama4", {"tensor": 2, "expert": 2}, ["tensor_parallel"], "sgd", 1),
-    "llama4 pipeline": (4, "llama4 4", {"expert": 2, "pipeline": 2}, [scheduled("zbv")], "sgd", 4),
-    "llama4 sequence": (4, "llama4", {"expert": 2, "sequence": 2}, ["sequence_parallel"], "sgd", 1),
-    "llama4 context": (4, "llama4", {"expert": 2, "context": 2}, ["context_parallel"], "adamw", 1),
+    "llama4 fsdp": (4, "llama4", {"expert": 2, "zero": 2}, ["fsdp", "checkpoint"], "adamw", 2),
     "half": (2, "mixtral", {"expert": 2}, [("half", "bf16")], "bf16", 1),
     "amp": (2, "mixtral", {"expert": 2}, ["zero1", ("amp_native", "bf16")], "bf16", 1),
     "amp listed": (2, "listed", {"expert": 2}, [("amp_native", "bf16")], "bf16", 1),
@@ -59,10 +53,8 @@ CASES = {
     "four": (4, "listed", {"expert": 4}, ["fsdp", "checkpoint"], "sgd", 1),
     "three axes": (8, "stacked", {"data": 2, "zero": 2, "expert": 2}, ["fsdp"], "sgd", 1),
     # Beside other axes.
-    "sequence": (4, "mixtral", {"expert": 2, "sequence": 2}, ["sequence_parallel"], "sgd", 1),
     "sequence qwen3": (4, "qwen3", {"expert": 2, "sequence": 2}, ["sequence_parallel", "checkpoint"], "adamw", 1),
     "sequence fsdp": (4, "attending", {"expert": 2, "sequence": 2}, ["sequence_parallel", "fsdp"], "sgd", 2),
-    "context": (4, "qwen3", {"expert": 2, "context": 2}, ["context_parallel"], "sgd", 1),
     "context listed": (4, "attending", {"expert": 2, "context": 2}, ["context_parallel"], "adamw", 1),
     "context data": (8, "mixtral", {"expert": 2, "context": 2, "data": 2}, ["context_parallel"], "sgd", 1),
     "context zero": (8, "attending", {"expert": 2, "context": 2, "zero": 2}, ["context_parallel", "zero2"], "sgd", 1),
@@ -80,7 +72,6 @@ CASES = {
     "pipeline sequence": (
         8, "mixtral", {"expert": 2, "pipeline": 2, "sequence": 2}, [scheduled("1f1b"), "sequence_parallel"], "sgd", 2
     ),
-    "tensor": (4, "mixtral", {"tensor": 2, "expert": 2}, ["tensor_parallel"], "sgd", 1),
     "tensor qwen3": (4, "qwen3", {"tensor": 2, "expert": 2}, ["tensor_parallel", "checkpoint"], "adamw", 2),
     "tensor listed": (4, "attending", {"tensor": 2, "expert": 2}, ["tensor_parallel"], "sgd", 2),
     "tensor zero": (8, "qwen3", {"tensor": 2, "expert": 2, "zero": 2}, ["tensor_parallel", "fsdp"], "sgd", 1),
