@@ -17,6 +17,12 @@ from tests.methods import expert_runs
 from tests.methods.test_parity import check_weights
 from tests.parity.layouts import SCHEDULES, SEQUENCE, scheduled
 
+# Llama-4's shared expert takes flat rows, of which tokens cannot be gathered.
+WITHOUT_SHARED = ("tensor_parallel", {
+    "sequence": True,
+    "plan": {f"model.layers.*.feed_forward.shared_expert.{name}": "replicate"
+             for name in ("gate_proj", "up_proj", "down_proj")},
+})  # fmt: skip
 CASES = {
     "mixtral": (2, "mixtral", {"expert": 2}, [], "sgd", 1),
     "listed": (2, "listed", {"expert": 2}, ["checkpoint"], "sgd", 2),
@@ -37,7 +43,11 @@ CASES = {
             ("sequence", ["sequence_parallel"], 1), ("context", ["context_parallel"], 1),
         )
     },
-    "gptoss tensor sequence": (4, "gptoss", {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1),
+    **{
+        f"{name} tensor sequence": (4, name, {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1)
+        for name in ("qwen2", "deepseek2", "gptoss", "glm4")
+    },
+    "llama4 tensor sequence": (4, "llama4", {"tensor": 2, "expert": 2}, [WITHOUT_SHARED], "sgd", 1),
     # Experts that take rows, a sigmoid on them, and an expert that all tokens share.
     "llama4": (2, "llama4", {"expert": 2}, [], "sgd", 1),
     "llama4 fsdp": (4, "llama4", {"expert": 2, "zero": 2}, ["fsdp", "checkpoint"], "adamw", 2),
@@ -259,6 +269,18 @@ def test_experts_that_mix_tokens_are_refused():
     model.blocks[1].moe.units = Crowd()
     with pytest.raises(mw.ModelError, match=r"blocks.1.moe.units does not compute the same"):
         prove(expert_layers(model, (), 2)[1], 2)
+
+
+def test_rows_of_zeros_must_count_nothing(monkeypatch):
+    """They are not sent, so experts must not answer them, nor learn from them."""
+    layer = expert_layers(expert_runs.build("llama4"), (), 2)[1]
+    assert layer.takes_rows
+    assert prove(layer, 2) == (expert_runs.WIDTH, 1)
+    own = layer.module.forward
+    for wrong in (lambda rows: own(rows) + 1, lambda rows: own(rows) + rows):
+        monkeypatch.setattr(layer.module, "forward", wrong)
+        with pytest.raises(mw.ModelError, match=r"experts that answer rows of zeros"):
+            prove(layer, 2)
 
 
 def test_divided_tokens_are_not_taken_over_from_beside_the_axis():

@@ -232,7 +232,8 @@ def _cannot(path: str, reason: str) -> ModelError:
         expected="a block that treats tokens alike outside its split layers, with hidden states (batch, tokens, "
         "features)",
         got=reason,
-        fix="leave sequence=True out",
+        fix="leave sequence=True out; or leave layers that this names whole, with their pairs, by an entry 'replicate' "
+        "for each in plan",
     )
 
 
