@@ -227,7 +227,8 @@ def cannot_intercept(path: str, method: str) -> ModelError:
         f"{method}: {path} calls no attention that can be replaced",
         expected="calls of torch.nn.functional.scaled_dot_product_attention in every block",
         got="none",
-        fix='use it in the block; load a transformers model with attn_implementation="sdpa"',
+        fix='use it in the block; load a transformers model with attn_implementation="sdpa"; leave compile out where '
+        "attention has sinks",
     )
 
 
