@@ -114,27 +114,34 @@ LATENT = {
 """DeepSeek-V3's latent attention, shared and routed experts; the first block is dense."""
 
 
+ROUTED = {"num_experts": EXPERTS, "moe_intermediate_size": 24}
+GLM = {"n_routed_experts": EXPERTS, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
+       "n_group": 1, "topk_group": 1, "head_dim": 8}  # fmt: skip
+FAMILIES = {
+    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
+    "qwen2": ("Qwen2Moe", ROUTED | {"shared_expert_intermediate_size": 24}),
+    "qwen3": ("Qwen3Moe", ROUTED | {"decoder_sparse_step": 1, "head_dim": 8}),
+    "olmoe": ("Olmoe", {"num_experts": EXPERTS, "pad_token_id": 0, "eos_token_id": 1}),
+    "deepseek2": ("DeepseekV2", LATENT),
+    "deepseek3": ("DeepseekV3", LATENT),
+    # Four heads: the counter of bytes takes two sinks in a bucket of their own for a norm.
+    "gptoss": ("GptOss", {"num_local_experts": EXPERTS, "num_attention_heads": 4, "head_dim": 8}),
+    "glm4": ("Glm4Moe", GLM),
+    "llama4": ("Llama4", {"num_local_experts": EXPERTS, "num_experts_per_tok": 1, "head_dim": 8, "pad_token_id": 0,
+                          "intermediate_size_mlp": 24, "interleave_moe_layer_step": 1}),
+}  # fmt: skip
+"""Mixtures of transformers, by the names of their classes, with few and small layers."""
+
+
 def hf(name, layers):
     import transformers
 
+    kind, keys = FAMILIES["mixtral" if name == "eager" else name]
     sizes = {"vocab_size": 64, "hidden_size": WIDTH, "num_hidden_layers": layers, "num_attention_heads": 2,
              "num_key_value_heads": 2, "max_position_embeddings": tiny.SEQ_LEN, "num_experts_per_tok": TOP_K,
-             "use_cache": False}  # fmt: skip
-    if name == "deepseek3":
-        config = transformers.DeepseekV3Config(**{**sizes, **LATENT}, intermediate_size=24)
-        return transformers.DeepseekV3ForCausalLM(config)
-    if name == "gptoss":
-        # Four heads: the counter of bytes takes two sinks in a bucket of their own for a norm.
-        sizes["num_attention_heads"] = 4
-        config = transformers.GptOssConfig(**sizes, num_local_experts=EXPERTS, intermediate_size=24, head_dim=8)
-        return transformers.GptOssForCausalLM(config)
-    if name == "qwen3":
-        config = transformers.Qwen3MoeConfig(
-            **sizes, num_experts=EXPERTS, moe_intermediate_size=24, decoder_sparse_step=1, head_dim=8
-        )
-        return transformers.Qwen3MoeForCausalLM(config)
-    config = transformers.MixtralConfig(**sizes, num_local_experts=EXPERTS, intermediate_size=24)
-    model = transformers.MixtralForCausalLM(config)
+             "intermediate_size": 24, "use_cache": False}  # fmt: skip
+    config = getattr(transformers, f"{kind}TextConfig" if kind == "Llama4" else f"{kind}Config")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config(**sizes | keys))
     if name == "eager":
         model.set_experts_implementation("eager")
     return model

@@ -121,6 +121,7 @@ def with_a_plan(name):
         "mixtral": ("Mixtral", "ForCausalLM", MIXTURE),
         "qwen2 moe": ("Qwen2Moe", "ForCausalLM", QWEN_MIXTURE | {"shared_expert_intermediate_size": 36}),
         "deepseek": ("DeepseekV2", "ForCausalLM", LATENT),
+        "gptoss": ("GptOss", "ForCausalLM", MIXTURE | {"head_dim": 8, "sliding_window": 5, "num_hidden_layers": 2}),
         "qwen3 moe": ("Qwen3Moe", "ForCausalLM", QWEN_MIXTURE | {"head_dim": 6}),
     }[name]
     return getattr(transformers, kind + size)(

@@ -29,6 +29,10 @@ CASES = {
     "loss in parts": (4, "llama", {"sequence": 2, "context": 2}, [*BOTH, FUSED, "fsdp"], 2),
     "gpt2": (2, "gpt2", {"context": 2}, [UNBALANCED, "fsdp", "checkpoint"], 2),
     "bert": (2, "bert", {"context": 2}, ["context_parallel"], 1),
+    "sinks": (2, "gptoss", {"context": 2}, ["context_parallel"], 1),
+    "sinks, four": (4, "gptoss", {"context": 4}, [UNBALANCED, "checkpoint"], 2),
+    "sinks, heads inside": (4, "gptoss", {"sequence": 2, "context": 2}, ["sequence_parallel", "context_parallel"], 1),
+    "sinks, tokens cut twice": (4, "gptoss", {"tensor": 2, "context": 2}, [TOKENS, "context_parallel"], 1),
     "uneven": (2, "vit", {"context": 2}, ["context_parallel", "fsdp"], 1),
     "uneven, two axes": (4, "vit", {"sequence": 2, "context": 2}, ["sequence_parallel", "context_parallel"], 1),
     "four": (4, "plain", {"context": 4}, [UNBALANCED, "zero2"], 1),
@@ -49,7 +53,7 @@ CASES = {
     ),
     "tokens cut twice, fsdp": (8, "llama", {"tensor": 2, "context": 2, "zero": 2}, [TOKENS, UNBALANCED, "fsdp"], 1),
 }  # fmt: skip
-SHORT = ("plain", "grouped", "tokens cut twice")
+SHORT = ("plain", "grouped", "sinks", "tokens cut twice")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.long) for c in CASES])

@@ -8,6 +8,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods.composition import check_rules
+from meshwright.nn import fp32_buffer
 from meshwright.store import CheckpointStore, TrainingState
 from tests import tiny
 from tests.methods import expert_runs
@@ -217,6 +218,38 @@ def test_small_updates_reach_a_bias_in_half_precision(ranks):
     for dtype, values in ranks(2).run(in_half)[0]:
         assert dtype == torch.bfloat16
         assert any(value != 4.0 for value in values)
+
+
+def save_in_half(directory):
+    """Biases in fp32: of a job in bf16 that saved them, and of others, in bf16 and fp32, that loaded them."""
+
+    def job(*methods):
+        strategy = [("parallel_mode", {"expert": 2}), ("expert_parallel", {"bias_rate": 1e-3}), *methods]
+        return accelerated("stacked", strategy, "bf16" if methods else "sgd", model=build("stacked"))
+
+    def fine(model):
+        return torch.stack([fp32_buffer(block.moe, "choice_bias") for block in model.blocks]).clone()
+
+    first, again, plain = job(("half", "bf16"), "zero2"), job(("half", "bf16")), job()
+    batches = list(first.dataloader)
+    for block in first.model.blocks:
+        block.moe.choice_bias.fill_(4.0)
+    for batch in batches[:3]:
+        first.step(batch)
+    CheckpointStore(directory).save(TrainingState(first.model, step=3))
+    saved = fine(first.model)
+    for each in (again, plain):
+        CheckpointStore(directory).load(TrainingState(each.model))
+    rounded = torch.stack([block.moe.choice_bias for block in again.model.blocks])
+    return saved, fine(again.model), fine(plain.model), rounded
+
+
+def test_checkpoints_have_the_fp32_value_of_a_bias_in_half_precision(ranks, tmp_path):
+    for saved, again, plain, rounded in ranks(2).run(save_in_half, tmp_path):
+        assert torch.equal(saved, again)
+        assert torch.equal(saved, plain)
+        assert torch.equal(saved.bfloat16(), rounded)
+        assert not torch.equal(saved, rounded.float())
 
 
 def said_of(keys, model, *methods, **changes):

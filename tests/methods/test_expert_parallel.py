@@ -17,6 +17,12 @@ from tests.methods import expert_runs
 from tests.methods.test_parity import check_weights
 from tests.parity.layouts import SCHEDULES, SEQUENCE, scheduled
 
+# Llama-4's shared expert takes flat rows, of which tokens cannot be gathered.
+WITHOUT_SHARED = ("tensor_parallel", {
+    "sequence": True,
+    "plan": {f"model.layers.*.feed_forward.shared_expert.{name}": "replicate"
+             for name in ("gate_proj", "up_proj", "down_proj")},
+})  # fmt: skip
 CASES = {
     "mixtral": (2, "mixtral", {"expert": 2}, [], "sgd", 1),
     "listed": (2, "listed", {"expert": 2}, ["checkpoint"], "sgd", 2),
@@ -28,15 +34,23 @@ CASES = {
     "replaced tensor": (
         4, "mixtral", {"tensor": 2, "expert": 2}, [("module_replace", ["experts"]), "tensor_parallel"], "sgd", 1
     ),
-    # Latent attention with a dense block; attention with sinks.
     **{
         f"{name} {axis}": (4, name, {axis: 2, "expert": 2} if axis == "tensor" else {"expert": 2, axis: 2}, methods,
                            "sgd", micro)
-        for name in ("deepseek3", "gptoss")
+        for name in expert_runs.FAMILIES
         for axis, methods, micro in (
-            ("tensor", ["tensor_parallel"], 1), ("pipeline", [scheduled("1f1b")], 2), ("zero", ["fsdp"], 1)
+            ("tensor", ["tensor_parallel"], 1), ("pipeline", [scheduled("1f1b")], 2), ("zero", ["fsdp"], 1),
+            ("sequence", ["sequence_parallel"], 1), ("context", ["context_parallel"], 1),
         )
     },
+    **{
+        f"{name} tensor sequence": (4, name, {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1)
+        for name in ("qwen2", "deepseek2", "gptoss", "glm4")
+    },
+    "llama4 tensor sequence": (4, "llama4", {"tensor": 2, "expert": 2}, [WITHOUT_SHARED], "sgd", 1),
+    # Experts that take rows, a sigmoid on them, and an expert that all tokens share.
+    "llama4": (2, "llama4", {"expert": 2}, [], "sgd", 1),
+    "llama4 fsdp": (4, "llama4", {"expert": 2, "zero": 2}, ["fsdp", "checkpoint"], "adamw", 2),
     "half": (2, "mixtral", {"expert": 2}, [("half", "bf16")], "bf16", 1),
     "amp": (2, "mixtral", {"expert": 2}, ["zero1", ("amp_native", "bf16")], "bf16", 1),
     "amp listed": (2, "listed", {"expert": 2}, [("amp_native", "bf16")], "bf16", 1),
@@ -49,10 +63,8 @@ CASES = {
     "four": (4, "listed", {"expert": 4}, ["fsdp", "checkpoint"], "sgd", 1),
     "three axes": (8, "stacked", {"data": 2, "zero": 2, "expert": 2}, ["fsdp"], "sgd", 1),
     # Beside other axes.
-    "sequence": (4, "mixtral", {"expert": 2, "sequence": 2}, ["sequence_parallel"], "sgd", 1),
     "sequence qwen3": (4, "qwen3", {"expert": 2, "sequence": 2}, ["sequence_parallel", "checkpoint"], "adamw", 1),
     "sequence fsdp": (4, "attending", {"expert": 2, "sequence": 2}, ["sequence_parallel", "fsdp"], "sgd", 2),
-    "context": (4, "qwen3", {"expert": 2, "context": 2}, ["context_parallel"], "sgd", 1),
     "context listed": (4, "attending", {"expert": 2, "context": 2}, ["context_parallel"], "adamw", 1),
     "context data": (8, "mixtral", {"expert": 2, "context": 2, "data": 2}, ["context_parallel"], "sgd", 1),
     "context zero": (8, "attending", {"expert": 2, "context": 2, "zero": 2}, ["context_parallel", "zero2"], "sgd", 1),
@@ -70,7 +82,6 @@ CASES = {
     "pipeline sequence": (
         8, "mixtral", {"expert": 2, "pipeline": 2, "sequence": 2}, [scheduled("1f1b"), "sequence_parallel"], "sgd", 2
     ),
-    "tensor": (4, "mixtral", {"tensor": 2, "expert": 2}, ["tensor_parallel"], "sgd", 1),
     "tensor qwen3": (4, "qwen3", {"tensor": 2, "expert": 2}, ["tensor_parallel", "checkpoint"], "adamw", 2),
     "tensor listed": (4, "attending", {"tensor": 2, "expert": 2}, ["tensor_parallel"], "sgd", 2),
     "tensor zero": (8, "qwen3", {"tensor": 2, "expert": 2, "zero": 2}, ["tensor_parallel", "fsdp"], "sgd", 1),
@@ -98,7 +109,7 @@ CASES = {
         8, "attending", {"tensor": 2, "expert": 2, "pipeline": 2}, ["tensor_parallel", scheduled("gpipe")], "sgd", 2
     ),
 }  # fmt: skip
-SHORT = ("mixtral", "half listed", "pipeline zbv", "tensor sequence latent")
+SHORT = ("mixtral", "llama4", "half listed", "pipeline zbv", "tensor sequence latent")
 LONG = pytest.mark.long
 reference = functools.cache(expert_runs.reference)
 
@@ -258,6 +269,18 @@ def test_experts_that_mix_tokens_are_refused():
     model.blocks[1].moe.units = Crowd()
     with pytest.raises(mw.ModelError, match=r"blocks.1.moe.units does not compute the same"):
         prove(expert_layers(model, (), 2)[1], 2)
+
+
+def test_rows_of_zeros_must_count_nothing(monkeypatch):
+    """They are not sent, so experts must not answer them, nor learn from them."""
+    layer = expert_layers(expert_runs.build("llama4"), (), 2)[1]
+    assert layer.takes_rows
+    assert prove(layer, 2) == (expert_runs.WIDTH, 1)
+    own = layer.module.forward
+    for wrong in (lambda rows: own(rows) + 1, lambda rows: own(rows) + rows):
+        monkeypatch.setattr(layer.module, "forward", wrong)
+        with pytest.raises(mw.ModelError, match=r"experts that answer rows of zeros"):
+            prove(layer, 2)
 
 
 def test_divided_tokens_are_not_taken_over_from_beside_the_axis():

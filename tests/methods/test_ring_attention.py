@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshwright as mw
-from meshwright.methods.tokens.attention_calls import TokenOrder
+from meshwright.methods.tokens.attention_calls import attention_with_sinks
 from meshwright.methods.tokens.context_parallel import ContextRanks
 from meshwright.methods.tokens.ring_attention import causal_table, mask_table, view_of
+from meshwright.methods.tokens.token_order import TokenOrder
 
 RANKS, TOKENS, FEATURES = 3, 12, 5
 CAUSAL = torch.ones(TOKENS, TOKENS).tril().bool()
@@ -51,10 +52,10 @@ def in_ring(attend, tensors, gradient, *, balance):
     return [order.in_order(torch.cat(parts, 2), 2)[:, :, :tokens] for parts in zip(*found, strict=True)]
 
 
-def whole(attend, tensors, gradient):
+def whole(attend, tensors, gradient, attention=F.scaled_dot_product_attention):
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     with sdpa_kernel(SDPBackend.MATH):
-        out = attend(F.scaled_dot_product_attention, *leaves)
+        out = attend(attention, *leaves)
     out.backward(gradient)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -103,6 +104,51 @@ def test_blocks_add_up_to_the_whole(case, balance, tokens):
     found = in_ring(attend, tensors, gradient, balance=balance)
     for mine, expected in zip(found, whole(attend, tensors, gradient), strict=True):
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-13)
+
+
+def with_sinks(query, key, value, mask, causal, sinks):
+    """Attention over one more key, whose score is the sink and whose value is zero, in plain mathematics."""
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    scores = query @ key.transpose(-1, -2) * 0.3
+    mask = CAUSAL[: query.shape[2], : query.shape[2]] if causal else mask
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ value
+
+
+SINKS = {
+    **{name: CASES[name][:3] for name in ("everything", "causal, grouped", "window", "random", "bias of heads")},
+    "lowest number": (torch.zeros(TOKENS, TOKENS).masked_fill(~CASES["random"][0], torch.finfo().min), False, 2),
+}
+
+
+@pytest.mark.parametrize("ranks", [RANKS, 1])
+@pytest.mark.parametrize("case", SINKS)
+def test_sinks_join_the_softmax_once(case, ranks):
+    (mask, causal, groups), tokens = SINKS[case], 11 if ranks > 1 else TOKENS
+    mask = None if mask is None else first_tokens(mask, tokens)
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, heads, tokens, FEATURES, dtype=torch.float64) for heads in (4, groups, groups)]
+    gradient, sinks = torch.randn_like(tensors[0]), torch.randn(4, dtype=torch.float64) * 2
+    leaves = [each.clone().requires_grad_() for each in (*tensors, sinks)]
+    expected = with_sinks(*leaves[:3], mask, causal, leaves[3])
+    expected.backward(gradient)
+    mine = [sinks.clone().requires_grad_() for _ in range(ranks)]
+
+    def attend(attention, q, k, v):
+        return attention(q, k, v, mask, 0.0, causal, scale=0.3, enable_gqa=True, sinks=next(own))
+
+    own = iter(mine)
+    if ranks > 1:
+        found = in_ring(attend, tensors, gradient, balance=True)
+    else:
+        found = whole(attend, tensors, gradient, attention_with_sinks)
+    for ours, right in zip(found, (expected.detach(), *(leaf.grad for leaf in leaves[:3])), strict=True):
+        torch.testing.assert_close(ours, right, rtol=0, atol=1e-13)
+    torch.testing.assert_close(sum(each.grad for each in mine), leaves[3].grad, rtol=0, atol=1e-13)
 
 
 def test_half_precision_is_merged_in_fp32():

@@ -22,6 +22,8 @@ CASES = {
     "gpt2": (2, "gpt2", {"sequence": 2}, ["fsdp", "checkpoint"], 2),
     "bert": (2, "bert", {"sequence": 2}, [], 2),
     "qwen2": (2, "qwen2", {"sequence": 2}, [], 1),
+    "sinks": (2, "gptoss", {"sequence": 2}, ["checkpoint"], 2),
+    "sinks, fsdp": (4, "gptoss", {"sequence": 2, "zero": 2}, ["fsdp"], 1),
     "uneven": (2, "vit", {"sequence": 2}, ["checkpoint"], 2),
     "tensor": (4, "llama", {"tensor": 2, "sequence": 2}, ["tensor_parallel"], 1),
     "tensor, tokens cut twice": (4, "llama", {"tensor": 2, "sequence": 2}, [TOKENS, "checkpoint"], 1),

@@ -43,6 +43,15 @@ def test_what_is_tied_to_a_planned_layer_is_split_alike():
     assert styles(model)["lm_head"] == "vocabulary_head"
 
 
+def test_sinks_are_split_with_their_heads():
+    """Not where the user's entries name a part of the attention, or the axis does not divide the heads of keys."""
+    found, attention = styles(build("gptoss")), "model.layers.0.self_attn"
+    assert found[attention] == "sinks"
+    assert found[f"{attention}.q_proj"] == "colwise"
+    assert attention not in styles(build("gptoss"), {f"{attention}.q_proj": "replicate"})
+    assert attention not in styles(build("gptoss"), ranks=4)
+
+
 @pytest.mark.parametrize("name", ["extended", "extended, tied"])
 def test_words_that_the_axis_does_not_divide_stay_whole(name):
     split = TensorParallel().split(build(name), 2)
@@ -146,7 +155,12 @@ EXPERTS_REFUSED = {
     "stacked bias": (lambda: experts_with("bias", (4, 1, 24)), {}, 2, "bias of shape.*None.*'replicate'"),
     "size": (lambda: experts_with("gate_up_proj", (4, 50, 24)), {}, 2, r"does not divide .*experts.*2 tensors in one"),
     "grouped": (lambda: build("qwen3 moe"), {}, 4, "multiples of 16 bytes.*'eager'"),
-    "sequence": (lambda: build("mixtral"), {"sequence": True}, 2, "split experts and sequence=True.*leave sequence"),
+    "sequence": (
+        lambda: build("mixtral"),
+        {"sequence": True},
+        2,
+        r"split experts.*'replicate'.*leave sequence",
+    ),
 }
 
 

@@ -15,11 +15,18 @@ from tests.methods.test_parity import check_weights
 MESH = ("parallel_mode", {"tensor": 2})
 BOTH = ("parallel_mode", {"tensor": 2, "data": 2})
 SEQUENCE = ("tensor_parallel", {"sequence": True})
+WHOLE = ("tensor_parallel", {"sequence": True, "plan": {"model.layers.*.mlp.experts": "replicate"}})
+"""Every rank has all experts, and asks them a part of the tokens."""
 TWO_RANKS = [
     ("gpt2", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("plain", [SEQUENCE, MESH], "sgd", 1),
     ("qwen2 moe", ["tensor_parallel", MESH], "sgd", 1),
     ("extended", ["tensor_parallel", MESH], "sgd", 1),
+    ("mixtral", [WHOLE, MESH], "sgd", 1),
+    ("qwen2 moe", [WHOLE, MESH, "checkpoint"], "sgd", 2),
+    ("gptoss", [SEQUENCE, MESH], "sgd", 1),
+    ("gptoss", [SEQUENCE, MESH, "checkpoint"], "adamw", 2),
+    ("gptoss", ["tensor_parallel", MESH], "sgd", 1),
     ("plain", ["tensor_parallel", MESH], "adamw", 1),
     ("odd", ["tensor_parallel", MESH], "sgd", 1),
     ("bert", ["tensor_parallel", MESH], "adamw", 1),
@@ -52,6 +59,7 @@ FOUR_RANKS = [
     ("mixtral", ["tensor_parallel", BOTH, "fsdp", "checkpoint"], "sgd", 2),
     ("qwen3 moe", ["tensor_parallel", BOTH, "zero2"], "adamw", 1),
     ("llama", [SEQUENCE, BOTH, "fsdp", "checkpoint"], "sgd", 2),
+    ("gptoss", [SEQUENCE, BOTH, "fsdp"], "sgd", 1),
     ("plain", ["tensor_parallel", BOTH], "sgd", 1),
     ("tied", ["tensor_parallel", BOTH], "sgd", 1),
     ("extended, tied", ["tensor_parallel", BOTH, "fsdp"], "sgd", 2),
@@ -67,8 +75,8 @@ reference = functools.cache(split_runs.reference)
 
 
 def cases():
-    """The first four on 2 ranks and the first on 4 always, the others with ``--parity=all``."""
-    for world, every, first in ((2, TWO_RANKS, 4), (4, FOUR_RANKS, 1)):
+    """The first five on 2 ranks and the first on 4 always, the others with ``--parity=all``."""
+    for world, every, first in ((2, TWO_RANKS, 5), (4, FOUR_RANKS, 1)):
         for index, (name, methods, mode, micro) in enumerate(every):
             marks = [pytest.mark.long] if index >= first else []
             label = f"{world}-{name}-{mw.Strategy(methods)}-{mode}-{micro}"

@@ -31,10 +31,10 @@ REASONS = {
     "skip_nonfinite": BEHIND_THE_UPDATE,
     "loss_spike": BEHIND_THE_UPDATE | {"meshwright/optim/loss_spikes.py:<lambda>"},
     "expert_parallel": {
-        "meshwright/methods/expert/dispatch.py:_ask",
+        "meshwright/methods/expert/listed_dispatch.py:_ask",
         # The model's own forward, which asks for the tokens of each expert.
-        "meshwright/methods/expert/dispatch.py:questions_of < pair_runs.py:forward",
-        "meshwright/methods/expert/dispatch.py:__call__ < pair_runs.py:forward",
+        "meshwright/methods/expert/listed_dispatch.py:questions_of < pair_runs.py:forward",
+        "meshwright/methods/expert/listed_dispatch.py:__call__ < pair_runs.py:forward",
     },
     "offload": {"meshwright/optim/offloaded_optimizer.py:_land"},
     "outer": {

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from meshwright.nn.host_exchange import Comm as Comm, exchange_on_host as exchange_on_host, is_mean as is_mean
     from meshwright.nn.model_layout import (
         RankOrder as RankOrder,
+        fp32_buffer as fp32_buffer,
+        fp32_buffers as fp32_buffers,
+        keep_fp32 as keep_fp32,
         keep_rank_order as keep_rank_order,
         rank_orders as rank_orders,
         stages_of as stages_of,

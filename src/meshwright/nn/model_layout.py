@@ -250,6 +250,41 @@ def _to_rank_order(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
             state_dict[prefix + name] = order.to_ranks(value)
 
 
+# --- Buffers in half precision that small steps add up in: their fp32 values lie beside them
+
+_FP32 = "_fp32_buffers"
+
+
+def keep_fp32(module: nn.Module, name: str) -> None:
+    """Keep the fp32 value of a buffer beside it, if it is cast; checkpoints have that in the buffer's place."""
+    module.__dict__.setdefault(_FP32, {}).setdefault(name, None)
+
+
+def fp32_buffer(module: nn.Module, name: str) -> torch.Tensor:
+    """Return the fp32 value of a buffer that :func:`keep_fp32` named; itself if it is in fp32.
+
+    Where the buffer was changed, the value follows it. What is added to the value must be copied into the buffer.
+    """
+    buffer: torch.Tensor = getattr(module, name)
+    if buffer.dtype == torch.float32:
+        return buffer
+    values: dict[str, torch.Tensor | None] = module.__dict__[_FP32]
+    value = values[name]
+    if value is None:
+        value = values[name] = buffer.detach().float()
+    return value.copy_(torch.where(buffer == value.to(buffer.dtype), value, buffer.float()))
+
+
+def fp32_buffers(model: nn.Module) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the buffers that have an fp32 value beside them, and that value, by the buffer's ``id``."""
+    return {
+        id(buffer): (buffer, fp32_buffer(module, name))
+        for module in model.modules()
+        for name in module.__dict__.get(_FP32, ())
+        if (buffer := getattr(module, name)).dtype != torch.float32
+    }
+
+
 # --- Blocks of other pipeline stages.
 
 

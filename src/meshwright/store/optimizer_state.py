@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError, join_names
+from meshwright.nn import fp32_buffers
 from meshwright.optim import WeightAverage, guard_of, inner_optimizer
 from meshwright.optim.full_state_dict import template_of
 from meshwright.runtime import smallest
@@ -40,6 +41,13 @@ def masters_by_name(optimizer: Optimizer | None, model: Mapping[str, torch.Tenso
 def updatable(entries: ModelEntries, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
     """Return the tensors that an optimizer may update, by model name: entries, or their masters where they have one."""
     return entries.tensors | masters_by_name(optimizer, entries.tensors)
+
+
+def finest(entries: ModelEntries, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+    """Return what is stored of a model, by name: in place of what is rounded from fp32 masters or values, these."""
+    beside = fp32_buffers(entries.module)
+    values = {name: beside[id(tensor)][1] for name, tensor in entries.tensors.items() if id(tensor) in beside}
+    return updatable(entries, optimizer) | values
 
 
 def state_name(parameter: str, key: str) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import CheckpointError, join_names
+from meshwright.nn import fp32_buffers
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim import OuterOptimizer, average_of, guard_of, inner_optimizer, spike_watch_of
 from meshwright.optim.dtensors import local_tensor, wrapped_like
@@ -50,10 +51,10 @@ from meshwright.store.optimizer_state import (
     average_counts,
     average_tensors,
     capture_optimizer,
+    finest,
     plan_average,
     plan_optimizer,
     united_optimizer,
-    updatable,
 )
 from meshwright.store.scheduler_file import restore_scheduler
 from meshwright.store.stored_shards import load_shards
@@ -82,8 +83,7 @@ def capture(state: TrainingState, world_size: int, *, alone: bool = False) -> Sn
         CheckpointError: When something in it cannot be stored.
     """
     entries = model_entries(state.model)
-    # Where there are fp32 masters, they are stored in place of the weights that are rounded from them.
-    weights = updatable(entries, state.optim)
+    weights = finest(entries, state.optim)
     left_out = _left_out(state, entries)
     tensors = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
     optimizer = None
@@ -139,6 +139,8 @@ class Restoration:
     outer: OuterPlan | None
     averaged: dict[str, torch.Tensor]
     """Tensors to fill with means over the checkpoint's replicas, by the names they have without replicas."""
+    beside: list[tuple[torch.Tensor, torch.Tensor]]
+    """Buffers, and the fp32 values that are filled in their place."""
 
     def commit(self) -> None:
         """Restore everything else, after the targets were filled."""
@@ -148,6 +150,8 @@ class Restoration:
         guard = guard_of(state.optim)
         if guard is not None and guard.master is not None:
             guard.master.write_back()
+        for buffer, value in self.beside:
+            buffer.copy_(value)
         # An optimizer that is not restored here is to follow the new weights.
         with restoring() if state.optim is not None else contextlib.nullcontext():
             self.entries.load(record.model_values)
@@ -180,7 +184,7 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
         CheckpointError: Naming every missing, unknown or misshapen entry; the state is untouched.
     """
     entries = model_entries(state.model)
-    weights = updatable(entries, state.optim)
+    weights = finest(entries, state.optim)
     left_out = _left_out(state, entries)
     targets = {_weights_name(name, state, record): each for name, each in weights.items() if name not in left_out}
     others = others or Others()
@@ -203,7 +207,8 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
     if outer_optimizer is not None:
         outer = plan_outer(outer_optimizer, weights, view)
         own |= outer.targets  # these replace weights that equal the global ones, which are loaded instead
-    return Restoration(state, record, entries, own, optimizer, average, view, outer, averaged)
+    beside = [*fp32_buffers(entries.module).values()]
+    return Restoration(state, record, entries, own, optimizer, average, view, outer, averaged, beside)
 
 
 def _weights_name(name: str, state: TrainingState, record: Record) -> str:

@@ -18,6 +18,7 @@ from torch import nn
 from meshwright.errors import ModelError, join_names
 from meshwright.methods.expert.dispatch import Call
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts
+from meshwright.nn import fp32_buffer, keep_fp32
 from meshwright.runtime.torch_internals.autograd import Function, current_graph_task_id
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_unflatten
 
@@ -93,7 +94,6 @@ class _Layer:
 
     place: slice
     bias: tuple[nn.Module, str] | None = None
-    exact: torch.Tensor | None = None  # the bias in fp32: half precision would swallow small updates
 
 
 class ExpertLoad:
@@ -133,7 +133,7 @@ class ExpertLoad:
         add, num_experts = self.watch(layer), layer.num_experts
 
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            index = Call.of(module, args, kwargs).index.flatten().long()
+            index = Call.of(layer, args, kwargs).index.flatten().long()
             counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=index.device)  # the last: no expert
             add(counts.scatter_add_(0, index, torch.ones_like(index))[:num_experts])
 
@@ -173,6 +173,8 @@ class ExpertLoad:
         own = [self._layers[layer.own_path] for layer in layers]
         for layer, known in zip(layers, own, strict=True):
             known.bias = _bias_of(model, layer)
+            if known.bias is not None:
+                keep_fp32(*known.bias)
 
         @torch.no_grad()
         def update() -> None:
@@ -187,14 +189,10 @@ class ExpertLoad:
 
 
 def _move(layer: _Layer, by: torch.Tensor) -> None:
-    """Add to a layer's bias; one that was loaded since the last step begins anew."""
+    """Add to a layer's bias, in fp32: half precision would swallow small updates."""
     assert layer.bias is not None
     module, name = layer.bias  # by name: casting puts another tensor in its place
-    bias = getattr(module, name)
-    if layer.exact is None or bias.dtype == torch.float32:
-        layer.exact = bias.float()
-    layer.exact = torch.where(bias == layer.exact.to(bias.dtype), layer.exact, bias.float()) + by
-    bias.copy_(layer.exact)
+    getattr(module, name).copy_(fp32_buffer(module, name).add_(by))
 
 
 # --- The z-loss of routers

@@ -1,20 +1,9 @@
-"""Dispatch tokens to the ranks of their experts and back, for stacked and listed experts.
-
-[Note: asking twice]
-Stacked experts are called with tokens and indices, so their tokens can be sorted, sent, computed and returned. A block
-that loops over a list of experts decides in its own code what each of them gets: what it asks expert 3 is known only
-after expert 2 has answered, unless the answers do not matter. So its forward runs twice. In the first run answers are
-zeros, and what is asked of every expert is noted. All questions travel in one exchange, this rank's experts answer
-those of all ranks, and the second run gets the answers. Random draws and buffers are the same in both runs; a trial
-before training (``divided_experts.py``) refuses blocks whose questions depend on answers.
-"""
+"""Dispatch tokens to the ranks of their experts and back: the ranks, and stacked experts."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +17,7 @@ from meshwright.errors import ModelError
 from meshwright.methods.expert.expert_layers import StackedExperts
 from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.split_layers import local, swapped_parameters
-from meshwright.runtime import preserved_rng
 from meshwright.runtime.torch_internals.autograd import Function
-from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
-from meshwright.runtime.torch_internals.tensors import version_of
 
 
 class ExpertAxis:
@@ -157,12 +143,15 @@ class Call:
     weights: torch.Tensor
 
     @classmethod
-    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(cls, layer: StackedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Read the arguments of a call, given by position or keyword.
 
         Raises:
             ModelError: When they are not tokens, an index and weights.
         """
+        module = layer.module
+        if layer.takes_rows:
+            return cls._of_rows(layer, [*args, *kwargs.values()])
         names = list(inspect.signature(type(module).forward).parameters)[1:4]
         given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
         if len(given) != len(names) or not all(isinstance(each, torch.Tensor) for each in given):
@@ -172,19 +161,52 @@ class Call:
             raise _called_otherwise(module, f"shapes {[tuple(each.shape) for each in given]}")
         return cls(hidden, index, weights)
 
+    @classmethod
+    def _of_rows(cls, layer: StackedExperts, given: list[Any]) -> Call:
+        """Return rows as tokens of one expert each, and those of zeros as tokens of none."""
+        rows, experts = given[0], layer.num_experts
+        if len(given) != 1 or not isinstance(rows, torch.Tensor) or rows.dim() != 2 or rows.shape[0] % experts:
+            raise _called_otherwise(layer.module, f"{len(given)} arguments, the first {getattr(rows, 'shape', rows)}")
+        expert = torch.arange(experts, device=rows.device).repeat_interleave(rows.shape[0] // experts)
+        index = torch.where((rows.detach() != 0).any(-1), expert, experts)
+        return cls(rows, index[:, None], rows.new_ones((rows.shape[0], 1)))
+
 
 def _called_otherwise(module: nn.Module, got: str) -> ModelError:
     return ModelError(
         f"expert_parallel: {type(module).__name__} is not called as experts are",
-        expected="tokens (T, H), the experts of each (T, k) and their weights (T, k)",
+        expected="tokens (T, H), the experts of each (T, k) and their weights (T, k); or rows (experts · T, H) alone",
         got=got,
         fix="call a module of stacked experts in this way",
     )
 
 
-def run_rows(forward: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Call the module's own forward on rows (R, H), each for one expert, with weights of one."""
-    return forward(rows, experts[:, None], rows.new_ones((rows.shape[0], 1)))
+def run_rows(
+    layer: StackedExperts,
+    forward: Callable[..., torch.Tensor],
+    rows: torch.Tensor,
+    experts: torch.Tensor,
+    num_experts: int,
+    most: int,
+) -> torch.Tensor:
+    """Call the module's own forward on rows (R, H), each for one of ``num_experts`` experts, with weights of one.
+
+    Args:
+        layer: The experts.
+        forward: Their forward, with the parameters of ``num_experts`` of them.
+        rows: The rows.
+        experts: The expert of each, (R).
+        num_experts: Number of experts.
+        most: Rows of the expert that has the most; others get zeros, where all must have equally many.
+    """
+    if not layer.takes_rows:
+        return forward(rows, experts[:, None], rows.new_ones((rows.shape[0], 1)))
+    by_expert, order = experts.sort(stable=True)
+    first = torch.searchsorted(by_expert, torch.arange(num_experts, device=rows.device))
+    place = torch.empty_like(order)
+    place[order] = by_expert * most + torch.arange(rows.shape[0], device=rows.device) - first[by_expert]
+    padded = rows.new_zeros((num_experts * most, rows.shape[1])).index_copy(0, place, rows)
+    return forward(padded).index_select(0, place)
 
 
 class StackedDispatch:
@@ -199,47 +221,62 @@ class StackedDispatch:
     """
 
     def __init__(self, layer: StackedExperts, axis: ExpertAxis) -> None:
-        self._module, self._axis, self._num_experts = layer.module, axis, layer.num_experts
+        self._layer, self._module, self._axis, self._num_experts = layer, layer.module, axis, layer.num_experts
         self.compute_dtype: torch.dtype | None = None
 
     def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Send tokens to their experts, compute, and weigh and sum the answers."""
-        whole, axis = Call.of(self._module, args, kwargs), self._axis
+        whole, axis = Call.of(self._layer, args, kwargs), self._axis
         call = Call(axis.cut(whole.hidden), axis.cut(whole.index), axis.cut(whole.weights))
         weights = {name: local(p) for name, p in self._module.named_parameters(recurse=False)}
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (call.hidden, *weights.values()))
         if self.compute_dtype is not None:
             weights = {name: weight.to(self.compute_dtype) for name, weight in weights.items()}
-        order, sent, received, experts = self._routes(call.index)
+        order, sent, received, experts, most = self._routes(call.index)
         top_k = call.index.shape[1]
         arrived = axis.send(call.hidden[order // top_k], sent, received, grad=grad)
         with swapped_parameters(self._module, dict(weights)):
-            computed = _run(forward, arrived, experts)
+            computed = self._computed(forward, arrived, experts, most)
         back = axis.send_back(computed.to(call.hidden.dtype), received, sent, grad=grad)
         # In the order of tokens, zeros where none was sent. A scatter-add would be shorter, but not deterministic.
         every = back.new_zeros((call.index.numel(), back.shape[1])).index_copy(0, order, back)
         weighted = every.view(*call.index.shape, -1) * call.weights[..., None]
         return axis.gather(weighted.sum(1).to(call.hidden.dtype), whole.hidden.shape[0])
 
-    def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
+    @property
+    def _per_rank(self) -> int:
+        return self._num_experts // self._axis.size
+
+    def _computed(
+        self, forward: Callable[..., torch.Tensor], arrived: torch.Tensor, experts: torch.Tensor, most: int
+    ) -> torch.Tensor:
+        if arrived.shape[0]:
+            return run_rows(self._layer, forward, arrived, experts, self._per_rank, most)
+        # One row of zeros, so that weights without tokens get gradients of zeros, as in one process.
+        rows = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
+        return run_rows(self._layer, forward, rows, experts.new_zeros(1), self._per_rank, 1)[:0]
+
+    def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor, int]:
         """Return the routes of the pairs of a token and an expert.
 
         An index of ``num_experts`` stands for no expert: such pairs are not sent.
 
         Returns:
             Positions in (T·k) sorted by expert; numbers of rows to and from every rank; the expert, counted on this
-            rank, of every row received.
+            rank, of every row received; the most rows of one expert.
         """
-        size, per_rank = self._axis.size, self._num_experts // self._axis.size
+        size, per_rank = self._axis.size, self._per_rank
         flat = index.reshape(-1)
         by_expert, order = flat.sort(stable=True)
         bounds = torch.searchsorted(by_expert, torch.arange(self._num_experts + 1, device=index.device))
         counts = bounds.diff().view(size, per_rank)
         arriving = self._axis.counts(counts)
-        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # the only wait for the device
+        most = arriving.sum(0).max()
+        numbers = torch.cat([counts.sum(1), arriving.sum(1), most[None]]).tolist()  # the only wait for the device
+        sent, received = numbers[:size], numbers[size:-1]
         experts = torch.arange(per_rank, device=index.device).repeat(size)
         experts = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
-        return order[: sum(sent)], sent, received, experts
+        return order[: sum(sent)], sent, received, experts, numbers[-1]
 
 
 class TracedDispatch(StackedDispatch):
@@ -249,16 +286,22 @@ class TracedDispatch(StackedDispatch):
         layer: The experts.
         axis: What is sent over it comes back.
         per_rank: Experts of a rank, among which the rows are divided equally.
+        share: Part of the pairs of a token and an expert that are sent.
     """
 
-    def __init__(self, layer: StackedExperts, axis: TracedExperts, per_rank: int) -> None:
+    def __init__(self, layer: StackedExperts, axis: TracedExperts, per_rank: int, share: float) -> None:
         super().__init__(layer, axis)
-        self._per_rank = per_rank
+        self._experts_here, self._share = per_rank, share
 
-    def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
+    @property
+    def _per_rank(self) -> int:
+        return self._experts_here
+
+    def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor, int]:
         _, order = index.reshape(-1).sort(stable=True)
-        rows = [order.shape[0]]
-        return order, rows, rows, torch.arange(rows[0], device=index.device) % self._per_rank
+        rows = round(order.shape[0] * self._share)
+        experts = torch.arange(rows, device=index.device) % self._per_rank
+        return order[:rows], [rows], [rows], experts, -(-rows // self._per_rank)
 
 
 class TracedExperts(ExpertAxis):
@@ -292,282 +335,3 @@ class _Copy(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return torch.empty_like(gradient).copy_(gradient), None
-
-
-def _run(forward: Callable[..., torch.Tensor], arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    if arrived.shape[0]:
-        return run_rows(forward, arrived, experts)
-    # One row of zeros, so that weights without tokens get gradients of zeros, as in one process.
-    rows = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
-    return run_rows(forward, rows, experts.new_zeros(1))[:0]
-
-
-# --- Listed experts: [Note: asking twice]
-#
-# Shapes: rows of H features; an expert returns as many rows and features as it takes.
-
-Question = tuple[int, torch.Tensor]
-"""The number of an expert and its input (…, H)."""
-Responder = Callable[[int, torch.Tensor], torch.Tensor]
-"""Takes the number of an expert and its input, and returns the answer."""
-
-_NOT_ASKED = -1  # as a count of rows; for 0 an expert runs on no rows
-
-
-class DividedExperts(nn.Module):
-    """Replaces a block's list of experts, and holds this rank's experts under their own names.
-
-    A block can index it, loop over it and call the items; a call goes to ``responder`` instead of an expert.
-
-    Args:
-        experts: All experts.
-        numbers: The numbers of this rank's experts.
-
-    Attributes:
-        run_always: Whether experts run without rows, if the reduction of their gradients must find some.
-        compute_dtype: Dtype in which unsharded weights compute; None: their own.
-        responder: Takes the calls of experts; None outside the block's forward.
-    """
-
-    def __init__(self, experts: nn.ModuleList, numbers: range) -> None:
-        super().__init__()
-        self.numbers = numbers
-        self.run_always = False
-        self.compute_dtype: torch.dtype | None = None
-        self._count = len(experts)
-        self.responder: Responder | None = None
-        for number in numbers:
-            self.add_module(str(number), experts[number])
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        if not -self._count <= int(number) < self._count:
-            raise IndexError(number)
-        return functools.partial(self._call, int(number) % self._count)
-
-    def __iter__(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        return map(self.__getitem__, range(self._count))
-
-    def _call(self, number: int, given: torch.Tensor) -> torch.Tensor:
-        if self.responder is None:
-            raise ModelError(
-                "expert_parallel: an expert is called outside its block's forward",
-                expected="calls in the forward of the module that holds the list",
-                got=f"a call of expert {number}",
-                fix="move the loop over experts into that module",
-            )
-        return self.responder(number, given)
-
-    def forward(self, arrived: torch.Tensor, counts: Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
-        """Run this rank's experts on the rows of all ranks.
-
-        Args:
-            arrived: Rows, sorted by rank and expert.
-            counts: For every rank the number of rows for each expert here; below zero: not asked.
-            dtype: Dtype of the answers.
-
-        Returns:
-            The answers, in the order of the rows.
-        """
-        parts = list(arrived.split([max(count, 0) for of_rank in counts for count in of_rank]))
-        for position, number in enumerate(self.numbers):
-            if self.run_always or any(of_rank[position] >= 0 for of_rank in counts):
-                places = range(position, len(parts), len(self.numbers))
-                rows = torch.cat([parts[place] for place in places])
-                answers = self._run(self.get_submodule(str(number)), rows)
-                check_answer(number, rows, answers)
-                answered = answers.to(dtype).split([parts[place].shape[0] for place in places])
-                for place, answer in zip(places, answered, strict=True):
-                    parts[place] = answer
-        return torch.cat([part.to(dtype) for part in parts])
-
-    def _run(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        with contextlib.ExitStack() as stack:
-            for module in expert.modules() if self.compute_dtype is not None else ():
-                own = module.named_parameters(recurse=False)
-                stack.enter_context(swapped_parameters(module, {name: p.to(self.compute_dtype) for name, p in own}))
-            answers: torch.Tensor = expert(rows)
-        return answers
-
-
-def changed_input(block: nn.Module) -> ModelError:
-    """Return the error for a block that cannot run twice, since it changes its input."""
-    return ModelError(
-        f"expert_parallel: {type(block).__name__} changes its input in place",
-        expected="an input that is the same after forward: the block runs twice",
-        got="another version of a tensor",
-        fix="write x = x * noise, not x *= noise",
-    )
-
-
-def check_answer(number: int, given: torch.Tensor, answer: Any) -> None:
-    """Refuse experts that do not return a tensor of the shape they take.
-
-    Raises:
-        ModelError: Naming the expert.
-    """
-    if not isinstance(answer, torch.Tensor) or answer.shape != given.shape:
-        raise ModelError(
-            f"expert_parallel: expert {number} does not return what can be sent back",
-            expected=f"a tensor of shape {tuple(given.shape)}, as it takes",
-            got=str(tuple(answer.shape)) if isinstance(answer, torch.Tensor) else type(answer).__name__,
-            fix="keep what changes the number of features in the block",
-        )
-
-
-def questions_of(block: nn.Module, experts: DividedExperts, run: Callable[[], Any]) -> list[Question]:
-    """Find the questions of a block to its experts, by running it with zeros for answers.
-
-    Args:
-        block: The block; its buffers and the random generators are restored afterwards.
-        experts: The block's experts.
-        run: Runs the block's forward.
-    """
-    asked: list[Question] = []
-
-    def note(number: int, given: torch.Tensor) -> torch.Tensor:
-        asked.append((number, given))
-        return torch.zeros_like(given, dtype=answer_dtype(given))
-
-    with answered_by(experts, note), preserved_rng(), preserved_buffers(block):
-        run()
-    return asked
-
-
-@contextlib.contextmanager
-def answered_by(experts: DividedExperts, responder: Responder) -> Iterator[None]:
-    """Let ``responder`` take the calls of experts inside."""
-    experts.responder = responder
-    try:
-        yield
-    finally:
-        experts.responder = None
-
-
-@contextlib.contextmanager
-def preserved_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore a module's buffers at the end."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-
-def answering(asked: Sequence[Question], answers: Sequence[torch.Tensor]) -> Responder:
-    """Return a responder that gives the answers in the order of the questions.
-
-    Raises:
-        ModelError: By the responder, when the second run asks something else.
-    """
-    remaining = iter(list(zip(asked, answers, strict=True)))
-
-    def answer(number: int, given: torch.Tensor) -> torch.Tensor:
-        (expected, noted), found = next(remaining, ((None, None), None))
-        if number != expected or noted is None or found is None or given.shape != noted.shape:
-            raise ModelError(
-                "expert_parallel: a block asks its experts differently when it runs again",
-                expected=f"expert {expected} with {None if noted is None else tuple(noted.shape)}",
-                got=f"expert {number} with {tuple(given.shape)}",
-                fix="let what experts are given depend on the block's input and its random draws alone, not on "
-                "answers of other experts or on attributes that forward changes",
-            )
-        return found
-
-    return answer
-
-
-def answer_dtype(given: torch.Tensor) -> torch.dtype:
-    """Return the dtype of experts' answers: autocast's if it is enabled, else the input's."""
-    kind = given.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
-
-
-class ListedDispatch:
-    """Wraps the forward of a block that calls the experts in a list; see [Note: asking twice].
-
-    Args:
-        block: The block, with ``experts`` in place of its list.
-        experts: This rank's experts.
-        axis: The ranks that divide them.
-        features: H if known, for a rank whose block asks nothing.
-        count: Takes the numbers of this rank's tokens for all experts.
-    """
-
-    def __init__(
-        self,
-        block: nn.Module,
-        experts: DividedExperts,
-        axis: ExpertAxis,
-        features: int | None,
-        count: Callable[[torch.Tensor], None],
-    ) -> None:
-        self._block, self._experts, self._axis, self._features = block, experts, axis, features
-        self._count = count
-        self._trains = any(parameter.requires_grad for parameter in experts.parameters())
-
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward twice, with the exchange in between."""
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [version_of(tensor) for tensor in inputs]
-        asked = questions_of(self._block, self._experts, functools.partial(forward, *args, **kwargs))
-        if [version_of(tensor) for tensor in inputs] != versions:
-            raise changed_input(self._block)
-        answers, link = self._ask(asked, next(tensor for tensor in inputs if tensor.is_floating_point()))
-        with answered_by(self._experts, answering(asked, answers)):
-            output = forward(*args, **kwargs)
-        return output if link is None else _linked(output, link)
-
-    def _ask(self, asked: Sequence[Question], like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Return the answers in the order of the questions, and a zero to add if this rank has sent no row.
-
-        Without the zero the block's output would not depend on the exchange, in whose backward the others wait.
-        """
-        axis = self._axis
-        order = sorted(range(len(asked)), key=lambda each: asked[each][0])
-        features = asked[0][1].shape[-1] if asked else self._features or like.shape[-1]
-        rows = [asked[each][1].reshape(-1, features) for each in order]
-        whole = torch.cat(rows or [like.new_empty((0, features))])
-        numbers = [asked[each][0] for each in order]
-        counts = _counts(numbers, rows, len(self._experts), axis.part(len(whole)))
-        every = torch.tensor(_counts(numbers, rows, len(self._experts), range(len(whole))))
-        self._count(every.clamp(min=0).to(like.device, non_blocking=True))
-        leaving = torch.tensor(counts).view(axis.size, -1).to(like.device, non_blocking=True)
-        arriving = axis.counts(leaving).tolist()  # the only wait for the device, beside those of the block itself
-        sent = [sum(max(count, 0) for count in part) for part in torch.tensor(counts).view(axis.size, -1).tolist()]
-        received = [sum(max(count, 0) for count in part) for part in arriving]
-        grad = torch.is_grad_enabled() and (self._trains or any(part.requires_grad for part in (*rows, like)))
-        arrived = axis.send(axis.cut(whole), sent, received, grad=grad)
-        computed = self._experts(arrived, arriving, answer_dtype(like))
-        back = axis.gather(axis.send_back(computed, received, sent, grad=grad), len(whole))
-        answers: list[torch.Tensor] = [back] * len(asked)
-        for each, answer in zip(order, back.split([part.shape[0] for part in rows]) if rows else (), strict=True):
-            answers[each] = answer.view(asked[each][1].shape)
-        return answers, back.sum() if grad and not len(whole) else None
-
-
-def _counts(numbers: Sequence[int], rows: Sequence[torch.Tensor], num_experts: int, own: range) -> list[int]:
-    """Return how many of this rank's ``own`` rows go to each expert, where ``rows`` lie one behind the other.
-
-    An expert that is asked with no row counts 0.
-    """
-    counts, first = [_NOT_ASKED] * num_experts, 0
-    for number, part in zip(numbers, rows, strict=True):
-        end = first + part.shape[0]
-        inside = max(min(end, own.stop) - max(first, own.start), 0)
-        counts[number], first = max(counts[number], 0) + inside, end
-    return counts
-
-
-def _linked(output: Any, link: torch.Tensor) -> Any:
-    """Add a zero to the output's first tensor, which makes it depend on the zero's graph."""
-    leaves, form = tree_flatten(output)
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            leaves[place] = leaf + link.to(leaf.dtype)
-            break
-    return tree_unflatten(leaves, form)

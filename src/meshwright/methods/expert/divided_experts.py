@@ -14,20 +14,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.errors import ModelError
 from meshwright.methods.expert.balance import ExpertLoad
-from meshwright.methods.expert.dispatch import (
+from meshwright.methods.expert.dispatch import ExpertAxis, StackedDispatch, run_rows
+from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts
+from meshwright.methods.expert.listed_dispatch import (
     DividedExperts,
-    ExpertAxis,
     ListedDispatch,
-    StackedDispatch,
     answered_by,
     answering,
     changed_input,
     check_answer,
     preserved_buffers,
     questions_of,
-    run_rows,
 )
-from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts
 from meshwright.methods.tensor.block_trials import evaluating, reason_of
 from meshwright.methods.tensor.split_layers import swapped_parameters
 from meshwright.nn import move_to, wrap_method
@@ -144,8 +142,8 @@ def prove(layer: ExpertLayer, ranks: int) -> tuple[int, float] | None:
     """Compare a layer with the sum of its parts.
 
     Returns:
-        For a list: features of a row, and rows that experts get per token; None if the block does not take one tensor,
-        so that nothing was tried. For stacked experts: None.
+        Features of a row, and rows that experts get per token; None for stacked experts that are told which tokens are
+        theirs, and if the block of others does not take one tensor, so that nothing was tried.
 
     Raises:
         ModelError: When parts do not compute what the whole does.
@@ -153,7 +151,9 @@ def prove(layer: ExpertLayer, ranks: int) -> tuple[int, float] | None:
     with torch.no_grad(), preserved_rng():
         torch.manual_seed(0)
         if isinstance(layer, StackedExperts):
-            with _with_values(layer.module):
+            with _with_values(layer.block if layer.takes_rows else layer.module):
+                if layer.takes_rows:
+                    return _prove_rows(layer, ranks)
                 _prove_stacked(layer, ranks)
             return None
         with _with_values(layer.block):
@@ -219,9 +219,55 @@ def _sum_of_parts(
         token, place = (index // per_rank == rank).nonzero(as_tuple=True)
         part = {name: weight.narrow(0, rank * per_rank, per_rank) for name, weight in weights.items()}
         with swapped_parameters(layer.module, dict(part)), _counting(layer, per_rank):
-            rows = run_rows(layer.module.forward, hidden[token], index[token, place] - rank * per_rank)
+            own = index[token, place] - rank * per_rank
+            rows = run_rows(layer, layer.module.forward, hidden[token], own, per_rank, len(own))
         total.index_add_(0, token, (rows * factors[token, place, None]).to(total.dtype))
     return total
+
+
+def _prove_rows(layer: StackedExperts, ranks: int) -> tuple[int, float] | None:
+    """Prove experts that take rows: those of zeros must count nothing, neither in answers nor in gradients."""
+    module, per_rank = layer.module, layer.num_experts // ranks
+    weights = dict(module.named_parameters(recurse=False))
+    like = next(weight for weight in weights.values() if weight.dim() == 3)
+    every = torch.arange(layer.num_experts, device=like.device).repeat_interleave(_TOKENS)
+    last: Exception | None = None
+    for features in _sizes(layer):
+        rows = torch.randn(len(every), features, device=like.device, dtype=like.dtype)
+        nothing = torch.zeros_like(rows).requires_grad_()
+        try:
+            whole = module(rows)
+            with torch.enable_grad():
+                silent = module(nothing)
+                (slope,) = torch.autograd.grad(silent.sum(), nothing)
+        except Exception as error:  # the wrong number of features, or arguments of another meaning
+            last = error
+            continue
+        if silent.any() or slope.any():
+            raise _not_in_parts(layer.path, "experts that answer rows of zeros, which are not sent")
+        parts = _sum_of_parts(layer, weights, rows, every[:, None], torch.ones_like(rows[:, :1]), per_rank)
+        _compare(layer.path, parts, whole)
+        return features, _rows_per_token(layer, features, like)
+    raise ModelError(
+        f"expert_parallel: {layer.path} cannot be called as experts are",
+        expected="rows (experts · T, H), first those of the first expert",
+        got=reason_of(last) if last is not None else "no parameters of three dims",
+        fix="give a module of stacked experts such a forward, or one with tokens, their experts and weights",
+    )
+
+
+def _rows_per_token(layer: StackedExperts, features: int, like: torch.Tensor) -> float:
+    """Return how many rows that are no zeros a block gives its experts; as many as experts if it cannot be tried."""
+    given: list[torch.Tensor] = []
+    hook = layer.module.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    try:
+        with evaluating(layer.block), torch.no_grad():
+            layer.block(torch.randn(1, _TOKENS, features, device=like.device, dtype=like.dtype))
+    except Exception:  # it takes other arguments
+        return float(layer.num_experts)
+    finally:
+        hook.remove()
+    return (given[0] != 0).any(-1).sum().item() / _TOKENS if given else float(layer.num_experts)
 
 
 @contextlib.contextmanager

@@ -20,12 +20,17 @@ class StackedExperts:
     """A module whose parameters hold all experts along dim 0, called with tokens, their experts and weights.
 
     Transformers' experts (Mixtral, Qwen-MoE, DeepSeek, GPT-OSS, …) have this form, and any module called like them.
+    Those of Llama-4 are called with rows alone, equally many for each expert: every token, weighted, or zeros.
     """
 
     path: str
     module: nn.Module
     num_experts: int
     counters: tuple[str, ...]  # attributes of the module that hold the number of experts
+    block: nn.Module  # that the module lies in
+    takes_rows: bool = (
+        False  # is called with rows (experts · n, H), first those of expert 0; rows of zeros count nothing
+    )
 
     @property
     def holder(self) -> nn.Module:
@@ -145,12 +150,12 @@ def _found(model: nn.Module, patterns: Sequence[str]) -> Iterator[ExpertLayer]:
             if (named or "expert" in name.lower()) and len(module) and next(module.parameters(), None) is not None:
                 inside.append(path)
                 yield ListedExperts(parent, modules[parent], name)
-        elif path and (stacked := _stacked(path, module)) is not None:
+        elif path and (stacked := _stacked(path, module, modules[parent])) is not None:
             inside.append(path)
             yield stacked
 
 
-def _stacked(path: str, module: nn.Module) -> StackedExperts | None:
+def _stacked(path: str, module: nn.Module, block: nn.Module) -> StackedExperts | None:
     own = list(module.parameters(recurse=False))
     if not any(parameter.dim() == 3 for parameter in own):
         return None
@@ -161,9 +166,9 @@ def _stacked(path: str, module: nn.Module) -> StackedExperts | None:
         if "expert" in name.lower() and type(value) is int and value == num_experts
     )
     takes = len(inspect.signature(type(module).forward).parameters) - 1
-    if not counters or takes < _ARGUMENTS:
+    if not counters or 1 < takes < _ARGUMENTS:
         return None
-    return StackedExperts(path, module, num_experts, counters)
+    return StackedExperts(path, module, num_experts, counters, block, takes_rows=takes == 1)
 
 
 def _check(layer: ExpertLayer, ranks: int) -> None:

@@ -1,8 +1,8 @@
 """Divide experts over the mesh axis `expert`: the method `expert_parallel` and its trace.
 
-``expert_layers.py`` finds experts, ``divided_experts.py`` proves and applies the division, ``dispatch.py`` sends tokens
-to experts and back, ``balance.py`` counts them. :class:`ExpertTrace` runs a plain model for a prediction, sends nothing
-and notes everything.
+``expert_layers.py`` finds experts, ``divided_experts.py`` proves and applies the division, ``dispatch.py`` and
+``listed_dispatch.py`` send tokens to experts and back, ``balance.py`` counts them. :class:`ExpertTrace` runs a plain
+model for a prediction, sends nothing and notes everything.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from meshwright.methods.expert.balance import (
     router_of,
     traced_z_loss,
 )
-from meshwright.methods.expert.dispatch import Call, ExpertAxis, TracedDispatch, TracedExperts, answer_dtype
+from meshwright.methods.expert.dispatch import Call, ExpertAxis, TracedDispatch, TracedExperts
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
+from meshwright.methods.expert.listed_dispatch import answer_dtype
 from meshwright.methods.job import AVERAGED, sum_over
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import SampleRun
@@ -73,7 +74,9 @@ class ExpertTrace:
         self._model, self._layers, self._ranks, self._tensor = model, layers, ranks, tensor
         self._z_loss = z_loss
         self._axis = TracedExperts(tensor)
-        self._proved = {layer: prove(layer, ranks) for layer in layers if isinstance(layer, ListedExperts)}
+        self._proved = {
+            layer: prove(layer, ranks) for layer in layers if isinstance(layer, ListedExperts) or layer.takes_rows
+        }
         self.experts = {
             parameters[name]: (number, layer.num_experts) for layer in layers for name, number in layer.names()
         }
@@ -134,7 +137,7 @@ class ExpertTrace:
             for name in layer.counters:
                 stack.enter_context(mock.patch.object(module, name, per_rank))
             forward = stand_in(module) if self.stands_in else module.forward
-            dispatch = TracedDispatch(layer, self._axis, per_rank)
+            dispatch = TracedDispatch(layer, self._axis, per_rank, self._share(layer))
 
             def run(*args: Any, **kwargs: Any) -> torch.Tensor:
                 answers = dispatch(forward, *args, **kwargs)
@@ -150,11 +153,16 @@ class ExpertTrace:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
 
+    def _share(self, layer: StackedExperts) -> float:
+        """Return the part of the pairs of a token and an expert in a call that are sent."""
+        proved = self._proved.get(layer)
+        return proved[1] / layer.num_experts if proved is not None else 1.0
+
     def _counted(self, layer: StackedExperts) -> Callable[..., None]:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = Call.of(module, args, kwargs)
+            call = Call.of(layer, args, kwargs)
             grad = call.hidden.requires_grad or any(weight.requires_grad for weight in module.parameters())
-            size = call.index.numel() * call.hidden.shape[1] * call.hidden.element_size()
+            size = round(call.index.numel() * self._share(layer)) * call.hidden.shape[1] * call.hidden.element_size()
             self._count(layer, size, size, grad=grad)
             for each in (call.hidden, call.weights):
                 self._count_gather(each, "backward")

@@ -191,7 +191,8 @@ def _cannot(path: str, reason: str) -> ModelError:
         expected="a block that treats tokens alike outside its split layers, with hidden states (batch, tokens, "
         "features)",
         got=reason,
-        fix="leave sequence=True out",
+        fix="leave sequence=True out; or leave layers that this names whole, with their pairs, by an entry 'replicate' "
+        "for each in plan",
     )
 
 
@@ -400,20 +401,23 @@ def _with_sequence(
     experts = next((layer.path for layer in split.layers if layer.style.name in EXPERTS), None)
     if experts is not None:
         why, found = "or experts that expert_parallel divides", f"the experts {experts}"
-        raise _needs_whole_tokens("split experts", why, found, "add expert_parallel, or ")
+        whole = f"leave them whole on every rank with plan={{{experts!r}: 'replicate'}}"
+        raise _needs_whole_tokens("split experts", why, found, f"add expert_parallel, or {whole}, or ")
     known = _LAYOUTS.setdefault(model, {})
     # Without experts, which are passed by, a proof sees nothing of what runs with them.
     key = ranks, tuple(apart), tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
     if key not in known:
         known[key] = _proved_layout(model, split, ranks, sample)
     layout = known[key]
-    present = {layer.path for layer in split.layers}
+    # What a plan leaves whole on every rank sees a part of the tokens, too.
+    kept = [layer for layer in split.layers if layer.style.name != "replicate" or layer.path not in layout.summed]
+    present = {layer.path for layer in kept}
     left = (
         path for path in dict.fromkeys((*layout.summed, *beside)) if path not in present and not _is_inside(path, apart)
     )
     summed = [planned(model, path, "replicated_with_grad_allreduce") for path in left]
     remarks = (*split.remarks, "tokens are split between them")
-    return replace(split, layers=(*split.layers, *summed), remarks=remarks, sequence=layout)
+    return replace(split, layers=(*kept, *summed), remarks=remarks, sequence=layout)
 
 
 def _proved_layout(model: nn.Module, split: Split, ranks: int, sample: SampleRun | None) -> SequenceLayout:

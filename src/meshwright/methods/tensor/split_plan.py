@@ -44,10 +44,13 @@ LATENT = "mla_kv_a_proj"
 """Style of the projection to latent keys and values (DeepSeek-V2: arXiv 2405.04434, §2.1). Every rank has it whole. Its
 last features are one rotated key for all heads: each rank computes a gradient for its own heads, and these are summed.
 Gradients of all others are whole already, since they come from a layer that is split by columns."""
+SINKS = Style("sinks", (("sinks", 0),))
+"""Style of an attention that holds one more score for every head (GPT-OSS), beside projections that are split."""
 ANY = {
     LATENT: Style(LATENT),
     "replicated_with_grad_allreduce": Style("replicated_with_grad_allreduce"),
     "replicate": Style("replicate"),
+    SINKS.name: SINKS,
 }
 EXPERTS = {"experts": Style("experts", gradient="all_reduce", output="all_reduce")}
 STYLES = LINEAR | EMBEDDING | ANY | EXPERTS
@@ -270,6 +273,33 @@ def _of_latent_attentions(model: nn.Module, own: Mapping[str, str], ranks: int) 
     return found
 
 
+_SINK_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+
+
+def _of_sink_attentions(
+    model: nn.Module, own: Mapping[str, str], given: Mapping[str, str], ranks: int
+) -> dict[str, str]:
+    """Return entries for attentions with a sink for every head, in addition to those of a model's own plan.
+
+    An attention with other parameters of its own, or whose heads the axis does not divide, stays as it is; so does one
+    of which the user's entries name a part.
+    """
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        parameters = {name: p.shape for name, p in module.named_parameters(recurse=False)}
+        parts = {name: part for name, part in module.named_children() if name in _SINK_ATTENTION and is_linear(part)}
+        size = getattr(module, "head_dim", None)
+        if set(parameters) != {"sinks"} or len(parts) < len(_SINK_ATTENTION) or not isinstance(size, int):
+            continue
+        heads = [features(parts[name])[1] / size for name in ("q_proj", "k_proj", "v_proj")]
+        if parameters["sinks"] != (heads[0],) or any(count % ranks for count in heads):
+            continue
+        entries = {f"{path}.{name}": style for name, style in _SINK_ATTENTION.items()} | {path: SINKS.name}
+        if not any(matches(given, name) for name in entries):
+            found |= entries
+    return {path: style for path, style in found.items() if not matches(own, path)}
+
+
 def _heads_of_latent_attention(module: nn.Module) -> int:
     """Return how many heads share the latent keys and values; 1 if the module does not say it."""
     sizes = [getattr(module, name, None) for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")]
@@ -305,7 +335,8 @@ def planned_layers(
         )
     if not is_part:
         _check_named(model, given)
-    own |= _of_latent_attentions(model, own, ranks) if own else {}
+    if own:
+        own |= _of_latent_attentions(model, own, ranks) | _of_sink_attentions(model, own, given, ranks)
     entries = [(re.compile(_regex(pattern)), style) for pattern, style in (*given.items(), *own.items())]
     chosen, places = _chosen(model, entries, is_part)
     _check_bare_parameters(model, entries, chosen)

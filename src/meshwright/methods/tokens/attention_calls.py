@@ -1,116 +1,22 @@
-"""Deal tokens to ranks, and replace attention in blocks that see only a part of them."""
+"""Replace attention in blocks that see only a part of the tokens: torch's, and transformers' with sinks."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
+import functools
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from meshwright.errors import ModelError
-
-
-@dataclass(frozen=True)
-class TokenOrder:
-    """The distribution of a sequence's tokens over the ranks of an axis, from the view of one rank."""
-
-    method: str
-    """The method that distributes them, for errors."""
-    size: int
-    index: int
-    balanced: bool = False
-    """Zig-zag: of 2 n chunks, rank r has r and 2 n - 1 - r, which see equally many earlier tokens on every rank."""
-    within: int = 1
-    """Number of parts into which other axes divide this rank's tokens once more."""
-    multiple: int = 1
-    """Each rank has a multiple of so many tokens, padding included."""
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """This rank's chunks, ascending."""
-        return (self.index, 2 * self.size - 1 - self.index) if self.balanced else (self.index,)
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of equal chunks of a sequence."""
-        return self.size * len(self.chunks)
-
-    def chunk_size(self, tokens: int) -> int:
-        """Return the size of a chunk of a sequence; the last chunks are filled up with padding."""
-        least, step = -(-tokens // self.num_chunks), self._step
-        return -(-least // step) * step
-
-    @property
-    def _step(self) -> int:
-        """Return the number of tokens of which every chunk has a multiple."""
-        return self.multiple // math.gcd(self.multiple, len(self.chunks))
-
-    def padded(self, tokens: int) -> int:
-        """Return the number of tokens of all ranks together, padding included."""
-        return self.chunk_size(tokens) * self.num_chunks
-
-    def real(self, tokens: int) -> int:
-        """Return how many of this rank's tokens, the first ones, are no padding."""
-        size = self.chunk_size(tokens)
-        return sum(min(max(tokens - chunk * size, 0), size) for chunk in self.chunks)
-
-    def at(self, index: int) -> TokenOrder:
-        """Return the same distribution from the view of another rank."""
-        return dataclasses.replace(self, index=index)
-
-    def part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Copy this rank's tokens along ``dim``; a view would keep all tokens alive.
-
-        Padding repeats the last token, so that no code computes with values that are not a token's.
-        """
-        missing = self.padded(whole.shape[dim]) - whole.shape[dim]
-        if missing:
-            last = whole.detach().narrow(dim, whole.shape[dim] - 1, 1)
-            whole = torch.cat([whole, *[last] * missing], dim)
-        chunks = whole.chunk(self.num_chunks, dim)
-        mine = [chunks[chunk] for chunk in self.chunks]
-        return torch.cat(mine, dim) if len(mine) > 1 else mine[0].clone()
-
-    def in_order(self, parts: torch.Tensor, dim: int) -> torch.Tensor:
-        """Sort the concatenated parts of all ranks along ``dim`` into the order of the tokens."""
-        if not self.balanced:
-            return parts
-        chunks = parts.chunk(self.num_chunks, dim)
-        order = [chunk for rank in range(self.size) for chunk in self.at(rank).chunks]
-        return torch.cat([chunks[order.index(chunk)] for chunk in range(self.num_chunks)], dim)
-
-    def check(self, tokens: int, *, equally: bool = False) -> None:
-        """Refuse numbers of tokens that cannot be distributed.
-
-        Args:
-            tokens: Number of tokens of a sequence.
-            equally: Whether no rank may have padding.
-
-        Raises:
-            ModelError: On every rank of the axis.
-        """
-        chunks = self.num_chunks * self._step
-        # A single query looks like generation, which has no causal mask.
-        if tokens < 2 * self.size or (equally and tokens % chunks):
-            raise ModelError(
-                f"{self.method}: the axis does not divide the tokens into "
-                + ("two chunks per rank" if self.balanced else "parts of two or more")
-                + (", equal ones, as stages of a pipeline take them" if equally else ""),
-                expected=(f"a multiple of {chunks} tokens, " if equally else "") + f"{2 * self.size} tokens or more",
-                got=str(tokens),
-                fix="pad the sequences" + (", or set balance=False" if self.balanced else ""),
-            )
-
-
-# --- Attention calls of blocks that run on a part of the tokens
+from meshwright.methods.tokens.ring_attention import Alone, attend_in_ring
+from meshwright.methods.tokens.token_order import TokenOrder
 
 Attend = Callable[..., torch.Tensor]
 
@@ -153,6 +59,7 @@ class TokenRanks(ABC):
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute ``scaled_dot_product_attention`` of this rank's queries over the keys and values of all ranks.
 
@@ -165,6 +72,7 @@ class TokenRanks(ABC):
             is_causal: As in torch.
             scale: As in torch.
             enable_gqa: As in torch.
+            sinks: See :func:`attention_with_sinks`.
 
         Returns:
             (batch, heads, tokens / n, features of ``value``).
@@ -177,23 +85,117 @@ class TokenRanks(ABC):
 class AttentionCalls(TorchFunctionMode):
     """Calls ``attend`` in place of ``scaled_dot_product_attention`` wherever it is called inside.
 
+    Eager attention with sinks of transformers' models (GPT-OSS) becomes a call of :func:`attention_with_sinks`, which
+    is replaced, too.
+
+    Args:
+        attend: Computes attention.
+        compare: Is given what a model's own attention with sinks returns, and ours; None: the former is not computed.
+
     Attributes:
         count: Number of such calls.
     """
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend: Attend, compare: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> None:
         super().__init__()
-        self._attend = attend
+        self._attend, self._compare = attend, compare
+        self._eager = contextlib.ExitStack()
         self.count = 0
+
+    def __enter__(self) -> Self:
+        """Begin to replace."""
+        self._eager.enter_context(_eager_attention(self._with_sinks))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Replace nothing any more."""
+        super().__exit__(*error)
+        self._eager.close()
+
+    def _with_sinks(self, own: Callable[..., Any], module: Any, *tensors: Any, **options: Any) -> Any:
+        """Compute eager attention of a transformers model; ``own`` is the model's function."""
+        if "s_aux" not in options:
+            return own(module, *tensors, **options)
+        query, key, value, mask, *_ = (*tensors, options.get("attention_mask"))
+        grouped, sinks, dropout = key.shape[1] != query.shape[1], options["s_aux"], options.get("dropout", 0.0)
+        attend: Attend = scaled_dot_product_attention
+        if sinks is not None:
+            attend = functools.partial(attention_with_sinks, sinks=sinks)
+        out = attend(query, key, value, mask, dropout, scale=options.get("scaling"), enable_gqa=grouped)
+        found = out.transpose(1, 2).contiguous()
+        if self._compare is not None:
+            self._compare(own(module, *tensors, **options)[0], found)
+        return found, None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace attention; run any other function as it is."""
-        if func is not scaled_dot_product_attention:
+        if func is not scaled_dot_product_attention and func is not attention_with_sinks:
             return func(*args, **(kwargs or {}))
         self.count += 1
         return self._attend(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _eager_attention(replaced: Callable[..., Any]) -> Iterator[None]:
+    """Call ``replaced`` where transformers' models look their own eager attention up, with that in front."""
+    interface = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    look_up = getattr(interface, "get_interface", None)
+    if look_up is None:
+        yield
+        return
+
+    def get_interface(implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = look_up(implementation, default)
+        return functools.partial(replaced, found) if implementation == "eager" else found
+
+    before = vars(interface).get("get_interface")
+    vars(interface)["get_interface"] = get_interface
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(interface)["get_interface"]
+        else:
+            vars(interface)["get_interface"] = before
+
+
+def attention_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Compute ``scaled_dot_product_attention`` with one more score per head that brings no value: its sink (heads).
+
+    Raises:
+        ModelError: With dropout.
+    """
+    tensors = (query, key, value, sinks)
+    if has_torch_function(tensors):
+        answer: torch.Tensor = handle_torch_function(
+            attention_with_sinks, tensors, *tensors[:3], attn_mask, dropout_p, is_causal,
+            scale=scale, enable_gqa=enable_gqa, sinks=sinks,
+        )  # fmt: skip
+        return answer
+    if dropout_p > 0:
+        raise ModelError(
+            "Attention with sinks is computed without dropout",
+            expected="dropout_p=0",
+            got=str(dropout_p),
+            fix="switch the dropout of attention weights off (attention_dropout=0 in the model's config)",
+        )
+    return attend_in_ring(
+        Alone(), *tensors[:3], attn_mask, query.shape[2], is_causal=is_causal, scale=scale, sinks=sinks
+    )
 
 
 @contextlib.contextmanager
@@ -234,7 +236,8 @@ def cannot_intercept(path: str, method: str) -> ModelError:
         f"{method}: {path} calls no attention that can be replaced",
         expected="calls of torch.nn.functional.scaled_dot_product_attention in every block",
         got="none",
-        fix='use it in the block; load a transformers model with attn_implementation="sdpa"',
+        fix='use it in the block; load a transformers model with attn_implementation="sdpa"; leave compile out where '
+        "attention has sinks",
     )
 
 

@@ -18,17 +18,14 @@ from meshwright.errors import ModelError
 from meshwright.methods.base import Job, Method, Phase, parts_between_layers
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.traffic_log import tensor_bytes
-from meshwright.methods.tokens.attention_calls import TokenOrder, TokenRanks, check_among_parts, check_mask
+from meshwright.methods.tokens.attention_calls import TokenRanks, check_among_parts, check_mask
 from meshwright.methods.tokens.ring_attention import (
     Arriving,
-    RingAttention,
-    Table,
+    attend_in_ring,
     bytes_in_backward,
-    causal_table,
-    mask_table,
-    with_four_dims,
 )
 from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, traced_gather, traced_total
+from meshwright.methods.tokens.token_order import TokenOrder
 from meshwright.methods.tokens.token_proof import check_parts
 from meshwright.methods.tokens.token_split import whole_input_gradients, work_on_parts
 
@@ -94,35 +91,21 @@ class ContextRanks(TokenRanks):
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend as :meth:`TokenRanks.attend` says, without dropout and gradients of the mask."""
         check_among_parts(query, key, value, METHOD)
         _check_groups(query, key, value, enable_gqa=enable_gqa)
         _check_kernels(dropout_p, attn_mask, is_causal=is_causal)
-        table: Table | None = None
         tokens = self.whole(query.shape[2])
         if attn_mask is not None:
             check_mask(attn_mask, tokens, METHOD)
-            table = mask_table(attn_mask, self.order)
-            attn_mask = with_four_dims(attn_mask)
-        elif is_causal:
-            table = causal_table(self.order)
-        query, key, value = _as_autocast(query, key, value)
-        out: torch.Tensor = RingAttention.apply(query, key, value, attn_mask, self, table, is_causal, scale, tokens)
-        return out
+        return attend_in_ring(self, query, key, value, attn_mask, tokens, is_causal=is_causal, scale=scale, sinks=sinks)
 
 
 def _nested(order: TokenOrder, heads: int, within: int) -> TokenOrder:
     """Return the order of ranks whose tokens others divide; ranks of the sequence axis add padding themselves."""
     return dataclasses.replace(order, within=heads * within, multiple=within if heads == 1 else 1)
-
-
-def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast tensors to the precision in which autocast would run attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
 def _check_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.methods.tokens.attention_calls import TokenOrder
+from meshwright.methods.tokens.token_order import TokenOrder
 from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 from meshwright.runtime.torch_internals.operators import (
@@ -70,29 +70,30 @@ def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
     return mask[(None,) * (4 - mask.dim())]
 
 
-def mask_table(mask: torch.Tensor, order: TokenOrder) -> Table:
+def mask_table(mask: torch.Tensor, order: TokenOrder, hidden: float = -torch.inf) -> Table:
     """Return the table of a mask (…, tokens or 1, tokens).
 
-    A query sees a key where the mask is True, or above minus infinity. Reading the values makes the host wait for a
-    CUDA device, so the table is cached: a mask that all layers share is read once. In a fake tensor all is visible.
+    A query sees a key where the mask is True, or above ``hidden``, the number that hides keys. Reading the values makes
+    the host wait for a CUDA device, so the table is cached: a mask that all layers share is read once. In a fake tensor
+    all is visible.
     """
     if isinstance(mask, FakeTensor) or mask.is_meta:
         return ((True,) * order.num_chunks,) * len(order.chunks)
     if mask.is_inference():  # it has no version, so changes could not be seen
-        return _read_table(with_four_dims(mask), order)
-    key = version_of(mask), order
+        return _read_table(with_four_dims(mask), order, hidden)
+    key = version_of(mask), order, hidden
     known = _tables.get(mask)
     if known is None or known[0] != key:
-        known = _tables[mask] = key, _read_table(with_four_dims(mask), order)
+        known = _tables[mask] = key, _read_table(with_four_dims(mask), order, hidden)
     table: Table = known[1]
     return table
 
 
-_tables = WeakTensorKeyDictionary()  # mask -> (its version, order), table
+_tables = WeakTensorKeyDictionary()  # mask -> (its version, order, what hides), table
 
 
-def _read_table(mask: torch.Tensor, order: TokenOrder) -> Table:
-    seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+def _read_table(mask: torch.Tensor, order: TokenOrder, hidden: float) -> Table:
+    seen = mask if mask.dtype == torch.bool else mask > hidden
     missing = order.padded(mask.shape[-1]) - mask.shape[-1]
     seen = F.pad(seen, (0, missing, 0, missing if mask.shape[-2] > 1 else 0))
     columns = seen.flatten(0, 1).any(0).unflatten(-1, (order.num_chunks, -1)).any(-1)
@@ -290,6 +291,11 @@ class _Merged:
         so_far.mul_((known - finite).exp().unsqueeze(-1)).add_(out * (lse - finite).exp().unsqueeze(-1))
         known.copy_(total)
 
+    def add_sinks(self, sinks: torch.Tensor) -> None:
+        """Merge one more key for every head, whose score is the head's sink and whose value is zero."""
+        everywhere = sinks.to(self.lse.dtype)[:, None].expand_as(self.lse)
+        self.add(slice(None), self.out.new_zeros(()), everywhere)
+
 
 class RingAttention(Function):
     """Attention of queries (batch, heads, tokens / n, features) over the keys and values of all ranks."""
@@ -306,8 +312,12 @@ class RingAttention(Function):
         is_causal: bool,
         scale: float | None,
         tokens: int,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output; ``mask`` is for all ``tokens``, ``table`` says what can be skipped (None: nothing)."""
+        """Return the output; ``mask`` is for all ``tokens``, ``table`` says what can be skipped (None: nothing).
+
+        ``sinks`` (heads) are scores that join each softmax and bring no value (Xiao et al. 2023; GPT-OSS).
+        """
         ctx.ring, ctx.table, ctx.is_causal, ctx.scale, ctx.tokens = ring, table, is_causal, scale, tokens
         merged, pair, order = _Merged(query, value.shape[-1]), [key, value], ring.order
         for step in range(order.size):
@@ -318,15 +328,17 @@ class RingAttention(Function):
                 merged.add(view.rows, *_block(ctx, view, query, pair, mask, source).forward())
             if arriving is not None:
                 pair = arriving()
+        if sinks is not None:
+            merged.add_sinks(sinks)
         out = merged.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, out, merged.lse)
+        ctx.save_for_backward(query, key, value, mask, out, merged.lse, sinks)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of query, key and value."""
-        query, key, value, mask, out, lse = ctx.saved_tensors
+        query, key, value, mask, out, lse, sinks = ctx.saved_tensors
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
         lse = lse.masked_fill(lse == -torch.inf, 0)  # kernels compute with it even in rows that see no key
         wide, order = _wide(query), ctx.ring.order
@@ -339,16 +351,70 @@ class RingAttention(Function):
                 rows = [tensor[:, :, view.rows] for tensor in (gradient, out, lse)]
                 parts = _block(ctx, view, query, pair, mask, source).backward(*rows)
             # Gradients of this source's keys and values, summed by the ranks that had them before.
-            grads = returning() if returning else [t.new_zeros(t.shape, dtype=wide) for t in pair]
+            sums = returning() if returning else [t.new_zeros(t.shape, dtype=wide) for t in pair]
             if view is not None and parts is not None:
                 own[:, :, view.rows] += parts[0]
-                grads[0][:, :, view.columns] += parts[1]
-                grads[1][:, :, view.columns] += parts[2]
-            returning = ctx.ring.pass_on(grads)
+                sums[0][:, :, view.columns] += parts[1]
+                sums[1][:, :, view.columns] += parts[2]
+            returning = ctx.ring.pass_on(sums)
             pair = arriving() if arriving is not None else pair
         assert returning is not None
         key_gradient, value_gradient = returning()
-        return own.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype), *(None,) * 6
+        of_sinks = _sinks_gradient(sinks, gradient, out, lse) if ctx.needs_input_grad[-1] else None
+        grads = own.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype)
+        return *grads, *(None,) * 6, of_sinks
+
+
+def _sinks_gradient(sinks: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of sinks, each a key whose value is zero: what it takes from the others' weights."""
+    wide = lse.dtype
+    share = (sinks.to(wide)[:, None] - lse).exp()  # (batch, heads, queries)
+    taken: torch.Tensor = -(share * (gradient.to(wide) * out).sum(-1)).sum((0, 2))
+    return taken.to(sinks.dtype)
+
+
+def attend_in_ring(
+    ring: Ring,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    tokens: int,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend to the keys and values of all ranks, in autocast's precision; ``mask`` is for all ``tokens``."""
+    table: Table | None = None
+    if mask is not None:
+        # Beside sinks a query that sees nothing gets zeros, whether it was the lowest number that hid it, or infinity.
+        lowest = mask.is_floating_point() and sinks is not None
+        table = mask_table(mask, ring.order, torch.finfo(mask.dtype).min if lowest else -torch.inf)
+        mask = with_four_dims(mask)
+    elif is_causal:
+        table = causal_table(ring.order)
+    query, key, value = _as_autocast(query, key, value)
+    out: torch.Tensor = RingAttention.apply(query, key, value, mask, ring, table, is_causal, scale, tokens, sinks)
+    return out
+
+
+def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast tensors to the precision in which autocast would run attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+class Alone:
+    """A ring of one rank."""
+
+    order = TokenOrder("", 1, 0)
+
+    def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
+        """Return the tensors."""
+        return lambda: tensors
 
 
 def bytes_in_backward(pair: list[torch.Tensor], size: int) -> int:

@@ -25,14 +25,16 @@ from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, tensor_bytes
 from meshwright.methods.tokens.attention_calls import (
+    Attend,
     AttentionCalls,
-    TokenOrder,
     TokenRanks,
+    attention_with_sinks,
     cannot_intercept,
     check_among_parts,
     check_mask,
     grouped_keys,
 )
+from meshwright.methods.tokens.token_order import TokenOrder
 from meshwright.methods.tokens.token_proof import check_parts
 from meshwright.methods.tokens.token_split import (
     block_lists,
@@ -84,6 +86,7 @@ class SequenceRanks(TokenRanks):
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend as :meth:`TokenRanks.attend` says; the axis must divide the heads."""
         n = self.order.size
@@ -97,11 +100,13 @@ class SequenceRanks(TokenRanks):
         if key.shape[1] % n:  # a group of heads would lie on several ranks
             key, value = _ungrouped(query, key, value)
         q, k, v = (each[:, :, :tokens] for each in self._heads_of_tokens((query, key, value)))
-        if attn_mask is not None and k.shape[1] != q.shape[1] and self._ring == 1:
+        attend: Attend = scaled_dot_product_attention
+        if sinks is not None:
+            attend = functools.partial(attention_with_sinks, sinks=sinks.chunk(n)[self.order.index])
+        elif attn_mask is not None and k.shape[1] != q.shape[1] and self._ring == 1:
             k, v = _ungrouped(q, k, v)  # torch has no fast kernel for both groups and masks on CUDA
-        output = scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa and k.shape[1] != q.shape[1]
-        )
+        grouped = enable_gqa and k.shape[1] != q.shape[1]
+        output = attend(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
         padding = query.shape[2] * n - tokens
         return self._tokens_of_heads(F.pad(output, (0, 0, 0, padding)) if padding else output)
 

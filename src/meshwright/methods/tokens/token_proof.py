@@ -27,10 +27,11 @@ from meshwright.methods.tensor.split_checks import refuse_router_loss
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, first_hidden
 from meshwright.methods.tokens.attention_calls import (
     AttentionCalls,
-    TokenOrder,
+    attention_with_sinks,
     cannot_intercept,
     grouped_keys,
 )
+from meshwright.methods.tokens.token_order import TokenOrder
 from meshwright.methods.tokens.token_split import OutputWatch, TokenParts, block_lists
 from meshwright.nn import call_with
 from meshwright.runtime.torch_internals.pytree import tree_leaves
@@ -106,7 +107,7 @@ def _prove(block: RecordedBlock, order: TokenOrder, check_queries: Callable[[tor
     assert block.call is not None
     args, kwargs = block.call.tree(block.call.values())
     whole = _Whole()
-    output = _run(block.module, args, kwargs, calls := AttentionCalls(whole.attend))
+    output = _run(block.module, args, kwargs, calls := AttentionCalls(whole.attend, _compare))
     if not calls.count:
         raise cannot_intercept(block.path, order.method)
     for tensors, _ in whole.calls:
@@ -122,6 +123,11 @@ def _prove(block: RecordedBlock, order: TokenOrder, check_queries: Callable[[tor
             raise Refuted("its output differs")
 
 
+def _compare(own: torch.Tensor, ours: torch.Tensor) -> None:
+    if not close(ours, own, 0.0):
+        raise Refuted("its own attention is another than softmax with sinks")
+
+
 class _Whole:
     """Attention in the run on all tokens: inputs and output of each call."""
 
@@ -130,7 +136,8 @@ class _Whole:
 
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute attention, and note its inputs and output."""
-        output = scaled_dot_product_attention(*args, **kwargs)
+        attend = attention_with_sinks if kwargs.get("sinks") is not None else scaled_dot_product_attention
+        output = attend(*args, **kwargs)
         self.calls.append((_inputs(*args, **kwargs), output))
         return output
 
@@ -163,8 +170,9 @@ def _inputs(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> list[Any]:
-    return [query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa]
+    return [query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, sinks is None]
 
 
 def _run(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls: AttentionCalls) -> torch.Tensor | None:

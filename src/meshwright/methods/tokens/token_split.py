@@ -34,10 +34,10 @@ from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.model_split import change_hidden_output
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, first_hidden, hidden_argument
 from meshwright.methods.tokens.attention_calls import (
-    TokenOrder,
     TokenRanks,
     answering,
 )
+from meshwright.methods.tokens.token_order import TokenOrder
 from meshwright.nn import require_blocks, wrap_method
 from meshwright.nn.batches import map_tree
 from meshwright.runtime.torch_internals.autograd import Function, current_graph_task_id
