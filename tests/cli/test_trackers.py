@@ -133,5 +133,5 @@ def test_trackers_that_are_not_there(monkeypatch):
         check_trackers(["wanb"], are_defaults=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert check_trackers(["tensorboard"], are_defaults=True) == []
-    with pytest.raises(ConfigError, match=r"tracker mlflow is not installed.*pip install mlflow-skinny"):
+    with pytest.raises(ConfigError, match=r"tracker mlflow is not installed.*pip install mlflow"):
         check_trackers(["mlflow"], are_defaults=False)
