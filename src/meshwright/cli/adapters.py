@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -43,8 +44,7 @@ def with_adapters(model: nn.Module, table: AdapterTable, where: str = "[adapter]
     if table.r is None:
         return model
     check_packages(table, where)
-    import peft
-
+    peft: Any = importlib.import_module("peft")
     if table.bits is not None:
         in_four_bits(model, table.modules_to_save)
     config = peft.LoraConfig(

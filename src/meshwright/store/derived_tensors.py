@@ -80,6 +80,11 @@ class Norms(StoredTensor):
         """Return whether the matrix can be read by parts."""
         return self.source.by_parts
 
+    @property
+    def num_bytes(self) -> int:
+        """Return 0: the matrix is counted as itself."""
+        return 0
+
     def read_into(self, out: torch.Tensor, start: Sequence[int]) -> None:
         """Fill ``out`` with its norms, some rows or columns of the matrix at a time."""
         length = self.source.shape[self.along]
@@ -109,6 +114,11 @@ class FourBitBytes(StoredTensor):
     def by_parts(self) -> bool:
         """Return whether the weights can be read by parts."""
         return self.source.by_parts
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the weights, as they are stored."""
+        return self.source.num_bytes
 
     @property
     def _count(self) -> int:
