@@ -120,7 +120,7 @@ dist: $(READY)
 
 # Never in the tests: it downloads packages, as root, and starts daemons (on loopback, ended at the end).
 clusters: $(READY)
-	$(BIN)/python tests/clusters.py
+	$(BIN)/python -m tests.clusters
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
