@@ -32,7 +32,7 @@ help:
 	@echo "make gpu     on a machine with GPUs: whether all is right there and how fast, GPU_MINUTES=10; goes on where it stopped"
 	@echo "make docs    the manual, into site/: open site/index.html, or SERVE=1 serves it while pages are edited"
 	@echo "make dist    a wheel and a source archive in dist/, installed and run in an empty environment"
-	@echo "make clusters  Slurm (Debian's packages, unpacked into a scratch folder), torchrun with two agents, TorchX: stopped and resumed"
+	@echo "make clusters  Slurm (Debian's packages, unpacked into a scratch folder), torchrun with two agents: stopped and resumed"
 	@echo "make clean   remove the virtual environment and caches"
 
 # The first Python that is new enough; an older default or a broken shim is passed over.
