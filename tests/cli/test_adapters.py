@@ -197,7 +197,7 @@ def test_forms_of_adapters_that_do_not_go_together_are_refused(ranks, folder):
     with pytest.raises(ConfigError, match="Input should be 4"):
         parse_lora("r=3,bits=8")
     assert parse_lora("r=3,bits=4,dora=false") == AdapterTable(r=3, bits=4)
-    with pytest.raises(RemoteFailure, match=r"does not fit the model.*missing: .*q_proj"):  # it holds adapters alone
+    with pytest.raises(RemoteFailure, match=r"(?s)does not fit the model.*missing: "):  # it holds adapters alone
         ranks(1).run(train, folder, "none", 2, "adapter.bits=4", f'model.weights="{folder / "one"}"')
     pytest.importorskip("bitsandbytes")
     tensor = 'strategy.methods="parallel_mode(tensor=2) + tensor_parallel"'
