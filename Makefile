@@ -15,7 +15,7 @@ TORCH_oldest := 2.11.0
 TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint bench goodput docs dist parity faults fuzz fuzz-strategies oldest newest gpu clean help
+.PHONY: run test lint bench goodput docs dist clusters parity faults fuzz fuzz-strategies oldest newest gpu clean help
 
 help:
 	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
@@ -32,6 +32,7 @@ help:
 	@echo "make gpu     on a machine with GPUs: whether all is right there and how fast, GPU_MINUTES=10; goes on where it stopped"
 	@echo "make docs    the manual, into site/: open site/index.html, or SERVE=1 serves it while pages are edited"
 	@echo "make dist    a wheel and a source archive in dist/, installed and run in an empty environment"
+	@echo "make clusters  Slurm (Debian's packages, unpacked into a scratch folder), torchrun with two agents: stopped and resumed"
 	@echo "make clean   remove the virtual environment and caches"
 
 # The first Python that is new enough; an older default or a broken shim is passed over.
@@ -116,6 +117,10 @@ dist: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python tests/installed.py dist/*.whl
+
+# Never in the tests: it downloads packages, as root, and starts daemons (on loopback, ended at the end).
+clusters: $(READY)
+	$(BIN)/python -m tests.clusters
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -151,7 +151,8 @@ def test_other_adapters_train_as_one_process_does_on_any_layout(ranks, folder, f
 def bytes_of_four_bits(folder, strategy):
     """What a step in 4 bits is predicted to hold, and holds; the reference: the same values, kept as they are."""
     from meshwright import accelerate
-    from meshwright.cli.adapters import FourBitLinear, dequantized, with_adapters
+    from meshwright.cli.adapters import with_adapters
+    from meshwright.nn.four_bit import FourBitLinear, dequantized
 
     ids = torch.arange(64).reshape(4, 16) % 250
     found = []
@@ -196,7 +197,7 @@ def test_forms_of_adapters_that_do_not_go_together_are_refused(ranks, folder):
     with pytest.raises(ConfigError, match="Input should be 4"):
         parse_lora("r=3,bits=8")
     assert parse_lora("r=3,bits=4,dora=false") == AdapterTable(r=3, bits=4)
-    with pytest.raises(RemoteFailure, match=r"base that is whole when it is built.*model\.weights"):
+    with pytest.raises(RemoteFailure, match=r"(?s)does not fit the model.*missing: "):  # it holds adapters alone
         ranks(1).run(train, folder, "none", 2, "adapter.bits=4", f'model.weights="{folder / "one"}"')
     pytest.importorskip("bitsandbytes")
     tensor = 'strategy.methods="parallel_mode(tensor=2) + tensor_parallel"'

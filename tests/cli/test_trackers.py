@@ -8,8 +8,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from typer.testing import CliRunner
 
 from meshwright.cli import app, trackers
+from meshwright.cli.adapters import check_packages
 from meshwright.cli.references import Callbacks
 from meshwright.cli.trackers import RunInfo, Trackers, check_trackers
+from meshwright.cli.train_config import AdapterTable
 from meshwright.errors import ConfigError
 from tests.cli.helpers import metrics, project, train_as_rank
 from tests.pool import RemoteFailure
@@ -128,10 +130,23 @@ def test_a_tracker_that_fails_is_told_once_and_left_alone(tmp_path, monkeypatch,
     assert len(_board(tmp_path)["loss"]) == 3
 
 
+def test_mlflow_without_databases_keeps_files(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    found = {"sqlalchemy": None}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found[name])
+    assert trackers._mlflow_store(tmp_path) == (tmp_path / "mlruns").as_uri()
+    found["sqlalchemy"] = object()
+    assert trackers._mlflow_store(tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
 def test_trackers_that_are_not_there(monkeypatch):
     with pytest.raises(ConfigError, match="did you mean 'wandb'"):
         check_trackers(["wanb"], are_defaults=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert check_trackers(["tensorboard"], are_defaults=True) == []
-    with pytest.raises(ConfigError, match=r"tracker mlflow is not installed.*pip install mlflow-skinny"):
+    with pytest.raises(ConfigError, match=r"\[adapter\]: bits = 4 needs bitsandbytes.*meshwright\[adapters\]"):
+        check_packages(AdapterTable.model_construct(bits=4))
+    with pytest.raises(ConfigError, match=r"\[adapter\] needs peft, which is not installed"):
+        check_packages(AdapterTable(r=4))
+    with pytest.raises(ConfigError, match=r"tracker mlflow is not installed.*pip install mlflow"):
         check_trackers(["mlflow"], are_defaults=False)

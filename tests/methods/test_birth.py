@@ -61,15 +61,17 @@ def test_parts_of_rows_that_are_sharded_twice(order, ranks):
 # --- Memory
 
 
-def peak_at_birth(folder, strategy):
+def peak_at_birth(folder, strategy, build=None):
     """Memory above what the process had and its own part of the model, in MiB; that part; and the whole model."""
-    llama()  # imports
+    build = build or llama
+    with torch.device("meta"):
+        build()  # imports
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     torch.manual_seed(0)
     sample = {"input_ids": torch.zeros(4, 8, dtype=torch.long)}
     result = mw.accelerate(
-        llama, torch.optim.AdamW, None, lambda _, output: output.logits.float().mean(), strategy=strategy,
+        build, torch.optim.AdamW, None, lambda _, output: output.logits.float().mean(), strategy=strategy,
         sample_batch=sample, model_input_format="unpack_dict", weights=folder,
     )  # fmt: skip
     peak = status("VmHWM") - before

@@ -134,6 +134,8 @@ def test_a_host_counts_what_it_offloads_to_itself():
 def test_families_are_read_from_text():
     shape = parse_family("gpt:layers=24,hidden=1024,heads=16,vocab=50304")
     assert shape == Shape("gpt", 24, 1024, 16, 50304, 1024)
+    for name in ("meta-llama/Meta-Llama-3-8B", "someone/llama3-8b"):
+        assert parse_family(name) == known_models()["llama-3-8b"]
     assert parse_family("llama-3-8b:seq=4096") == dataclasses.replace(known_models()["llama-3-8b"], seq=4096)
     assert parse_family("Meta-Llama-3.1-405B").num_parameters == pytest.approx(405.9e9, rel=2e-3)
     assert parse_family("gpt-3-175b").num_parameters == pytest.approx(175e9, rel=1e-2)

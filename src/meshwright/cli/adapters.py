@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import shutil
 import sys
@@ -17,6 +19,7 @@ from torch import nn
 
 from meshwright.cli.train_config import AdapterTable
 from meshwright.errors import CheckpointError, ConfigError, did_you_mean, join_names
+from meshwright.nn.four_bit import FourBitLinear
 from meshwright.planner.config_models import read_model_config
 from meshwright.runtime import same_on_every_rank
 from meshwright.runtime.agreement import gather_distinct
@@ -40,9 +43,10 @@ def with_adapters(model: nn.Module, table: AdapterTable, where: str = "[adapter]
     """
     if table.r is None:
         return model
-    peft = _peft(where)
+    check_packages(table, where)
+    peft: Any = importlib.import_module("peft")
     if table.bits is not None:
-        in_four_bits(model, table.modules_to_save, where)
+        in_four_bits(model, table.modules_to_save)
     config = peft.LoraConfig(
         r=table.r,
         lora_alpha=2 * table.r if table.alpha is None else table.alpha,
@@ -66,17 +70,22 @@ def with_adapters(model: nn.Module, table: AdapterTable, where: str = "[adapter]
     return adapted
 
 
-def _peft(where: str) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            f"{where} needs peft, which is not installed",
-            expected="an importable package 'peft'",
-            got=str(error),
-            fix="pip install peft",
-        ) from error
-    return peft
+def check_packages(table: AdapterTable, where: str = "[adapter]") -> None:
+    """Refuse adapters whose packages are not installed, before anything is started or built.
+
+    Raises:
+        ConfigError: Naming the package.
+    """
+    needed = {"peft": where if table.r is not None else None}
+    needed["bitsandbytes"] = f"{where}: bits = 4" if table.bits is not None else None
+    for package, what in needed.items():
+        if what is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{what} needs {package}, which is not installed",
+                expected=f"an importable package {package!r}",
+                got="none",
+                fix=f"pip install {package}, or 'meshwright[adapters]'",
+            )
 
 
 _KEYS = ("r", "alpha", "dropout", "targets", "modules_to_save", "rank_stabilized", "dora", "bits")
@@ -126,86 +135,11 @@ def _not_lora(text: str, got: str) -> ConfigError:
 
 # --- Bases in 4 bits (QLoRA, Dettmers et al. 2023)
 
-_BLOCK = 64  # values that share a scale
-_SCALE_BYTES = 4
 
+def in_four_bits(model: nn.Module, kept: Sequence[str]) -> None:
+    """Replace the linear layers of a model, but its head and those whose names end in ``kept``, by 4-bit ones."""
+    import bitsandbytes  # noqa: F401 - registers its operators
 
-class FourBitLinear(nn.Linear):
-    """A frozen linear layer whose weights are kept in NF4, and computed when the layer runs, forward and backward.
-
-    ``weight`` holds the fp32 scales and then the codes as bytes: methods shard, gather and count it like any frozen
-    parameter. bitsandbytes' kernels are used on every device that it supports, the CPU among them.
-
-    Args:
-        linear: The layer to take the place of, on ``meta`` or with values.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        weight = linear.weight.detach()
-        self.num_scales = -(-weight.numel() // _BLOCK)
-        if weight.is_meta:
-            packed = weight.new_empty(self.num_scales * _SCALE_BYTES + -(-weight.numel() // 2), dtype=torch.uint8)
-        else:
-            codes, scales = torch.ops.bitsandbytes.quantize_4bit(weight.contiguous(), _BLOCK, "nf4", torch.uint8)
-            packed = torch.cat([scales.float().view(torch.uint8).flatten(), codes.flatten()])
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        self.train(linear.training)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, in the type of its input or of autocast."""
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            input = input.to(torch.get_autocast_dtype(kind))
-        sizes = self.out_features, self.in_features, self.num_scales
-        product: torch.Tensor = _FourBitProduct.apply(input, self.weight, sizes)
-        return product if self.bias is None else product + self.bias.to(product.dtype)
-
-    def extra_repr(self) -> str:
-        """Return sizes and type for ``print(model)``."""
-        return f"{super().extra_repr()}, nf4"
-
-
-def dequantized(packed: torch.Tensor, sizes: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights (out · in) that a :class:`FourBitLinear` keeps as bytes."""
-    rows, columns, num_scales = sizes
-    scales = packed[: num_scales * _SCALE_BYTES].view(torch.float32)
-    codes = packed[num_scales * _SCALE_BYTES :]
-    found: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, scales, _BLOCK, "nf4", [rows, columns], dtype)
-    return found
-
-
-class _FourBitProduct(torch.autograd.Function):
-    """Multiply by weights that are computed again in backward: saved are their bytes alone."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, packed: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
-        ctx.save_for_backward(packed)
-        ctx.sizes = sizes
-        return nn.functional.linear(input, dequantized(packed, sizes, input.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (packed,) = ctx.saved_tensors
-        return grads[0] @ dequantized(packed, ctx.sizes, grads[0].dtype), None, None
-
-
-def in_four_bits(model: nn.Module, kept: Sequence[str], where: str) -> None:
-    """Replace the linear layers of a model, but its head and those whose names end in ``kept``, by 4-bit ones.
-
-    Raises:
-        ConfigError: When bitsandbytes is not installed.
-    """
-    try:
-        import bitsandbytes  # noqa: F401 - registers its operators
-    except ImportError as error:
-        raise ConfigError(
-            f"{where}: bits = 4 needs bitsandbytes, which is not installed",
-            expected="an importable package 'bitsandbytes'",
-            got=str(error),
-            fix="pip install bitsandbytes, or leave bits out",
-        ) from error
     of_transformers: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = of_transformers()
     for path, module in list(model.named_modules()):

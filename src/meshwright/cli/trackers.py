@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,12 +99,13 @@ class _MLflow:
     def __init__(self, info: RunInfo) -> None:
         mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
-        place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(info.run_dir / 'mlflow.db').absolute()}"
+        place = os.environ.get("MLFLOW_TRACKING_URI") or _mlflow_store(info.run_dir)
         self._client = mlflow.MlflowClient(tracking_uri=place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         found = self._client.get_experiment_by_name(name)
+        files = None if os.environ.get("MLFLOW_TRACKING_URI") else (info.run_dir / "mlflow").absolute().as_uri()
         experiment = found.experiment_id if found is not None else self._client.create_experiment(
-            name, artifact_location=None if "MLFLOW_TRACKING_URI" in os.environ else (info.run_dir / "mlflow").as_uri()
+            name, artifact_location=files
         )  # fmt: skip
         self._run_id = self._existing(experiment, info) or self._new(experiment, info)
 
@@ -119,7 +121,8 @@ class _MLflow:
         return run.info.run_id
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        found = [self._entities.Metric(name, value, 0, step) for name, value in figures.items()]
+        now = int(1000 * time.time())
+        found = [self._entities.Metric(name, value, now, step) for name, value in figures.items()]
         self._client.log_batch(self._run_id, metrics=found)
 
     def file(self, path: Path) -> None:
@@ -127,6 +130,14 @@ class _MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
+
+
+def _mlflow_store(run_dir: Path) -> str:
+    """Return where runs are kept that go to no server: a database, or files where MLflow comes without databases."""
+    if importlib.util.find_spec("sqlalchemy") is not None:
+        return f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which it refuses otherwise of late
+    return (run_dir / "mlruns").absolute().as_uri()
 
 
 class _Trackio:
@@ -150,7 +161,6 @@ class _Trackio:
 _TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
     "tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow, "trackio": _Trackio,
 }  # fmt: skip
-_PACKAGES = {"mlflow": "mlflow-skinny"}
 
 
 def check_trackers(names: Sequence[str], *, are_defaults: bool) -> list[str]:
@@ -175,7 +185,7 @@ def check_trackers(names: Sequence[str], *, are_defaults: bool) -> list[str]:
                 f"The tracker {name} is not installed",
                 expected=f"an importable package {name!r}",
                 got="none",
-                fix=f"pip install {_PACKAGES.get(name, name)}, or leave it out of run.trackers",
+                fix=f"pip install {name}, or leave it out of run.trackers",
             )
     return found
 

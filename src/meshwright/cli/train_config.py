@@ -88,18 +88,17 @@ class AdapterTable(Table):
     rank_stabilized: bool = Field(default=False, description="weight by alpha / sqrt(r) instead (rsLoRA)")
     dora: bool = Field(
         default=False,
-        description="train the magnitudes of the adapted weights, too (DoRA): every rank builds the whole base, since "
-        "they begin with the base's; not with tensor_parallel",
+        description="train the magnitudes of the adapted weights, too (DoRA); not with tensor_parallel",
     )
     bits: Literal[4] | None = Field(
         default=None,
         description="keep the linear layers of the base in 4 bits, NF4 of bitsandbytes (QLoRA), but the head and "
-        "modules_to_save: every rank builds the whole base; under data, zero1, zero2 and fsdp; default: as they are",
+        "modules_to_save; under data, zero1, zero2 and fsdp; default: as they are",
     )
 
     @property
     def needs_values(self) -> bool:
-        """Return whether the adapters follow from the values of their base, which must be whole then."""
+        """Return whether the adapters, or the base itself, are computed from the values of the base."""
         return self.r is not None and (self.dora or self.bits is not None)
 
     @model_validator(mode="after")

@@ -57,7 +57,7 @@ class ModelSource:
     notice: str | None = None
     """What to say about a model that is initialised."""
     needs_values: bool = False
-    """Whether ``build`` needs the values of the model, which it reads itself if there are some stored."""
+    """Whether ``build`` needs the values of the model, and nothing stored says them."""
 
 
 def model_source(
@@ -85,26 +85,19 @@ def model_source(
     loss_func = next_token_loss if of_text and loss is None else loss
     path = config_path(table.source, folder)
     weights = _weights(table, path, folder) if reads_weights else None
-    is_whole = adapter is not None and adapter.needs_values
-    if is_whole and weights is not None and weights != path:
-        raise ConfigError(
-            "adapter.dora and adapter.bits need a base that is whole when it is built",
-            expected="model.source = 'hf:FOLDER' with its weights, or a function that returns a model with values",
-            got=f"model.weights = {table.weights!r}",
-            fix="leave model.weights out, or let the function read them",
-        )
+    # With stored weights, what follows from them is computed while shards are read.
+    is_whole = adapter is not None and adapter.needs_values and weights is None
     if path is None:
         function = resolve_reference(table.source, _KEY)
         build = functools.partial(_from_function, function, table)
         return ModelSource(_adapted(build, adapter), loss_func, to_device, None, weights, needs_values=is_whole)
     check_config_path(path, _KEY)
-    reads = path if is_whole and weights is not None else None
-    build = functools.partial(_from_hf, path, table, loss_func is next_token_loss, reads)
+    build = functools.partial(_from_hf, path, table, loss_func is next_token_loss)
     notice = None
     if reads_weights and weights is None and table.weights == _AUTO:
         notice = f"there are no weights in {path}: the model is initialised from run.seed"
     built = _adapted(build, adapter)
-    return ModelSource(built, loss_func, _by_name, "unpack_dict", None if is_whole else weights, notice, is_whole)
+    return ModelSource(built, loss_func, _by_name, "unpack_dict", weights, notice, is_whole)
 
 
 def _adapted(build: Callable[..., nn.Module], adapter: AdapterTable | None) -> Callable[..., nn.Module]:
@@ -150,23 +143,11 @@ def _from_function(
 
 
 def _from_hf(
-    path: Path,
-    table: ModelTable,
-    must_be_causal: bool,
-    weights: Path | None,
-    vocab_size: int | None,
-    seq_len: int | None,
+    path: Path, table: ModelTable, must_be_causal: bool, vocab_size: int | None, seq_len: int | None
 ) -> nn.Module:
     config = read_model_config(path, table.args, _KEY)
     _check_sizes(config, vocab_size, seq_len)
-    dtype = torch_dtype(table.dtype or "fp32")
-    model = model_of_config(config, path, dtype=dtype)
-    if weights is not None:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # every rank reads
-        kind: Any = type(model)
-        model = kind.from_pretrained(str(weights), config=config, dtype=dtype, local_files_only=True)
+    model = model_of_config(config, path, dtype=torch_dtype(table.dtype or "fp32"))
     if must_be_causal and not predicts_next_token(model, config):
         raise ConfigError(
             f"{type(model).__name__} is no causal language model, and text trains next-token prediction",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.adapters import check_packages
 from meshwright.cli.config_help import Table
 from meshwright.cli.ranks import num_ranks
 from meshwright.cli.references import find_modules_beside
@@ -22,7 +23,7 @@ from meshwright.cost import find_cluster
 from meshwright.data import numbers_that_divide
 from meshwright.errors import ConfigError, DataError
 from meshwright.methods import GradientAccumulation, resolve
-from meshwright.planner.config_models import config_path
+from meshwright.planner.config_models import check_config_path, config_path
 from meshwright.strategy import Strategy
 
 
@@ -67,7 +68,8 @@ class Options:
         words = ["meshwright", "train", str(self.file), "--out", str(run_dir), "--resume", "--steps", str(steps)]
         words += ["--nproc", str(self.nproc)] if self.nproc is not None else []
         words += ["--strategy", self.strategy] if self.strategy is not None else []
-        return shlex.join([*words, *(word for change in self.changes for word in ("--set", change))])
+        changes = [change for change in self.changes if change.partition("=")[0].strip() != "run.steps"]
+        return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,9 @@ def find_all(
     reads_weights: bool,
 ) -> Prepared:
     """Find model, data, cluster and trackers of a training file; see :func:`prepare`."""
+    check_packages(config.adapter)
+    if (folder_of_model := config_path(config.model.source, folder)) is not None:
+        check_config_path(folder_of_model, "model.source")  # before its tokenizer is missed
     corpus = _corpus(config, folder)
     of_text = isinstance(corpus, Corpus) and corpus.layout == "windows"
     model = model_source(config.model, folder, adapter=config.adapter, of_text=of_text, reads_weights=reads_weights)

@@ -363,8 +363,8 @@ class TokenDataset(Dataset[torch.Tensor]):
             raise DataError(
                 "The corpus is shorter than one sequence",
                 expected=f"at least {seq_len} tokens (seq_len)",
-                got=f"{self.num_tokens} tokens in {self.path}",
-                fix="add text, or train on shorter sequences",
+                got=f"{self.num_tokens} tokens, kept in {self.path}",
+                fix="add text, or train on shorter sequences" if self.num_tokens else "see whether the files are empty",
             )
 
     @property

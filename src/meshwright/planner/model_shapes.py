@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -238,10 +239,14 @@ def parse_family(text: str) -> Shape:
     if name not in get_args(Family):
         nearest = difflib.get_close_matches(name, known, n=len(known), cutoff=0.0)
         raise ModelError(
-            f"{name!r} is neither a family nor a known model{did_you_mean(name, (*get_args(Family), *known))}",
-            expected=f"a family ({join_names(get_args(Family))}) with dimensions, or one of {join_names(nearest, 8)}",
+            f"{text!r} is neither a family nor a known model{did_you_mean(name, (*get_args(Family), *known))}",
+            expected=f"a family ({join_names(get_args(Family))}) with dimensions, one of {join_names(nearest, 8)}, or "
+            "hf:FOLDER with the config.json of a model",
             got=repr(text),
-            fix="correct the name, or write family:layers=…,hidden=…,heads=…,vocab=…",
+            fix=f"write hf:{text.strip()}"
+            if os.path.exists(text.strip())
+            else "correct the name; download the "
+            "config.json of another model and write hf:FOLDER; or write family:layers=…,hidden=…,heads=…,vocab=…",
         )
     absent = [key for key in _REQUIRED if key not in given]
     if absent:
@@ -257,7 +262,7 @@ def parse_family(text: str) -> Shape:
 def _plain(name: str) -> str:
     """Normalize a name: ``Meta-Llama-3-8B`` and ``llama3-8b`` become ``llama-3-8b``."""
     name = re.sub(r"[\s_]+", "-", name.strip().lower())
-    name = re.sub(r"^(meta-|mistralai/|meta-llama/)+", "", name)
+    name = re.sub(r"^([\w.-]+/)?(meta-)?", "", name)
     name = re.sub(r"^llama(\d)", r"llama-\1", name)
     return re.sub(r"^gpt3", "gpt-3", name)
 

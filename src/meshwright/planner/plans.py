@@ -411,7 +411,7 @@ _ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
 
 
 def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
-    """Build the table of a plan: memory per rank by class, seconds, copies, building the model, and collectives.
+    """Build the table of a plan: memory per rank by class, seconds, copies, collectives; before it, building the model.
 
     Args:
         plan: The plan.
@@ -445,8 +445,8 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     if plan.num_snapshots:
         what = f"on the host: {plan.num_snapshots} snapshots of the state"
         table.add_row(what, readable_bytes(plan.snapshot_bytes), *(() if measured is None else ("",)))
-    for what, figure in building_rows(plan):
-        table.add_row(what, figure, *(() if measured is None else ("",)))
+    for what, figure in building_rows(plan) if measured is None else ():  # it has been built
+        table.add_row(what, figure)
     if plan.step.traffic:
         table.add_section()
         for traffic in plan.step.traffic:

@@ -19,6 +19,7 @@ from meshwright.runtime import broadcast_object, rank, same_on_every_rank, world
 from meshwright.runtime.torch_internals import checkpoint as keys
 from meshwright.store.conversions import Plan, plan_for
 from meshwright.store.dcp_folder import METADATA, open_dcp
+from meshwright.store.derived_tensors import with_derived
 from meshwright.store.entries import dtype_named
 from meshwright.store.folder import INDEX, read_index
 from meshwright.store.manifest import (
@@ -444,7 +445,9 @@ def checkpoint_tensors(path: Path) -> tuple[dict[str, StoredTensor], OpenFiles]:
 
 def _planned(found: FoundWeights, model: nn.Module, entries: Mapping[str, torch.Tensor]) -> Plan:
     tensors = _of_the_model(found.tensors, entries) if found.in_state else found.tensors
-    return plan_for(model, tensors, entries)
+    plan = plan_for(model, tensors, entries)
+    plan.tensors = with_derived(model, plan.tensors, entries)
+    return plan
 
 
 def _of_the_model(stored: Mapping[str, StoredTensor], entries: Iterable[str]) -> dict[str, StoredTensor]:
