@@ -30,11 +30,11 @@ if attempt == "0":
 
 LAUNCHER = """
 import sys
-from meshwright.runtime.launch import launch_restarting
+from meshwright.runtime.launch import launch
 
 if __name__ == "__main__":
     tell = lambda failure: print("told", failure.attempt, failure.rank, failure.status, failure.signal_name, flush=True)
-    sys.exit(launch_restarting(["program", sys.argv[1]], 2, int(sys.argv[2]), tell))
+    sys.exit(launch(["-m", "program", sys.argv[1]], 2, max_restarts=int(sys.argv[2]), tell=tell))
 """
 
 
