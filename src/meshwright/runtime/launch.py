@@ -153,6 +153,9 @@ def launch(
                 failure = Failure(attempt, failed, status, time.time(), _memory_kills() > memory_kills)
                 (tell or _tell_signal)(failure)
                 _farewell(ranks, stops, failure, is_last=attempt == max_restarts)
+            except EOFError:  # a stop signal to all processes has ended the server, which was still starting
+                if not stops.received:
+                    raise
             finally:
                 _end(ranks)
             del store
@@ -268,6 +271,7 @@ def _environment(
 def _be_rank(environment: Mapping[str, str], arguments: list[str]) -> None:
     """Run the program as one rank; in a new process."""
     end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
     if sys.platform != "linux":
         threading.Thread(target=_end_when_orphaned, args=(os.getppid(),), daemon=True).start()
     os.environ.update(environment)
@@ -390,4 +394,7 @@ def _memory_events() -> Iterator[Path]:
 
 
 if "multiprocessing.forkserver" in " ".join(sys.orig_argv) and multiprocessing.parent_process() is None:
-    end_with_parent()  # this is the server, which nobody needs any more when its launcher is gone
+    # This is the server, which nobody needs any more when its launcher is gone. Until then ranks end with it, and a
+    # signal to all processes of a job, such as Slurm's, asks them to save.
+    end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
