@@ -3,15 +3,16 @@
 import pytest
 
 from meshwright.errors import LaunchError
-from meshwright.runtime import launch as module
+from meshwright.runtime import device, launch
 
 
 def test_more_processes_than_memory_holds_are_refused_and_none_is_started(monkeypatch):
     started = []
-    monkeypatch.setattr(module, "elastic_launch", lambda *given: lambda *arguments: started.append(arguments))
-    monkeypatch.setattr(module, "host_share_bytes", lambda ranks: 3 * 2**28)
+    monkeypatch.setattr(launch, "_prepare_environment", lambda nproc: None)
+    monkeypatch.setattr(launch.forkserver, "ensure_running", lambda: started.append("server"))
+    monkeypatch.setattr(device, "host_share_bytes", lambda ranks: 3 * 2**28)
     with pytest.raises(LaunchError, match=r"at most 3: .*Got 4"):
-        module.launch(["-m", "nothing"], 4)
+        launch.launch(["-m", "nothing"], 4)
     assert not started
-    assert module.launch(["-m", "nothing"], 3) == 0
-    assert started == [("-m", "nothing")]
+    launch.start_server(3)
+    assert started == ["server"]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from meshwright.runtime.launch import LoopbackRendezvous
+from meshwright.runtime.launch import loopback_store
 
 LISTENING = "0A"
 
@@ -21,11 +21,9 @@ def _listening(port):
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads what Linux tells of sockets")
 def test_each_attempt_meets_in_a_store_of_its_own_that_other_machines_cannot_reach():
-    rendezvous = LoopbackRendezvous("run")
-    first, second = rendezvous.next_rendezvous(), rendezvous.next_rendezvous()
-    ports = [each.bootstrap_store_info.master_port for each in (first, second)]
-    assert [_listening(port) for port in ports] == [["0100007F"], ["0100007F"]]
-    client = TCPStore("127.0.0.1", ports[0], is_master=False)
+    (first, port), (second, other) = loopback_store(), loopback_store()
+    assert [_listening(each) for each in (port, other)] == [["0100007F"], ["0100007F"]]
+    client = TCPStore("127.0.0.1", port, is_master=False)
     client.set("key", "of the first attempt")
-    assert first.store.get("key") == b"of the first attempt"
-    assert not second.store.check(["key"])
+    assert first.get("key") == b"of the first attempt"
+    assert not second.check(["key"])

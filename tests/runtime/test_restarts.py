@@ -24,17 +24,25 @@ if rank == "1" and attempt == "0" and kind != "waits":
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(kind))
+def save(*_):
+    Path(f"saved-{rank}").touch()
+    sys.exit(0)
+
+
+if kind == "waits":
+    signal.signal(signal.SIGTERM, save)
+    Path(f"ready-{rank}").touch()
 if attempt == "0":
     time.sleep(60)
 """
 
 LAUNCHER = """
 import sys
-from meshwright.runtime.launch import launch_restarting
+from meshwright.runtime.launch import launch
 
 if __name__ == "__main__":
     tell = lambda failure: print("told", failure.attempt, failure.rank, failure.status, failure.signal_name, flush=True)
-    sys.exit(launch_restarting(["program", sys.argv[1]], 2, int(sys.argv[2]), tell))
+    sys.exit(launch(["-m", "program", sys.argv[1]], 2, max_restarts=int(sys.argv[2]), tell=tell))
 """
 
 
@@ -43,7 +51,7 @@ def _start(folder, kind, num_restarts):
     (folder / "launcher.py").write_text(LAUNCHER)
     command = [sys.executable, "launcher.py", kind, str(num_restarts)]
     given = {**environment(), "PYTHONPATH": f"{ROOT / 'src'}:{folder}"}
-    return subprocess.Popen(command, cwd=folder, env=given, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=folder, env=given, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def _ran(folder, attempt, rank):
@@ -59,7 +67,7 @@ def _is_running(pid):
         return False
 
 
-def _wait_until(condition, seconds=60.0):
+def _wait_until(condition, seconds=200.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -124,12 +132,14 @@ def test_paused_workers_and_their_server_end_with_the_tests(tmp_path):
 
 
 @pytest.mark.long
-def test_a_stop_signal_reaches_the_ranks_and_nobody_starts_again(tmp_path):
+@pytest.mark.parametrize("to_all", [False, True])  # Slurm signals all processes of a job, the server too
+def test_a_stop_signal_reaches_the_ranks_and_nobody_starts_again(tmp_path, to_all):
     launcher = _start(tmp_path, "waits", 3)
-    _wait_until(lambda: all((tmp_path / f"ran-0-{rank}").exists() for rank in (0, 1)))
-    launcher.terminate()
+    _wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
+    os.killpg(launcher.pid, signal.SIGTERM) if to_all else launcher.terminate()
     launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGTERM
+    assert all((tmp_path / f"saved-{rank}").exists() for rank in (0, 1))
     assert not (tmp_path / "ran-1-0").exists()
 
 

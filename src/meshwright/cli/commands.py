@@ -351,31 +351,33 @@ def train_command(
 
 def _train(options: Options) -> int:
     """Train here, or start the ranks that do."""
-    from meshwright.cli.run_failures import teller
-    from meshwright.cli.run_files import default_run_dir
-    from meshwright.cli.train_loop import train
     from meshwright.cli.train_options import number_of_processes, prepare
-    from meshwright.runtime.launch import inside_launcher, launch_restarting, stay_on_this_machine
+    from meshwright.runtime.launch import inside_launcher, start_server, stay_on_this_machine
 
     if inside_launcher():
         _leave_interrupts_to_the_launcher()
-        return train(options)
+        return _train_here(options)
     nproc = number_of_processes(options.read())
     if nproc == 1 and not options.max_restarts:
         stay_on_this_machine()
-        return train(options)
+        return _train_here(options)
+    start_server(nproc, _PRELOADED)  # it imports meanwhile
     # Report what is wrong with the request once, here, before any rank has started.
     prepared = prepare(options, nproc)
+    from meshwright.cli.run_failures import teller
+    from meshwright.cli.run_files import default_run_dir
+
     run_dir = prepared.run_dir or default_run_dir(options.file)
-    arguments = ["meshwright", *options.arguments(run_dir)]
-    if not options.max_restarts:
-        return _start_ranks(arguments[1:], nproc)
-    return _told(
-        launch_restarting(arguments, nproc, options.max_restarts, teller(run_dir), ("meshwright.cli.preloaded",))
-    )
+    return _start_ranks(options.arguments(run_dir), nproc, max_restarts=options.max_restarts, tell=teller(run_dir))
 
 
-_PRELOAD = ("meshwright.cli.preloaded",)
+def _train_here(options: Options) -> int:
+    from meshwright.cli.train_loop import train
+
+    return train(options)
+
+
+_PRELOADED = ("meshwright.cli.preloaded",)
 
 
 def _leave_interrupts_to_the_launcher() -> None:
@@ -383,17 +385,13 @@ def _leave_interrupts_to_the_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _start_ranks(arguments: list[str], nproc: int) -> int:
-    from meshwright.runtime.launch import launch
-
-    return _told(launch(["-m", "meshwright", *arguments], nproc))
-
-
-def _told(status: int) -> int:
+def _start_ranks(arguments: list[str], nproc: int, **options: Any) -> int:
     from rich.console import Console
 
     from meshwright.cli.failures import INTERRUPTED
+    from meshwright.runtime.launch import launch
 
+    status = launch(["-m", "meshwright", *arguments], nproc, preload=_PRELOADED, **options)
     if status != 0:
         Console().show_cursor(True)  # a rank that was ended while drawing leaves it hidden
     if status == INTERRUPTED:

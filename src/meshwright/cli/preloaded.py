@@ -1,4 +1,4 @@
-"""Do once, in the server that forks ranks, what each would do at its start; see [Note: fast restarts]."""
+"""Do once, in the server that forks ranks, what each would do at its start; see [Note: forked ranks]."""
 
 import meshwright.cli.train_loop
 import meshwright.methods.zero

@@ -1,7 +1,7 @@
 """Record what has interrupted a run, what that cost, and what it could go on from: ``failures.jsonl``.
 
 Each line is written by whoever knows: the launcher says how a rank has ended, a rank that names a hang or a step that
-is not finite does so before all end, and rank 0 says after the first new step what was lost. See [Note: fast restarts].
+is not finite does so before all end, and rank 0 says after the first new step what was lost. See [Note: forked ranks].
 """
 
 from __future__ import annotations

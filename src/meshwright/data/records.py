@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from meshwright.errors import ConfigError, DataError, join_names, printable
+from meshwright.errors import DataError, join_names, printable
+from meshwright.runtime.lazy import optional_library
 
 _MAGIC_BYTES = 10
 # What compressed files begin with.
@@ -108,7 +109,9 @@ class _Zstd(io.RawIOBase):
     """Reads what zstd has compressed; unlike the library's own stream, a file that is cut short raises."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._library = _library("zstandard", "a file that is compressed with zstd", "meshwright[data]")
+        self._library = optional_library(
+            "zstandard", "Reading a file that is compressed with zstd", "pip install 'meshwright[data]'"
+        )
         self._file, self._frame, self._unpacked = file, self._new_frame(), b""
 
     def _new_frame(self) -> Any:
@@ -201,7 +204,7 @@ def _of_json_lines(path: Path, bad_lines: BadLines) -> Iterator[Record]:
 
 
 def _of_parquet(path: Path) -> Iterator[Record]:
-    parquet = _library("pyarrow.parquet", "a Parquet file", "meshwright[data]")
+    parquet: Any = optional_library("pyarrow.parquet", "Reading a Parquet file", "pip install 'meshwright[data]'")
     with _explained(path, "a Parquet file"):
         number = 0
         for batch in parquet.ParquetFile(path).iter_batches():
@@ -211,7 +214,7 @@ def _of_parquet(path: Path) -> Iterator[Record]:
 
 
 def _of_dataset(path: Path) -> Iterator[Record]:
-    datasets = _library("datasets", "a folder of datasets", "datasets")
+    datasets: Any = optional_library("datasets", "Reading a folder of datasets", "pip install 'datasets'")
     with _explained(path, "a folder that Dataset.save_to_disk wrote"):
         found = datasets.load_from_disk(str(path))
         if isinstance(found, Mapping):
@@ -239,16 +242,4 @@ def _explained(path: Path, expected: str) -> Iterator[None]:
             expected=expected,
             got=f"{type(error).__name__}: {error}",
             fix="write it again, or name another file",
-        ) from error
-
-
-def _library(name: str, what: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"Reading {what} needs {name.partition('.')[0]}, which is not installed",
-            expected=f"an importable package {name.partition('.')[0]!r}",
-            got=str(error),
-            fix=f"pip install '{package}'",
         ) from error

@@ -14,6 +14,7 @@ import numpy as np
 
 from meshwright.data.chat import fingerprint_of, is_tokenizer_folder, transformers_tokenizer
 from meshwright.errors import ConfigError, DataError, did_you_mean
+from meshwright.runtime.lazy import optional_library
 
 BYTES = "bytes"
 """The tokenizer name that stands for :class:`ByteTokenizer`."""
@@ -208,17 +209,10 @@ def _of_folder(folder: Path) -> JsonTokenizer:
 
 
 def _parse(content: bytes, fingerprint: str, path: Path) -> JsonTokenizer:
+    fix = f"pip install 'meshwright[hf]', or use the tokenizer {BYTES!r}, which needs nothing"
+    library: Any = optional_library("tokenizers", f"Tokenizer {path}", fix)
     try:
-        from tokenizers import Tokenizer as Backend
-    except ImportError as error:
-        raise ConfigError(
-            f"Tokenizer {path} needs the tokenizers library, which is not installed",
-            expected="an importable package 'tokenizers'",
-            got=str(error),
-            fix=f"pip install 'meshwright[hf]', or use the tokenizer {BYTES!r}, which needs nothing",
-        ) from error
-    try:
-        return JsonTokenizer(Backend.from_str(content.decode("utf-8")), fingerprint)
+        return JsonTokenizer(library.Tokenizer.from_str(content.decode("utf-8")), fingerprint)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception for files it cannot read, and panics
@@ -232,16 +226,9 @@ def _parse(content: bytes, fingerprint: str, path: Path) -> JsonTokenizer:
 
 def _of_tiktoken(content: bytes, path: Path) -> TiktokenTokenizer:
     """Build the encoding that the file's name says, without tiktoken's loaders, which would ask the network."""
-    try:
-        import tiktoken
-        from tiktoken_ext import openai_public
-    except ImportError as error:
-        raise ConfigError(
-            f"Tokenizer {TIKTOKEN}{path} needs the tiktoken library, which is not installed",
-            expected="an importable package 'tiktoken'",
-            got=str(error),
-            fix="pip install 'meshwright[data]'",
-        ) from error
+    tiktoken: Any = optional_library("tiktoken", f"Tokenizer {TIKTOKEN}{path}", "pip install 'meshwright[data]'")
+    from tiktoken_ext import openai_public
+
     # The library's own definitions, in which the ranks come from this file: its loader copies even local ones.
     defined: dict[str, Any] = dict(vars(openai_public))
     for each, make in openai_public.ENCODING_CONSTRUCTORS.items():

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.planner.model_shapes import Family, Shape
 from meshwright.planner.workload import ModuleModel, token_batch
+from meshwright.runtime.lazy import optional_library
 
 _MOST_LAYERS = 1_000  # as many as the deepest Transformers that were published (DeepNet, Wang et al. 2022)
 _MOST_EXPERTS = 10_000
@@ -392,16 +393,7 @@ def predicts_next_token(module: nn.Module, config: Any) -> bool:
 
 
 def _transformers(key: str = _HF) -> ModuleType:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"{key} needs transformers, which is not installed",
-            expected="an importable package 'transformers'",
-            got=str(error),
-            fix="pip install 'meshwright[hf]'",
-        ) from None
-    return transformers
+    return optional_library("transformers", key, "pip install 'meshwright[hf]'")
 
 
 @contextmanager

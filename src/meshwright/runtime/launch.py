@@ -1,43 +1,46 @@
-"""Launch local ranks over a store that only this machine can reach: through torchrun's machinery, or a fork server."""
+"""Launch local ranks over a store that only this machine can reach. A server imports everything once, and forks them.
+
+[Note: forked ranks]
+
+A server that has imported torch and the program forks the ranks, each in milliseconds: eight ranks import once, not
+eight times. It forks before anything has started a thread or touched a GPU. Where forking is not safe (other systems
+than Linux), every rank is a new interpreter.
+
+After a failure no process of the attempt goes on: process groups, and what a sharded model keeps of them, cannot be
+taken over into a new world. The server forks the ranks of the next attempt, and these take their state from the
+snapshots in their host's memory. The server ends with the launcher, however that ends, and the ranks with the server.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
-import logging
+import functools
 import multiprocessing
 import os
 import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import TYPE_CHECKING
 
 from meshwright.errors import LaunchError
-from meshwright.runtime.device import host_share_bytes
-from meshwright.runtime.rendezvous import separate_tasks_warning
-from meshwright.runtime.torch_internals.c10d import Store, TCPStore
 
-_LOOPBACK_BACKEND = "meshwright-loopback"
+if TYPE_CHECKING:
+    from meshwright.runtime.torch_internals.c10d import Store
+
 _ADDRESS = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(minutes=5)
 
@@ -47,6 +50,8 @@ def loopback_store() -> tuple[Store, int]:
 
     torch's own store listens on every interface, and whoever reaches it can write there what ranks then unpickle.
     """
+    from meshwright.runtime.torch_internals.c10d import TCPStore
+
     with socket.socket() as listening:
         listening.bind((_ADDRESS, 0))
         listening.listen(1024)
@@ -62,62 +67,10 @@ def loopback_store() -> tuple[Store, int]:
     return store, port
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """torchrun's rendezvous for one machine.
-
-    Every attempt gets its own store, so that ranks do not find keys of ranks that have died (pytorch#135712).
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._closed = False
-
-    def get_backend(self) -> str:
-        """Return the backend's name."""
-        return _LOOPBACK_BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Return True: ranks use this store, too, instead of making one."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Make the store of the next attempt."""
-        self._store, port = loopback_store()
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_ADDRESS, port))
-
-    def is_closed(self) -> bool:
-        """Return whether no attempt will follow."""
-        return self._closed
-
-    def set_closed(self) -> None:
-        """Announce that no attempt will follow."""
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no other machine ever joins."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the run."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Return True: nothing but the store needs closing, which goes with the process."""
-        return True
-
-
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
-
-
-rendezvous_handler_registry.register(_LOOPBACK_BACKEND, _create)
-
-
 # --- Launching: when one rank dies, all end, and the caller learns why.
 
-_MONITOR_INTERVAL_S = 0.1
 _RANK_BYTES = 2**28  # of memory: an interpreter with torch, before it holds anything
+_START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def inside_launcher() -> bool:
@@ -154,52 +107,86 @@ def stay_on_this_machine() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def launch(arguments: Sequence[str], nproc: int) -> int:
-    """Run ``python ARGUMENTS…`` as ``nproc`` local ranks and wait for them.
+def launch(
+    arguments: Sequence[str],
+    nproc: int,
+    *,
+    max_restarts: int = 0,
+    tell: Callable[[Failure], None] | None = None,
+    preload: Sequence[str] = (),
+) -> int:
+    """Run ``python ARGUMENTS…`` as ``nproc`` local ranks and wait for them; all of them again when one fails.
 
     The ranks write to this terminal. When one fails, the others are ended within seconds. They meet over the loopback
-    interface only: other machines cannot reach them.
+    interface only: other machines cannot reach them. On Linux they are forked: see [Note: forked ranks].
 
     Args:
-        arguments: Command line after the interpreter, such as ``["-m", "package", …]``.
+        arguments: Command line after the interpreter: ``["-m", "package", …]`` or ``["script.py", …]``.
         nproc: Number of processes.
+        max_restarts: Number of times that all ranks are started again.
+        tell: Called with each failure, while the ranks end; by default a line names the signal that has ended a rank.
+        preload: Modules that ranks need, imported once.
 
     Returns:
-        0, or the exit status of the rank that failed first (1 where a signal ended it, 130 on Ctrl-C).
+        0, or the exit status of the rank that failed first in the last attempt (1 where a signal ended it, 130 on
+        Ctrl-C).
+
+    Raises:
+        LaunchError: Where so many interpreters would not fit into this machine's memory.
+    """
+    start_server(nproc, preload)
+    process = multiprocessing.get_context(_START_METHOD).Process  # type: ignore[attr-defined]
+    launch_id, status = f"meshwright-{uuid.uuid4()}", 0
+    with _StopRequests() as stops:
+        for attempt in range(max_restarts + 1):
+            store, port = loopback_store()
+            given = _environment(nproc, port, attempt, max_restarts, launch_id)
+            ranks = [process(target=_be_rank, args=(given(rank), list(arguments))) for rank in range(nproc)]
+            memory_kills = _memory_kills()
+            try:
+                for each in ranks:
+                    each.start()
+                failed = _first_failure(ranks, stops)
+                if failed is None:
+                    return stops.status(max((each.exitcode or 0 for each in ranks), default=0))
+                status = ranks[failed].exitcode or 0
+                failure = Failure(attempt, failed, status, time.time(), _memory_kills() > memory_kills)
+                (tell or _tell_signal)(failure)
+                _farewell(ranks, stops, failure, is_last=attempt == max_restarts)
+            except EOFError:  # a stop signal to all processes has ended the server, which was still starting
+                if not stops.received:
+                    raise
+            finally:
+                _end(ranks)
+            del store
+            if stops.received or status in (128 + each for each in _STOPS):
+                break
+    return stops.status(max(status, 1))
+
+
+def start_server(nproc: int, preload: Sequence[str] = ()) -> None:
+    """Start what forks the ranks of :func:`launch`; it imports while this process goes on.
+
+    Args:
+        nproc: Number of ranks to come.
+        preload: Modules that ranks need, the same ones as :func:`launch` gets.
 
     Raises:
         LaunchError: Where so many interpreters would not fit into this machine's memory.
     """
     _check_room(nproc)
     _prepare_environment(nproc)
-    # The rank that failed has said why; the launcher's own account of it would bury that.
-    for module in ("multiprocessing.api", "agent.server.api"):
-        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=f"meshwright-{uuid.uuid4()}",
-        rdzv_backend=_LOOPBACK_BACKEND,
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=_MONITOR_INTERVAL_S,
-    )
-    try:
-        elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as failure:
-        failed_rank, cause = failure.get_first_failure()
-        # A signal ended it, most likely out of memory, so no rank has said why.
-        if cause.exitcode < 0:
-            print(f"meshwright: rank {failed_rank} was ended by {cause.signal_name()}", file=sys.stderr, flush=True)
-        return max(cause.exitcode, 1)
-    except SignalException as stopped:
-        return 130 if stopped.sigval == signal.SIGINT else 128 + stopped.sigval
-    return 0
+    if _START_METHOD == "forkserver":
+        # The first one lets the server end with this process, before the others take seconds.
+        multiprocessing.get_context(_START_METHOD).set_forkserver_preload([__name__, "torch", *preload])
+        forkserver.ensure_running()
 
 
+@functools.cache
 def _prepare_environment(nproc: int) -> None:
-    """Set the variables that all ranks of this machine inherit, and warn of processes that would train alone."""
+    """Set the variables that all ranks of this machine inherit, and warn once of processes that would train alone."""
+    from meshwright.runtime.rendezvous import separate_tasks_warning
+
     if warning := separate_tasks_warning(os.environ):
         print(f"meshwright: {warning}", file=sys.stderr, flush=True)
     # Without a limit every rank starts a thread per core and they fight over the cores.
@@ -209,6 +196,8 @@ def _prepare_environment(nproc: int) -> None:
 
 def _check_room(nproc: int) -> None:
     """Refuse more processes than fit into memory, before any is started."""
+    from meshwright.runtime.device import host_share_bytes
+
     most = host_share_bytes(1) // _RANK_BYTES
     if nproc > max(most, 1):
         raise LaunchError(
@@ -219,18 +208,14 @@ def _check_room(nproc: int) -> None:
         )
 
 
-# --- [Note: fast restarts]
-#
-# After a failure no process of the attempt goes on: process groups, and what a sharded model keeps
-# of them, cannot be taken over into a new world. What would take long is done once instead: a server that has imported
-# torch and the program forks the ranks of every attempt, each in milliseconds, and the ranks take their state from the
-# snapshots in their host's memory. The server ends with the launcher, however that ends, and the ranks with the server.
+# --- One attempt: its failure, its ranks, and their end.
 
 HUNG, NOT_FINITE = 75, 76
 """Statuses with which ranks end that have told already why: a rank hangs; a step is not finite."""
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 _FAREWELL_S = 0.3  # the ranks that lost a peer say so, and end
+_POLL_S = 0.5
 _GRACE_S = 30.0  # to save a checkpoint after a stop signal, as torchrun gives it
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -263,55 +248,11 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def launch_restarting(
-    arguments: Sequence[str],
-    nproc: int,
-    max_restarts: int,
-    tell: Callable[[Failure], None],
-    preload: Sequence[str] = (),
-) -> int:
-    """Run ``python -m PACKAGE …`` as ``nproc`` local ranks, and all of them again when one fails.
-
-    Args:
-        arguments: Name of the package, and its command line.
-        nproc: Number of processes.
-        max_restarts: Number of times that all ranks are started again.
-        tell: Called with each failure, while the ranks end.
-        preload: Modules that ranks need, imported once.
-
-    Returns:
-        0, or the exit status of the rank that failed first in the last attempt (1 where a signal ended it, 130 on
-        Ctrl-C).
-
-    Raises:
-        LaunchError: Where so many interpreters would not fit into this machine's memory.
-    """
-    _check_room(nproc)
-    _prepare_environment(nproc)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.runtime.launch", *preload])
-    launch_id, status = f"meshwright-{uuid.uuid4()}", 0
-    with _StopRequests() as stops:
-        for attempt in range(max_restarts + 1):
-            store, port = loopback_store()
-            given = _environment(nproc, port, attempt, max_restarts, launch_id)
-            ranks = [context.Process(target=_be_rank, args=(given(rank), list(arguments))) for rank in range(nproc)]
-            memory_kills = _memory_kills()
-            try:
-                for each in ranks:
-                    each.start()
-                failed = _first_failure(ranks, stops)
-                if failed is None:
-                    return stops.status(max((each.exitcode or 0 for each in ranks), default=0))
-                status = ranks[failed].exitcode or 0
-                tell(Failure(attempt, failed, status, time.time(), _memory_kills() > memory_kills))
-                _first_failure(ranks, stops, patience_s=_FAREWELL_S if status not in (HUNG, NOT_FINITE) else 0.0)
-            finally:
-                _end(ranks)
-            del store
-            if stops.received or status in (128 + each for each in _STOPS):
-                break
-    return stops.status(max(status, 1))
+def _tell_signal(failure: Failure) -> None:
+    """Name a signal that has ended a rank, most likely out of memory: no rank has said why."""
+    if failure.signal_name:
+        text = f"rank {failure.rank} was ended by {failure.signal_name}"
+        print(f"meshwright: {text}", file=sys.stderr, flush=True)
 
 
 def _environment(
@@ -330,9 +271,29 @@ def _environment(
 def _be_rank(environment: Mapping[str, str], arguments: list[str]) -> None:
     """Run the program as one rank; in a new process."""
     end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
+    if sys.platform != "linux":
+        threading.Thread(target=_end_when_orphaned, args=(os.getppid(),), daemon=True).start()
     os.environ.update(environment)
-    sys.argv = list(arguments)
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:
+        # Processes of multiprocessing skip what trackers and users have registered for the end of the program.
+        atexit._run_exitfuncs()
+
+
+def _end_when_orphaned(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_POLL_S)
+    os._exit(1)
 
 
 def _first_failure(ranks: Sequence[BaseProcess], stops: _StopRequests, patience_s: float | None = None) -> int | None:
@@ -355,6 +316,22 @@ def _first_failure(ranks: Sequence[BaseProcess], stops: _StopRequests, patience_
             # Of several that have ended meanwhile, one that a signal ended is the cause, not a rank that lost its peer.
             return min(failed, key=lambda number: (ranks[number].exitcode or 0) > 0)
     return None
+
+
+def _farewell(ranks: Sequence[BaseProcess], stops: _StopRequests, failure: Failure, *, is_last: bool) -> None:
+    """Give the ranks that are left time to end: to close files and trackers where no attempt follows."""
+    if failure.status in (HUNG, NOT_FINITE):
+        return
+    if is_last:
+        _signal([each for each in ranks if each.exitcode is None], signal.SIGTERM)
+    _first_failure(ranks, stops, patience_s=_GRACE_S if is_last else _FAREWELL_S)
+
+
+def _signal(ranks: Sequence[BaseProcess], number: int) -> None:
+    for each in ranks:
+        with contextlib.suppress(OSError):
+            if each.pid is not None:
+                os.kill(each.pid, number)
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
@@ -389,10 +366,7 @@ class _StopRequests:
         if not self.received or self._passed_on:
             return False
         self._passed_on = True
-        for each in running:
-            with contextlib.suppress(OSError):
-                if each.pid is not None:
-                    os.kill(each.pid, self.received)
+        _signal(running, self.received)
         return True
 
     def status(self, otherwise: int) -> int:
@@ -420,4 +394,7 @@ def _memory_events() -> Iterator[Path]:
 
 
 if "multiprocessing.forkserver" in " ".join(sys.orig_argv) and multiprocessing.parent_process() is None:
-    end_with_parent()  # this is the server, which nobody needs any more when its launcher is gone
+    # This is the server, which nobody needs any more when its launcher is gone. Until then ranks end with it, and a
+    # signal to all processes of a job, such as Slurm's, asks them to save.
+    end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -28,6 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from meshwright.errors import ConfigError
+
 _ALIASED_NAMES: dict[str, dict[str, tuple[str, str]]] = {}  # package -> name -> module and name there
 _ALIASED_MODULES: dict[str, str] = {}  # old name -> new name; also of everything below it
 
@@ -153,3 +155,26 @@ def paused_collection(to_stay: bool = False) -> Iterator[None]:
             gc.unfreeze()
         if collects:
             gc.enable()
+
+
+def optional_library(name: str, needed_by: str, fix: str) -> ModuleType:
+    """Import a module that Meshwright does not depend on.
+
+    Args:
+        name: The module.
+        needed_by: What needs it, for the error.
+        fix: How to install it, or do without.
+
+    Raises:
+        ConfigError: When it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ConfigError(
+            f"{needed_by} needs {package}, which is not installed",
+            expected=f"an importable package {package!r}",
+            got=str(error),
+            fix=fix,
+        ) from error

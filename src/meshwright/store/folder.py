@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.errors import CheckpointError, ConfigError, join_names
+from meshwright.errors import CheckpointError, join_names
 from meshwright.runtime import broadcast_object, rank, same_on_every_rank
 from meshwright.runtime.agreement import gather_numbers
+from meshwright.runtime.lazy import optional_library
 from meshwright.runtime.processes import agreeing_over, background_group
 from meshwright.store.tensor_files import (
     make_folder,
@@ -358,10 +359,4 @@ def adapter_names(model: nn.Module, named: dict[str, torch.Tensor]) -> dict[str,
 
 def peft_library() -> ModuleType:
     """Import peft; raise a ConfigError where it is not installed."""
-    try:
-        import peft
-    except ImportError:
-        raise ConfigError(
-            "LoRA needs the peft library", expected="peft", got="no such package", fix="pip install peft"
-        ) from None
-    return peft
+    return optional_library("peft", "LoRA", "pip install peft")

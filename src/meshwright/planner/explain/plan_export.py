@@ -19,6 +19,7 @@ from meshwright.planner.explain.plan_figures import every_step, plan_entry, shor
 from meshwright.planner.explain.plan_reasons import WhatIf, against, too_large, why
 from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search import Found
+from meshwright.runtime.lazy import optional_library
 
 FORMAT = "meshwright.plans"
 COMPARISON_FORMAT = "meshwright.comparison"
@@ -239,16 +240,9 @@ def _part(name: str) -> str:
 
 
 def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ConfigError(
-            "The page's figures are drawn by plotly, which is not installed",
-            expected="an importable package 'plotly'",
-            got=str(error),
-            fix="pip install 'meshwright[report]', or leave --html out",
-        ) from None
-    return get_plotlyjs()
+    fix = "pip install 'meshwright[report]', or leave --html out"
+    library: Any = optional_library("plotly.offline", "Drawing the page's figures", fix)
+    return library.get_plotlyjs()  # type: ignore[no-any-return]
 
 
 # --- The simulated step in the Trace Event Format, for Perfetto and Chrome

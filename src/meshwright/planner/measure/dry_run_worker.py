@@ -8,9 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +19,13 @@ from meshwright.runtime import init_distributed, rank, settings, shutdown_distri
 from meshwright.runtime.launch import inside_launcher, launch
 from meshwright.strategy import Strategy
 
-_POLL_S = 0.5
-
 
 def main(folder: Path) -> int:
     """Run what ``request.json`` asks for, and write the result, or the error of a rank, beside it."""
     request = json.loads((folder / "request.json").read_text())
     if not inside_launcher():
-        return launch(["-m", "meshwright.planner.measure.dry_run_worker", str(folder)], request["nproc"])
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        module = "meshwright.planner.measure.dry_run_worker"
+        return launch(["-m", module, str(folder)], request["nproc"], preload=[module])
     init_distributed()
     try:
         strategy = Strategy(str(folder / "strategy.json"))
@@ -43,13 +39,6 @@ def main(folder: Path) -> int:
         (folder / "result.json").write_text(json.dumps({"times_s": times_s}))
     shutdown_distributed()
     return 0
-
-
-def _end_with(launcher: int) -> None:
-    """End this rank once its launcher is gone: signals to the launcher do not reach ranks, which are new sessions."""
-    while os.getppid() == launcher:
-        time.sleep(_POLL_S)
-    os._exit(1)
 
 
 def _function(entry: str) -> Callable[..., Callable[[], Any]]:
