@@ -39,6 +39,7 @@ from meshwright.runtime import (
     outvoted,
     print_rank,
     rank,
+    read_together,
     world_size,
 )
 from meshwright.runtime.agreement import gather_distinct
@@ -240,9 +241,7 @@ class Rest:
 
     def found(self) -> list[int]:
         """Return the step before whose update each weight had first changed, 0 where none did, and begin anew."""
-        if not self._changed_at:
-            return []
-        found = torch.stack([each.cpu() for each in self._changed_at]).tolist()
+        found: list[int] = read_together(self._changed_at).tolist()
         for each in self._changed_at:
             each.zero_()
         return found

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         largest as largest,
         outvoted as outvoted,
         own_versions as own_versions,
+        read_together as read_together,
         same_on_every_rank as same_on_every_rank,
         smallest as smallest,
         wait_for_all_ranks as wait_for_all_ranks,

@@ -475,13 +475,17 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the :func:`bit_sum` of each tensor; int64 on the host, which waits once for each device."""
-    sums = [bit_sum(tensor) for tensor in tensors]
+    return read_together([bit_sum(tensor) for tensor in tensors])
+
+
+def read_together(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return int64 numbers that may lie on several devices as one tensor on the host, which waits once for each."""
     places: dict[torch.device, list[int]] = {}
-    for place, each in enumerate(sums):
+    for place, each in enumerate(numbers):
         places.setdefault(each.device, []).append(place)
-    found = torch.zeros(len(sums), dtype=torch.int64)
+    found = torch.zeros(len(numbers), dtype=torch.int64)
     for own in places.values():
-        found[own] = torch.stack([sums[place] for place in own]).cpu()
+        found[own] = torch.stack([numbers[place] for place in own]).cpu()
     return found
 
 
