@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.runtime.device import read_together
 from meshwright.runtime.processes import agreement_group, rank, world_size
 from meshwright.runtime.rendezvous import absent_ranks, named_ranks
 from meshwright.runtime.torch_internals.c10d import default_store, object_device
@@ -476,17 +477,6 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the :func:`bit_sum` of each tensor; int64 on the host, which waits once for each device."""
     return read_together([bit_sum(tensor) for tensor in tensors])
-
-
-def read_together(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return int64 numbers that may lie on several devices as one tensor on the host, which waits once for each."""
-    places: dict[torch.device, list[int]] = {}
-    for place, each in enumerate(numbers):
-        places.setdefault(each.device, []).append(place)
-    found = torch.zeros(len(numbers), dtype=torch.int64)
-    for own in places.values():
-        found[own] = torch.stack([numbers[place] for place in own]).cpu()
-    return found
 
 
 _COMPARED_WHOLE_BYTES = 8 * 2**30  # of all tensors together; see [Note: equal weights]
