@@ -54,8 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.path, len(places)))
     if config.getoption("--parity") != "all":
         _keep(config, items, lambda item: not item.get_closest_marker("long"))
-    if config.getoption("--device") != "cpu":
-        _keep(config, items, lambda item: on_device.runs_there(item.path, item.name.partition("[")[0]))
+    device = config.getoption("--device")
+    if device != "cpu":
+        _keep(config, items, lambda item: on_device.runs_there(device, item.path, item.name.partition("[")[0]))
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:

@@ -20,7 +20,7 @@ def test_files_and_tests_that_are_named_exist():
     assert len(set(on_device.FILES)) == len(on_device.FILES)
     for name in on_device.FILES:
         assert (TESTS / name).is_file(), name
-    for test in on_device.ON_HOST:
+    for test in (*on_device.ON_HOST, *on_device.NOT_ON_STAND_IN):
         file, _, name = test.partition("::")
         assert file in on_device.FILES, test
         assert f"def {name}(" in (TESTS / file).read_text(), test

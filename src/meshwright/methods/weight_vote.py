@@ -209,7 +209,8 @@ class Rest:
     """Find weights whose bits change between two updates while nobody writes to them.
 
     Only the device computes: what it finds is read at votes. Whoever writes to a tensor, such as a checkpoint that is
-    loaded, raises torch's count of its versions, and then there is nothing to compare until the next update.
+    loaded, raises torch's count of its versions, and then there is nothing to compare until the next update. Writes
+    through ``.data`` are not counted, and are found as a flip is.
 
     Args:
         weights: What is updated.
