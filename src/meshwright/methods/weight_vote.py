@@ -238,7 +238,7 @@ class Rest:
             if (tensor.data_ptr(), tensor._version) != self._states[place]:
                 continue
             first, changed = self._changed_at[place], bit_sum(tensor) != self._sums[place]
-            first.copy_(torch.where((first == 0) & changed, step, first))
+            first.add_(((first == 0) & changed) * step)  # no number of the host becomes a tensor of the device
 
     def found(self) -> list[int]:
         """Return the step before whose update each weight had first changed, 0 where none did, and begin anew."""
