@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import on_device
 from tests.pool import Pool
 
 # Files that take 15 seconds and more begin: with two processes none is left over for one of them at the end.
@@ -35,9 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-s", type=float, default=0.0, help="seconds for each parser; 0 tries a few inputs")
     parser.addoption("--kills", type=int, default=200, help="how many random kills make faults tries")
     parser.addoption("--parity", choices=("some", "all"), default="some", help="how much of the parity matrices to run")
+    parser.addoption("--device", choices=on_device.DEVICES, default="cpu", help="run those tests that a GPU can run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    why_not = on_device.why_not(config.getoption("--device"))
+    if why_not is not None:
+        raise pytest.UsageError(why_not)
     gc.disable()  # until all is collected: what is imported stays
     settings.load_profile("any" if config.getoption("--parity") == "all" else "same")
     config.addinivalue_line("markers", "long: only with --parity=all, as in make parity; a shorter test does like it")
@@ -46,10 +52,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {config.rootpath / "tests" / name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
-    if config.getoption("--parity") == "all":
-        return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-    items[:] = [item for item in items if not item.get_closest_marker("long")]
+    if config.getoption("--parity") != "all":
+        _keep(config, items, lambda item: not item.get_closest_marker("long"))
+    device = config.getoption("--device")
+    if device != "cpu":
+        _keep(config, items, lambda item: on_device.runs_there(device, item.path, item.name.partition("[")[0]))
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = filter(wanted, items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -59,16 +71,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Pool]]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
     """``ranks(n).run(function, …)`` runs a module-level function on n gloo ranks."""
     pools: dict[int, Pool] = {}
+    device = request.config.getoption("--device")
 
     def pool(size: int) -> Pool:
-        return pools.setdefault(size, Pool(size))
+        return pools.setdefault(size, Pool(size, device=device))
 
     yield pool
     for each in pools.values():
         each.stop()
+
+
+@pytest.fixture(autouse=True)
+def on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--device``, what a test without ranks makes is on that device."""
+    device = request.config.getoption("--device")
+    with contextlib.ExitStack() as stack:
+        if device != "cpu" and "ranks" not in request.fixturenames:
+            stack.enter_context(on_device.default_device(device))
+        yield
 
 
 @pytest.fixture(autouse=True)

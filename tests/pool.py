@@ -19,6 +19,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests import on_device
+
 _CALL_TIMEOUT_S = 180.0
 _STRAGGLER_TIMEOUT_S = 20.0  # how long the others may go on after one rank has failed
 _KILLED = (-9, 255)  # by SIGKILL; with the fork server, which alone knows how its workers end
@@ -42,8 +44,8 @@ class Pool:
     Paused, since gloo's threads poll between calls, too: four idle ranks take a tenth of two cores.
     """
 
-    def __init__(self, size: int, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        self.size, self._timeout_s = size, timeout_s
+    def __init__(self, size: int, timeout_s: float = _CALL_TIMEOUT_S, device: str = "cpu") -> None:
+        self.size, self._timeout_s, self._device = size, timeout_s, device
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._calls = 0  # in this world
@@ -115,7 +117,7 @@ class Pool:
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
+            worker = context.Process(target=_serve, args=(theirs, rank, self.size, port, self._device), daemon=True)
             worker.start()
             theirs.close()
             self._workers.append(worker)
@@ -149,7 +151,7 @@ def free_port() -> int:
     raise RuntimeError("100 ports are taken")
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, device: str) -> None:
     if _PAUSES:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(
@@ -162,18 +164,19 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     import meshwright.runtime as runtime
 
     torch.set_num_threads(1)
-    while True:
-        try:
-            function, args, kwargs = pipe.recv()
-        except EOFError:
-            return
-        try:
-            runtime.init_distributed(backend="gloo", timeout_s=120.0)
-            runtime.seed_everything(0)
-            result = function(*args, **kwargs)
-            if torch.distributed.is_initialized():
-                torch.distributed.barrier()
-            gc.collect()  # before the answer: paused after it, ranks would begin their next call with this, unevenly
-            pipe.send((True, result))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
+    with on_device.rank_of_pool(device, size) as backend:
+        while True:
+            try:
+                function, args, kwargs = pipe.recv()
+            except EOFError:
+                return
+            try:
+                runtime.init_distributed(backend=backend, timeout_s=120.0)
+                runtime.seed_everything(0)
+                result = function(*args, **kwargs)
+                if torch.distributed.is_initialized():
+                    torch.distributed.barrier()
+                gc.collect()  # before the answer: paused after it, ranks would begin their next call with it, unevenly
+                pipe.send_bytes(on_device.packed((True, result)))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))

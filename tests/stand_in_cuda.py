@@ -484,10 +484,11 @@ def _built(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Make tensors from Python's numbers as torch does: on the host, then copied, which waits."""
 
     def build(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        device = torch.get_default_device() if device is None else device
         if not _is_cuda(device):
             more = {"requires_grad": True} if requires_grad else {}
             return make(data, *args, device=device, **options, **more)
-        return make(data, *args, **options).to(device).requires_grad_(requires_grad)
+        return make(data, *args, device="cpu", **options).to(device).requires_grad_(requires_grad)
 
     return build
 

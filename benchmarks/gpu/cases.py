@@ -93,7 +93,8 @@ CASES = (
     _llama("1B", "fp8", 40, 120, **_FP8),
     _llama("1B", "raw_fsdp2", 40),
     _llama("1B", "fsdp", 40),
-    Case("exchange", "right", "checks:exchange", "methods over two ranks of one GPU, by gloo", limit_s=120, ranks=2),
+    Case("exchange", "right", "checks:exchange", "methods over two ranks of one GPU, by way of the host",
+         limit_s=120, ranks=2),
     Case("nccl", "right", "checks:exchange", "methods over two GPUs, by NCCL", ("nccl",), limit_s=120, ranks=2, gpus=2),
     Case("optimizers", "right", "checks:optimizers", "every optimizer beside the CPU's numbers"),
     Case("checkpoint", "right", "checks:checkpoint", "a checkpoint saved while training goes on, and loaded"),
@@ -119,6 +120,7 @@ CASES = (
     _llama("3B", "fp8", 70, 150, **_FP8),
     Case("overhead", "fast", "overhead.py", "the host's time of a step beside a raw loop's",
          ("--tiny", "--ranks", "1", "--rounds", "5"), ("--tiny", "--ranks", "1", "--rounds", "1")),
-    Case("pairs", "right", "checks:pairs", "pairs of methods over two ranks of one GPU, by gloo", limit_s=400, ranks=2),
+    Case("pairs", "right", "checks:pairs", "pairs of methods over two ranks of one GPU, by way of the host",
+         limit_s=400, ranks=2),
     Case("calibration", "fast", "figures:calibration", "what meshwright calibrate finds", limit_s=120),
 )  # fmt: skip

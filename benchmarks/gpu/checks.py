@@ -19,6 +19,7 @@ from tests.cli import helpers as cli
 from tests.faults.command_runs import events, prepare
 from tests.methods import pair_runs
 from tests.methods.pair_runs import FP32_LIMIT, OF_ONE_PROCESS, ROWS, Case
+from tests.staged_gloo import ANY_DEVICE, carried_by_host
 from tests.stand_in_cuda import on_host
 from tests.training.test_host_reads import OPTIMIZERS, losses_of, unsound_steps
 
@@ -37,9 +38,14 @@ FAR_BEHIND = 2_000_000  # cycles that a copy is held up: a millisecond
 
 @contextlib.contextmanager
 def world(session: Session, *, on_cpu: bool = False, nccl: bool = False) -> Iterator[None]:
-    """A world of these ranks on the CPU, or on the GPU: by NCCL, or where ranks share one, by gloo."""
-    on_gpu = "cpu:gloo,cuda:nccl" if nccl or _has_nccl(session) else "cpu:gloo,cuda:gloo"
-    with contextlib.nullcontext() if on_cpu else session.gpu():
+    """A world of these ranks on the CPU, or on the GPU: by NCCL, or where ranks share one, by gloo and the host."""
+    by_nccl = nccl or _has_nccl(session)
+    with contextlib.ExitStack() as stack:
+        if not on_cpu:
+            stack.enter_context(session.gpu())
+            if not by_nccl:
+                stack.enter_context(carried_by_host(ANY_DEVICE if session.tiny else "CUDA"))
+        on_gpu = "cpu:gloo,cuda:nccl" if by_nccl else "cpu:gloo,cuda:gloo"
         init_distributed(backend="gloo" if on_cpu else on_gpu, timeout_s=60.0)
         try:
             yield
@@ -87,15 +93,6 @@ def methods(session: Session) -> None:
     session.each(_some(chosen, session, ("skip_nonfinite", "checkpoint")), run)
 
 
-# They send, gather into one tensor, or scatter sums: torch's gloo takes addresses on a GPU for the host's there.
-_NOT_BY_GLOO = {"pipeline_parallel", "tensor_parallel", "context_parallel", "comm", "zero1", "zero2", "fsdp"}
-
-
-def _can_exchange(case: Case, backend: str, session: Session) -> bool:
-    """Return whether a backend can carry what a case sends on a GPU; the stand-in's tensors are the host's."""
-    return session.tiny or backend == "nccl" or not _NOT_BY_GLOO & set(case.methods)
-
-
 def _as_one_process(case: Case, on_hosts: dist.ProcessGroup | None) -> dict[str, Any]:
     """Train a case on all ranks, and compare what they hold with one process on the CPU."""
     outcomes: list[Any] = [None] * dist.get_world_size()
@@ -112,15 +109,15 @@ def exchange(session: Session, backend: str = "gloo") -> None:
 
     with world(session, nccl=backend == "nccl"):
         on_hosts = dist.new_group(backend="gloo")
-        chosen = [name for name, row in ROWS.items() if row.axes and _can_exchange(Case((name,)), backend, session)]
-        session.each(_some(chosen, session, ("fsdp", "context_parallel")), run)
+        chosen = [name for name, row in ROWS.items() if row.axes]
+        session.each(_some(chosen, session, ("fsdp", "context_parallel", "pipeline_parallel")), run)
 
 
 def pairs(session: Session) -> None:
     """Every pair of methods on two ranks that computes in fp32, beside a plain process on the CPU."""
     in_fp32 = [name for name, row in ROWS.items() if not row.rounds]
     cases = {f"{one} {other}": Case((one, other)) for one, other in itertools.combinations(in_fp32, 2)}
-    possible = {name: case for name, case in cases.items() if case.world == 2 and _can_exchange(case, "gloo", session)}
+    possible = {name: case for name, case in cases.items() if case.world == 2}
     allowed = [name for name, case in possible.items() if pair_runs.refusal(case) is None]
 
     with world(session):

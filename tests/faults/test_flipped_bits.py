@@ -32,8 +32,15 @@ def train(strategy, keys, target, steps=6):
         assert sent == [(8 * 4 * voter._ballot._most, keys["every"])]
     hold = voter.hold
     voter.hold = lambda: said.extend((voter.num_steps, str(each)) for each in hold())
+    strike_gradient = [flip(GUILTY, AT)] * (target == "gradient" and mw.rank() == GUILTY)
+
+    def before_update(*_):
+        if strike_gradient and voter.num_steps == AT - 1:
+            strike_gradient.pop().strike(weight.grad)
+
+    inner_optimizer(job.optim).register_step_pre_hook(before_update)
     for step in range(1, steps + 1):
-        if flip(GUILTY, AT).is_due(mw.rank(), step, BEFORE_STEP):
+        if target != "gradient" and flip(GUILTY, AT).is_due(mw.rank(), step, BEFORE_STEP):
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             states = [own for p, own in inner_optimizer(job.optim).state.items() if p.shape == weight.shape]
             state = states[-1]["exp_avg"] if target == "state" else local  # of its master, in half precision
@@ -52,6 +59,8 @@ def heals_and_stops():
     found = {
         "weight": train([("parallel_mode", {"data": 4})], heal, "weight"),
         "state": train([("parallel_mode", {"data": 4})], heal, "state", steps=8),
+        "gradient": train([("parallel_mode", {"data": 4})], heal, "gradient"),
+        "shard": train(["fsdp"], {"every": 2, "action": "heal", "at_rest": True}, "weight"),
         "hybrid": train([("parallel_mode", {"zero": 2, "data": 2}), "fsdp"], {"every": 2, "action": "warn"}, "weight"),
         "stop": train([("half", "bf16"), ("parallel_mode", {"data": 4})], {"every": 1, "action": "stop"}, "state"),
     }
@@ -60,7 +69,7 @@ def heals_and_stops():
 
 def test_a_flipped_bit_is_found_named_and_mended(ranks):
     for found in ranks(4).run(heals_and_stops):
-        for case in ("weight", "state"):
+        for case in ("weight", "state", "gradient"):
             said, error, equal = found[case]
             assert error == "", case
             assert equal, case
@@ -68,6 +77,10 @@ def test_a_flipped_bit_is_found_named_and_mended(ranks):
             assert all(text.endswith("on rank 2, while ranks 0, 1, 3 hold the same") for _, text in said), case
             assert "last.weight" in said[0][1], case
             assert {at for at, _ in said} == {4}, case
+        said, error, _ = found["shard"]
+        assert said == []
+        assert error.startswith("4 Weights have changed between two steps, and nobody has written to them")
+        assert "last.weight on rank 2 before the update of step 3" in error
         said, error, equal = found["hybrid"]
         assert error == ""
         assert not equal

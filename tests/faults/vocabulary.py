@@ -46,7 +46,7 @@ class Fault:
                 tensor.detach().view(-1)[:1].fill_(float("nan"))
         elif self.kind == "flip":
             for tensor in tensors:
-                tensor.detach().view(torch.uint8).view(-1)[-1].bitwise_xor_(1)
+                tensor.data.view(torch.uint8).view(-1)[-1].bitwise_xor_(1)  # torch counts no version of .data
         else:
             raise ValueError(self.kind)
 

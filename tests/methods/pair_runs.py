@@ -67,7 +67,7 @@ ROWS = {
     "skip_nonfinite": Row(),
     "ema": Row(),
     "loss_spike": Row({"window": 8, "threshold": 50.0}),
-    "weight_vote": Row({"every": 1, "action": "stop"}),
+    "weight_vote": Row({"every": 1, "action": "stop", "at_rest": True}),
 }
 PAIRS = [*((name, name) for name in ROWS), *itertools.combinations(ROWS, 2)]
 

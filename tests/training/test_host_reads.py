@@ -41,7 +41,11 @@ REASONS = {
         "meshwright/optim/outer/synchronizer.py:_send",
         "meshwright/optim/outer/replica_averaging.py:finish",
     },
-    "weight_vote": {"meshwright/runtime/agreement.py:bit_sums", "meshwright/methods/weight_vote.py:gather"},
+    "weight_vote": {
+        "meshwright/runtime/agreement.py:bit_sums",
+        "meshwright/methods/weight_vote.py:gather",
+        "meshwright/methods/weight_vote.py:found",
+    },
 }
 BAD = 3  # the step whose loss is not finite, and the one after it is a spike
 STAGED = "late copy from memory that is not pinned"  # a few numbers that the driver copies on: nobody waits

@@ -1,7 +1,8 @@
 """Compare the bits of replicated weights every few steps and repair the minority (`weight_vote`).
 
 Every part of a weight has a key, equal on the ranks that must have the same bits. A :class:`Ballot` groups the ranks by
-keys, once; every vote then gathers one sum of bits per weight and looks for groups that disagree.
+keys, once; every vote then gathers one sum of bits per weight and looks for groups that disagree. What one rank alone
+has is compared with itself: :class:`Rest` sums its bits up after an update and again before the next one.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from meshwright.optim.weight_average import InnerWeights
 from meshwright.runtime import (
     Difference,
     agreed,
+    bit_sum,
     bit_sums,
     largest,
     outvoted,
     print_rank,
     rank,
+    read_together,
     world_size,
 )
 from meshwright.runtime.agreement import gather_distinct
@@ -86,7 +89,7 @@ class Ballot:
     def __init__(self, keys: list[int], device: torch.device) -> None:
         (self._most,) = largest([len(keys)])
         self._device = device
-        every = gather(keys, self._most, device) if world_size() > 1 else np.array([keys])
+        every = self.gather(keys)
         flat = every.reshape(-1)
         self._order = np.argsort(flat, kind="stable")
         self._keys = flat[self._order]
@@ -106,7 +109,7 @@ class Ballot:
         """
         if not self.num_compared:
             return []
-        sums = gather(bit_sums(tensors).tolist(), self._most, self._device).reshape(-1)[self._order]
+        sums = self.gather(bit_sums(tensors).tolist()).reshape(-1)[self._order]
         odd = (sums != sums[self._first]) & (self._keys != _NO_KEY)
         found = []
         for key in np.unique(self._keys[odd]).tolist():
@@ -114,6 +117,10 @@ class Ballot:
             ranks = (self._order[of_key] // self._most).tolist()
             found.append(Outcome(key, *outvoted(dict(zip(ranks, sums[of_key].tolist(), strict=True)))))
         return found
+
+    def gather(self, numbers: list[int]) -> np.ndarray:
+        """Gather an integer for each part of every rank: (world, the most parts of a rank)."""
+        return gather(numbers, self._most, self._device) if world_size() > 1 else np.array([numbers])
 
 
 def gather(numbers: list[int], length: int, device: torch.device) -> np.ndarray:
@@ -198,6 +205,49 @@ class VotedWeights:
         return found
 
 
+class Rest:
+    """Find weights whose bits change between two updates while nobody writes to them.
+
+    Only the device computes: what it finds is read at votes. Whoever writes to a tensor, such as a checkpoint that is
+    loaded, raises torch's count of its versions, and then there is nothing to compare until the next update. Writes
+    through ``.data`` are not counted, and are found as a flip is.
+
+    Args:
+        weights: What is updated.
+    """
+
+    def __init__(self, weights: VotedWeights) -> None:
+        self._weights = weights
+        self._states: list[tuple[int, int]] = []
+        self._sums: list[torch.Tensor] = []
+        self._changed_at: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Sum up the bits, behind an update."""
+        tensors = self._weights.tensors()
+        self._states = [(each.data_ptr(), each._version) for each in tensors]
+        self._sums = [bit_sum(each) for each in tensors]
+        if len(self._changed_at) != len(tensors):
+            self._changed_at = [torch.zeros_like(each) for each in self._sums]
+
+    def end(self, step: int) -> None:
+        """Compare the bits, before the update of a step."""
+        if not self._sums:
+            return
+        for place, tensor in enumerate(self._weights.tensors()):
+            if (tensor.data_ptr(), tensor._version) != self._states[place]:
+                continue
+            first, changed = self._changed_at[place], bit_sum(tensor) != self._sums[place]
+            first.add_(((first == 0) & changed) * step)  # no number of the host becomes a tensor of the device
+
+    def found(self) -> list[int]:
+        """Return the step before whose update each weight had first changed, 0 where none did, and begin anew."""
+        found: list[int] = read_together(self._changed_at).tolist()
+        for each in self._changed_at:
+            each.zero_()
+        return found
+
+
 VoteAction = Literal["warn", "stop", "heal"]
 
 
@@ -207,6 +257,7 @@ class VotePolicy:
 
     every: int = 100
     action: VoteAction = "stop"
+    at_rest: bool = False
 
 
 class Voter:
@@ -227,6 +278,7 @@ class Voter:
         self.policy = policy
         self._outer = optimizer if isinstance(optimizer, OuterOptimizer) else None
         self._weights = VotedWeights(model, optimizer)
+        self._rest = Rest(self._weights) if policy.at_rest else None
         parameters = self._weights.parameters()
         self._names = {key_of(name, parameter): name for name, parameter in parameters.items()}
         self._ballot = Ballot(list(self._names), device)
@@ -252,6 +304,8 @@ class Voter:
             ReplicaError: On every rank; see :meth:`hold`.
         """
         self.num_steps += 1
+        if self._rest is not None:
+            self._rest.begin()
         if self._outer is None:
             due = self.num_steps % self.policy.every == 0
         else:
@@ -259,6 +313,11 @@ class Voter:
             due = self.num_steps >= self.policy.every * (self.num_votes + 1) and not waits
         if due:
             self.hold()
+
+    def before_step(self) -> None:
+        """Compare weights at rest with what they were after the step before."""
+        if self._rest is not None:
+            self._rest.end(self.num_steps + 1)
 
     @property
     def _syncs_to_equal(self) -> bool:
@@ -276,6 +335,8 @@ class Voter:
         Raises:
             ReplicaError: On every rank, with ``stop``, and where ``heal`` finds no majority.
         """
+        if self._rest is not None:
+            self._hold_rest(self._rest.found())
         ballot, names = self._ballot, self._names
         if self._outer is not None and not self._outer.synchronizer.replicas_are_equal:
             ballot, names = self._ballot_inside, self._names_inside
@@ -289,6 +350,28 @@ class Voter:
         found = [Difference(known[each.key], each.odd, each.majority) for each in outcomes]
         self._act(found, outcomes, names)
         return found
+
+    def _hold_rest(self, changed_at: list[int]) -> None:
+        """Tell every rank which weights have changed at rest; collective."""
+        every = self._ballot.gather(changed_at)
+        if not every.any():
+            return
+        own = list(self._names.values())
+        named = [name for name, step in zip(own, changed_at, strict=False) if step]
+        told = gather_distinct(", ".join(named[:4]), f"{rank()} {named}")
+        names = {at: text for ranks, text in told for at in ranks}
+        found = [(int(of_rank[of_rank > 0].min()), at) for at, of_rank in enumerate(every) if of_rank.any()]
+        text = "; ".join(f"{names[at]} on rank {at} before the update of step {step}" for step, at in sorted(found)[:4])
+        if self.policy.action != "warn":
+            raise agreed(
+                ReplicaError(
+                    "Weights have changed between two steps, and nobody has written to them",
+                    expected="after a step the bits that the next one finds",
+                    got=text,
+                    fix="test the memory and the device of those ranks, and resume from a checkpoint before that step",
+                )
+            )
+        print_rank(f"meshwright: weights have changed at rest: {text}", file=sys.stderr, flush=True)
 
     def _act(self, found: list[Difference], outcomes: list[Outcome], names: dict[int, str]) -> None:
         divided = [each for each in found if not each.majority]
@@ -336,7 +419,9 @@ class WeightVote(Method):
     named with the parameter. ``stop`` raises a :class:`~meshwright.errors.ReplicaError` on every rank, ``warn`` prints
     a warning, ``heal`` copies the weight, its optimizer states and its average from one of the majority. If two ranks
     differ, both are named, and neither can be healed. A part that only one rank has, such as a shard of ``fsdp`` over
-    all ranks, cannot be compared; a notice says so where there are no other parts.
+    all ranks, cannot be compared with others; a notice says so where there are no other parts. ``at_rest`` compares
+    every part with itself from one update to the next: what changes while nobody writes is told at the next vote, with
+    the step.
 
     Config: None, the number of steps, the action, or keys.
     """
@@ -352,6 +437,8 @@ class WeightVote(Method):
     every: PositiveInt = VotePolicy.every
     """Number of optimizer steps from one vote to the next; under ``outer``, at least as many."""
     action: VoteAction = VotePolicy.action
+    at_rest: bool = VotePolicy.at_rest
+    """Also compare the bits of every weight after an update with those before the next one; ``heal`` stops then."""
 
     def check(self, job: Job) -> None:
         """Refuse a job without an optimizer."""
@@ -361,22 +448,25 @@ class WeightVote(Method):
         """Count the optimizer's steps, when it is built."""
 
         def voting(optimizer: Optimizer) -> Optimizer:
-            job.voter = voter = Voter(job.model, optimizer, VotePolicy(self.every, self.action), job.device)
-            if not voter.num_compared:
+            job.voter = voter = Voter(
+                job.model, optimizer, VotePolicy(self.every, self.action, self.at_rest), job.device
+            )
+            if not voter.num_compared and not self.at_rest:
                 job.notices.append("weight_vote has nothing to compare: every part of the weights is on one rank alone")
                 return optimizer
             # Inside the guards: others may wrap the optimizer in new ones, and skipped steps change no weights.
             stepped = optimizer.inner if isinstance(optimizer, GuardedOptimizer) else optimizer
-            call_around(stepped, after=[voter.count_step])
+            call_around(stepped, before=[voter.before_step] * self.at_rest, after=[voter.count_step])
             return optimizer
 
         job.optimizer.wrappers.append(voting)
 
     def cost(self, step: Step) -> Step:
-        """Add one all-gather of a number for each weight."""
+        """Add one all-gather of a number for each weight, and one for what has changed at rest."""
         world = math.prod(size for _, size in step.axes)
         axis = next((name for name, size in step.axes if size > 1), None)
         if axis is None:
             return step
-        num_bytes = _SUM_BYTES * world * sum(count for count, _ in step.every_parameter())
+        count = sum(count for count, _ in step.every_parameter())
+        num_bytes = _SUM_BYTES * world * count * (2 if self.at_rest else 1)
         return step.send(Traffic("all_gather", axis, num_bytes, "update", every=self.every, hidden=False))

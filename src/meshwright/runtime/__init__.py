@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         memory_limit_bytes as memory_limit_bytes,
         peak_memory_bytes as peak_memory_bytes,
         preserved_rng as preserved_rng,
+        read_together as read_together,
         seed_everything as seed_everything,
         seed_in_use as seed_in_use,
         seed_replica as seed_replica,

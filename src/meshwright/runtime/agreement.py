@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.runtime.device import read_together
 from meshwright.runtime.processes import agreement_group, rank, world_size
 from meshwright.runtime.rendezvous import absent_ranks, named_ranks
 from meshwright.runtime.torch_internals.c10d import default_store, object_device
@@ -475,14 +476,7 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the :func:`bit_sum` of each tensor; int64 on the host, which waits once for each device."""
-    sums = [bit_sum(tensor) for tensor in tensors]
-    places: dict[torch.device, list[int]] = {}
-    for place, each in enumerate(sums):
-        places.setdefault(each.device, []).append(place)
-    found = torch.zeros(len(sums), dtype=torch.int64)
-    for own in places.values():
-        found[own] = torch.stack([sums[place] for place in own]).cpu()
-    return found
+    return read_together([bit_sum(tensor) for tensor in tensors])
 
 
 _COMPARED_WHOLE_BYTES = 8 * 2**30  # of all tensors together; see [Note: equal weights]

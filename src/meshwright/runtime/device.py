@@ -9,7 +9,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,3 +249,12 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor.tolist()
+
+
+def read_together(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return int64 numbers that may lie on several devices as one tensor on the host, which waits once for each."""
+    found = torch.zeros(len(numbers), dtype=torch.int64)
+    for device in {each.device for each in numbers}:
+        own = [place for place, each in enumerate(numbers) if each.device == device]
+        found[own] = torch.stack([numbers[place] for place in own]).cpu()
+    return found
