@@ -8,6 +8,7 @@ bytes, counts are numbers, and shapes are those of the whole tensor before data-
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -395,10 +396,7 @@ class Step:
 
     def index(self, axis: str, where: Mapping[str, int]) -> int:
         """Return a rank's index along an axis, from those along the axes of the mesh; absent ones count as 0."""
-        place = 0
-        for part in axis_parts(axis):
-            place = place * self.size(part) + where.get(part, 0)
-        return place
+        return functools.reduce(lambda at, part: at * self.size(part) + where.get(part, 0), axis_parts(axis), 0)
 
     def held_itemsize(self, parameter: Parameter) -> int | None:
         """Return the bytes per element of a floating parameter as the model stores it; None: as given."""
