@@ -58,14 +58,15 @@ def test_precision_comes_from_the_strategy_or_from_the_workload():
         ([mesh(tensor=2, zero=4), ("tensor_parallel", {"sequence": True}), "zero2"], "tensor", "reduce_scatter"),
         ([mesh(tensor=2, zero=4), "tensor_parallel", "zero2"], "tensor", "all_reduce"),
         ([mesh(sequence=2, zero=4), "sequence_parallel", "zero2"], "sequence", "all_to_all"),
-        ([mesh(context=2, zero=4), "context_parallel", "zero2"], "context", "all_gather"),
+        ([mesh(context=2, zero=4), "context_parallel", "zero2"], "context", "send"),
     ],
     ids=["tokens_split", "tensor", "sequence", "context"],
 )
 def test_axes_divide_work_and_send_what_they_divide(methods, axis, kind):
     plan, alone = planned(methods, 1), planned(["zero2"], 1)
     assert kind in {each.kind for each in plan.step.traffic if each.axis == axis}
-    assert plan.forecast.time.inline_s > 0 == alone.forecast.time.inline_s
+    assert (plan.forecast.time.inline_s > 0) == (axis != "context")  # attention hides what a ring sends
+    assert alone.forecast.time.inline_s == 0
     assert plan.micro_batch == 2 * alone.micro_batch
     # Twice the samples on half of the layers or tokens are the same work.
     assert plan.forecast.time.compute_s == pytest.approx(alone.forecast.time.compute_s, rel=0.25)

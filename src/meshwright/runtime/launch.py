@@ -13,7 +13,6 @@ snapshots in their host's memory. The server ends with the launcher, however tha
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -37,6 +36,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from meshwright.errors import LaunchError
+from meshwright.runtime.torch_internals.interpreter import run_exit_functions
 
 if TYPE_CHECKING:
     from meshwright.runtime.torch_internals.c10d import Store
@@ -286,8 +286,7 @@ def _be_rank(environment: Mapping[str, str], arguments: list[str]) -> None:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
     finally:
-        # Processes of multiprocessing skip what trackers and users have registered for the end of the program.
-        atexit._run_exitfuncs()
+        run_exit_functions()  # of trackers and users; processes of multiprocessing skip them
 
 
 def _end_when_orphaned(launcher: int) -> None:
