@@ -163,7 +163,8 @@ def row(name: str, known: Outcome) -> str:
     theirs, ours = known.published, known.chosen
     gap = "" if known.gap is None else f"{100 * known.gap:+.1f} %"
     fits = "" if theirs is None else "yes" if theirs.fits else f"**no**: {too_large(theirs)}"
-    cells = [name, _layout(theirs) or known.refused, fits, _speed(theirs), _number(known.case.measured), _layout(ours)]
+    chosen = _layout(ours) or (known.refused if theirs is not None else "")
+    cells = [name, _layout(theirs) or known.refused, fits, _speed(theirs), _number(known.case.measured), chosen]
     return "| " + " | ".join([*cells, _speed(ours), gap]) + " |"
 
 
