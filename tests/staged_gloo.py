@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_map
+
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_map
 
 _COLLECTIVES = (
     "allreduce_", "allreduce_coalesced_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
@@ -36,7 +37,7 @@ ANY_DEVICE = "ADInplaceOrView"
 """A key that comes before those of devices, and that no exchange uses."""
 
 calls: dict[str, int] = {}
-"""How often each operator was carried by the host."""
+"""Counts of each operator that the host has carried."""
 
 _recent: deque[Any] = deque(maxlen=64)  # gloo's threads would need Python's lock to free what they hold last
 _underway: set[Received] = set()  # C++ does not keep what Python makes of its classes

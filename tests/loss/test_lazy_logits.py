@@ -106,3 +106,34 @@ def test_the_logits_never_lie_in_memory():
     target = torch.randint(4096, (2048,), generator=generator)
     _, peak = peak_bytes(lambda: F.cross_entropy(HeadLogits.of(hidden, weight), target).backward())
     assert peak < 2048 * 4096 * 4 / 2  # half of the logits alone; computed ones take three times themselves
+
+
+class OneOf:
+    """One of several ranks with the same hidden states; the test adds up what each of them has."""
+
+    def __init__(self, index, size):
+        self.place = index, size
+
+    def total(self, part):
+        return part
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("count", [7, 2])  # not divided by the ranks, and fewer than they are
+def test_ranks_compute_a_share_of_the_rows_each(reduction, count):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(count, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    target = torch.randint(5, (count,))
+    target[0] = -100
+
+    def computed(*ranks):
+        loss = F.cross_entropy(HeadLogits.of(hidden, weight, ranks=ranks), target, reduction=reduction)
+        return loss.detach(), torch.autograd.grad(loss.sum(), (hidden, weight))
+
+    whole, gradients = computed()
+    # Two axes, of two ranks and of three.
+    shares = [computed(OneOf(outer, 2), OneOf(inner, 3)) for outer in range(2) for inner in range(3)]
+    torch.testing.assert_close(sum(loss for loss, _ in shares), whole)
+    assert sum(bool(own[0].any()) for _, own in shares) == (5 if count == 7 else 1)  # the first row is ignored
+    for place, gradient in enumerate(gradients):
+        torch.testing.assert_close(sum(own[place] for _, own in shares), gradient)

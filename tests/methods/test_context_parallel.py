@@ -63,7 +63,7 @@ def test_parity(ranks, case):
 
 
 def shards(meshes):
-    """Whether shards of weights that a mesh makes are the whole, put together; and how many parts it has."""
+    """Return of each mesh whether its shards are the whole, put together, and in how many parts they are."""
     found = []
     for mesh in meshes:
         model = split_runs.build("plain")
