@@ -5,8 +5,9 @@
 ``BMTrainModelWrapper`` with ``OptimManager`` and ``AdamOptimizer``, against ``fully_shard`` with recomputed blocks.
 
 Same model, data, optimizer, clipping and threads; 2 processes. The two take turns, a few steps each, so that a machine
-whose speed drifts slows both alike; the ratio is the median over all turns of (ours / raw). Beside it stand the calls
-that Python makes in one step, of functions and of built-in ones, which no other program disturbs.
+whose speed drifts slows both alike; the ratio is the median over all turns of (ours / raw). Beside it stand the least
+processor time of a turn, by step, and the calls that Python makes in one step, of functions and of built-in ones, which
+no other program disturbs. A loop within a built-in function is one call.
 
     python benchmarks/overhead.py [--rounds N] [--ranks N] [--json FILE]
     python benchmarks/overhead.py --tiny      48 blocks of width 8: next to nothing but Python
@@ -206,14 +207,14 @@ def ours(kind: str, device: torch.device) -> Callable[[torch.Tensor], None]:
     return step
 
 
-def turn(step: Callable[[torch.Tensor], None], ids: torch.Tensor) -> float:
-    """Seconds per step of one turn; ranks start together."""
+def turn(step: Callable[[torch.Tensor], None], ids: torch.Tensor) -> tuple[float, float]:
+    """Seconds per step of one turn, and those of this rank's processor; ranks start together."""
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(STEPS_PER_TURN):
         step(ids)
     synchronize_device(ids.device)
-    return (time.perf_counter() - start) / STEPS_PER_TURN
+    return (time.perf_counter() - start) / STEPS_PER_TURN, (time.process_time() - cpu_start) / STEPS_PER_TURN
 
 
 def calls(step: Callable[[torch.Tensor], None], ids: torch.Tensor) -> int:
@@ -236,17 +237,22 @@ def compare(kind: str, rounds: int, device: torch.device) -> dict[str, float | s
     steps = {"raw": raw(kind, device), "ours": ours(kind, device)}
     ids = torch.randint(0, SIZES["vocab_size"], (BATCH, SIZES["seq_len"]), device=device)
     times: dict[str, list[float]] = {"raw": [], "ours": []}
+    cpu: dict[str, list[float]] = {"raw": [], "ours": []}
     for index in range(rounds + 1):
         for name in ("raw", "ours") if index % 2 else ("ours", "raw"):
-            elapsed = turn(steps[name], ids)
+            elapsed, busy = turn(steps[name], ids)
             if index > 0:  # the first round warms up
                 times[name].append(elapsed)
+                cpu[name].append(busy)
     ratios = [mine / theirs for mine, theirs in zip(times["ours"], times["raw"], strict=True)]
     return {
         "case": kind,
         "raw_step_time_s": statistics.median(times["raw"]),
         "step_time_s": statistics.median(times["ours"]),
         "ratio": statistics.median(ratios),
+        "raw_cpu_s": min(cpu["raw"]),
+        "cpu_s": min(cpu["ours"]),
+        "cpu_ratio": min(cpu["ours"]) / min(cpu["raw"]),
         "raw_calls": (raw_calls := calls(steps["raw"], ids)),
         "calls": (own := calls(steps["ours"], ids)),
         "calls_ratio": own / raw_calls,
@@ -268,14 +274,16 @@ def main() -> int:
     mw.init_distributed()
     results = []
     mw.print_rank(
-        f"{'strategy':10} {'raw':>9} {'ours':>9} {'ours / raw':>11} {'calls':>9} {'ours':>9} {'ours / raw':>11}"
+        f"{'strategy':10} {'raw':>9} {'ours':>9} {'ours / raw':>11} {'least CPU':>9} {'ours':>9} {'ours / raw':>11}"
+        f" {'calls':>9} {'ours':>9} {'ours / raw':>11}"
     )
     for kind in arguments.only or (KINDS if mw.world_size() == 2 else ALONE):
         result = compare(kind, arguments.rounds, settings().device)
         results.append(result)
         mw.print_rank(
             f"{kind:10} {1e3 * float(result['raw_step_time_s']):7.1f}ms {1e3 * float(result['step_time_s']):7.1f}ms "
-            f"{result['ratio']:11.3f} {result['raw_calls']:9d} {result['calls']:9d} {result['calls_ratio']:11.3f}",
+            f"{result['ratio']:11.3f} {1e3 * float(result['raw_cpu_s']):7.1f}ms {1e3 * float(result['cpu_s']):7.1f}ms "
+            f"{result['cpu_ratio']:11.3f} {result['raw_calls']:9d} {result['calls']:9d} {result['calls_ratio']:11.3f}",
             flush=True,
         )
     if arguments.json and mw.rank() == 0:

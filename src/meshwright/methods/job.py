@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter, call, is_
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -32,9 +33,10 @@ from meshwright.optim import (
     step_by_layouts,
     step_on_local_tensors,
 )
-from meshwright.optim.guarded_step import call_around, parameters_in
+from meshwright.optim.guarded_step import call_around
 from meshwright.runtime import flat_mesh, mesh_order, world_size
 from meshwright.runtime.torch_internals.ddp import reset_reducer
+from meshwright.runtime.torch_internals.modules import parameters_in
 from meshwright.store.entries import stored_name, unwrapped
 
 if TYPE_CHECKING:
@@ -456,6 +458,9 @@ def _settle(replicas: nn.Module, args: Any) -> None:
 # --- Parameters that came after the optimizer
 
 
+_shape = attrgetter("shape")
+
+
 class KnownParameters:
     """The parameters of a model as its strategy has left it: the optimizer updates these, and ranks average them.
 
@@ -467,7 +472,9 @@ class KnownParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._known = {id(each): (weakref.ref(each), each.shape) for each in model.parameters()}
+        parameters = parameters_in(model)
+        self._every, self._shapes = [*map(weakref.ref, parameters)], [*map(_shape, parameters)]
+        self._known = {id(each): index for index, each in enumerate(parameters)}
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -485,11 +492,17 @@ class KnownParameters:
         model = self._model()
         if model is None:
             return
-        for parameter in parameters_in(model):
-            known, shape = self._known.get(id(parameter), (None, torch.Size()))
-            if known is not None and known() is parameter:
-                if parameter.shape != shape:
-                    raise _late(model, parameter, shape)
+        parameters = parameters_in(model)
+        known = [*map(call, self._every)]
+        # In every step, so by loops that run in C.
+        same = len(known) == len(parameters) and all(map(is_, known, parameters))
+        if same and [*map(_shape, parameters)] == self._shapes:
+            return
+        for parameter in parameters:
+            index = self._known.get(id(parameter))
+            if index is not None and known[index] is parameter:
+                if parameter.shape != self._shapes[index]:
+                    raise _late(model, parameter, self._shapes[index])
             elif parameter.grad is not None and not self._is_added(parameter):
                 raise _late(model, parameter, None)
 

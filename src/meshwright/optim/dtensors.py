@@ -15,6 +15,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -126,27 +127,27 @@ def total_norm_of(
         norm_type: See :func:`total_norm`.
         stages: The ranks that hold others, where the parameters are one's part: the norm is the whole model's.
     """
-    if stages is None:
-        return total_norm((tensor for _, tensor in found), norm_type)
-    pairs, apart = list(found), stages.counted_elsewhere | stages.experts
-    counted = [tensor for parameter, tensor in pairs if parameter not in apart]
-    experts = [tensor for parameter, tensor in pairs if parameter in stages.experts]
-    return total_norm(counted, norm_type, stages, experts)
+    if stages is None or not (stages.counted_elsewhere or stages.experts):
+        return total_norm([tensor for _, tensor in found], norm_type, stages)
+    elsewhere, apart = {*map(id, stages.counted_elsewhere)}, {*map(id, stages.experts)}  # tensors are slow to hash
+    pairs = [(id(parameter), tensor) for parameter, tensor in found]
+    counted = [tensor for key, tensor in pairs if key not in elsewhere and key not in apart]
+    return total_norm(counted, norm_type, stages, [tensor for key, tensor in pairs if key in apart])
 
 
 def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """Return the sum of |x|^p (the maximum for the infinity norm) for each layout and device."""
+    listed = [*tensors]
+    # Models have thousands of small ones, of one kind: no call for each.
+    if not any(issubclass(kind, DTensor) for kind in {*map(type, listed)}) and len({t.device for t in listed}) == 1:
+        return [_reduced(None, listed, norm_type)]
     by_layout: dict[tuple[Layout, torch.device], list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            local = local_shard(tensor)
-            by_layout[layout_of(tensor), local.device].append(local)
-        else:  # without a call for each: models have thousands of small ones
-            by_layout[None, tensor.device].append(tensor)
+    for tensor in listed:
+        local = local_tensor(tensor)
+        by_layout[layout_of(tensor), local.device].append(local)
     norms = [_reduced(layout, parts, norm_type) for (layout, _), parts in by_layout.items()]
-    if len({norm.device for norm in norms}) > 1:  # some gradients were offloaded
-        norms = [norm.cpu() for norm in norms]
-    return norms
+    several = len({norm.device for norm in norms}) > 1  # some gradients were offloaded
+    return [norm.cpu() for norm in norms] if several else norms
 
 
 def _summed(norms: list[torch.Tensor], infinite: bool, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
@@ -195,7 +196,7 @@ def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> tor
     """Return the sum of |x|^p (or the maximum) over all parts on all ranks that share them."""
     parts = [numbers_of(part, norm_type) if part.is_sparse or part.dtype.is_complex else part for part in parts]
     device, dtype = parts[0].device, _norm_type_of(parts)
-    parts = [part for part in parts if part.numel() > 0]  # a shard can be empty; its maximum does not exist
+    parts = [*compress(parts, map(torch.Tensor.numel, parts))]  # a shard can be empty; its maximum does not exist
     infinite = norm_type == float("inf")
     if parts:
         norms = torch.stack(local_norms(parts, norm_type))
@@ -279,9 +280,9 @@ def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> N
 
 
 def _with_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    # By identity: tensors are slow to hash.
-    each_once = {id(parameter): parameter for parameter in parameters}.values()
-    return [(parameter, gradient) for parameter in each_once if (gradient := parameter.grad) is not None]
+    every = [*parameters]
+    each_once = dict(zip(map(id, every), every, strict=True))  # tensors are slow to hash
+    return [(parameter, gradient) for parameter in each_once.values() if (gradient := parameter.grad) is not None]
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -11,6 +11,7 @@ import functools
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -31,7 +32,7 @@ from meshwright.optim.dtensors import (
 from meshwright.optim.full_state_dict import gathered_state_dict, laid_out_like, load_laid_out
 from meshwright.optim.mixed_precision import MasterWeights, ScaleGradient
 from meshwright.runtime import HostCopy, agreed
-from meshwright.runtime.torch_internals.modules import children_of, parameters_of
+from meshwright.runtime.torch_internals.modules import parameters_in
 from meshwright.runtime.torch_internals.optim import (
     found_inf_of,
     global_step_post_hooks,
@@ -546,23 +547,6 @@ def clipped_step(
     return norm, functools.partial(_divide_and_step, clipped, optimizer, fused, norm, max_norm)
 
 
-def parameters_in(model: nn.Module) -> list[nn.Parameter]:
-    """Return ``list(model.parameters())`` in a third of the time: torch composes every module's name."""
-    found: dict[int, nn.Parameter] = {}
-    met: set[int] = set()
-    ahead: list[nn.Module | None] = [model]
-    while ahead:
-        module = ahead.pop()
-        if module is None or id(module) in met:
-            continue
-        met.add(id(module))
-        for parameter in parameters_of(module).values():  # no generator: it would be called for each of them
-            if parameter is not None:
-                found[id(parameter)] = parameter
-        ahead += reversed(children_of(module).values())
-    return list(found.values())
-
-
 def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer that can divide gradients in its kernel; None if a hook reads them before it does."""
     guarded = isinstance(optimizer, GuardedOptimizer)
@@ -575,8 +559,9 @@ def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
     if shows_gradients(inner) or hasattr(inner, "grad_scale"):
         return None
     # Kernels read the divisor in fp32, and torch's fused SGD has no rule for DTensors.
-    kinds = {(p.dtype, isinstance(p, DTensor)) for group in inner.param_groups for p in group["params"]}
-    is_read = all(dtype != torch.float64 and not (is_split and type(inner) is SGD) for dtype, is_split in kinds)
+    updated = [p for group in inner.param_groups for p in group["params"]]
+    is_split = any(issubclass(kind, DTensor) for kind in {*map(type, updated)})
+    is_read = torch.float64 not in {p.dtype for p in updated} and not (is_split and type(inner) is SGD)
     return inner if is_read else None
 
 
@@ -589,8 +574,9 @@ def _divide_and_step(
     if divisor.device.type == "cpu" and divisor == 1.0:
         optimizer.step()
         return
-    updated = {id(parameter) for group in fused.param_groups for parameter in group["params"]}
-    beside = [p.grad for p in clipped if p.grad is not None and id(p) not in updated]
+    updated = {*map(id, chain.from_iterable(group["params"] for group in fused.param_groups))}
+    identities = map(id, clipped)
+    beside = [p.grad for p, key in zip(clipped, identities, strict=True) if key not in updated and p.grad is not None]
     divide_([local_tensor(gradient) for gradient in beside], divisor)
     fused.grad_scale = divisor  # type: ignore[attr-defined]
     try:

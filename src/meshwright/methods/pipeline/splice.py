@@ -233,7 +233,7 @@ class Splice:
         return around
 
     def _check_inputs(self, running: _Running, index: int, args: Any, kwargs: Any) -> None:
-        leaves = tree_leaves((args, kwargs))
+        leaves = _leaves_of(args, kwargs)
         if index > running.first:
             _check_nothing_else(running, leaves)
         elif running.inbox is not None:
@@ -242,8 +242,17 @@ class Splice:
         running.inputs = leaves
 
 
+_LEAVES = {torch.Tensor, nn.Parameter, bool, int, float, str, type(None)}
+
+
+def _leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the leaves of a block's arguments; most are leaves themselves, which torch takes twenty calls to find."""
+    given = [*args, *kwargs.values()]
+    return given if _LEAVES.issuperset(map(type, given)) else tree_leaves(given)
+
+
 def _hidden_state(running: _Running, args: Any, kwargs: Any) -> HiddenState:
-    leaves = tree_leaves((args, kwargs))
+    leaves = _leaves_of(args, kwargs)
     _check_nothing_else(running, leaves)
     outputs, spec = tree_flatten(running.output)
     places = tuple(carried_positions(outputs, leaves))
@@ -254,7 +263,7 @@ def _hidden_state(running: _Running, args: Any, kwargs: Any) -> HiddenState:
 
 def _check_nothing_else(running: _Running, leaves: list[Any]) -> None:
     """Refuse a block input that depends on earlier blocks other than through the last one's output."""
-    outputs = tree_leaves(running.output)
+    outputs = _leaves_of((running.output,), {})
     carried = carried_positions(outputs, leaves)
     known = {id(leaf) for leaf in running.inputs} | {id(outputs[place]) for place in carried}
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
