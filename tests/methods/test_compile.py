@@ -128,6 +128,35 @@ def test_what_cannot_be_compiled_is_refused(config, said):
         Compile.parse(config).check(job(tiny.build("plain")))
 
 
+@pytest.mark.parametrize(
+    ("config", "micro_batches", "said"),
+    [
+        ({"mode": "reduce-overhead"}, 2, "in the memory of a CUDA graph"),
+        ({"mode": "max-autotune"}, 4, "4 micro-batches"),
+        ({"backend": "cudagraphs"}, 2, "backend='cudagraphs'"),
+        ({"mode": "reduce-overhead", "dynamic": True}, 1, "of one shape"),
+        ({"mode": "reduce-overhead"}, 1, None),
+        ({"mode": "max-autotune-no-cudagraphs"}, 2, None),
+        (None, 2, None),
+    ],
+)
+def test_what_a_cuda_graph_cannot_hold_is_refused(config, micro_batches, said):
+    on_gpu = job(tiny.build("plain"))
+    on_gpu.device, on_gpu.num_micro_batches = torch.device("cuda"), micro_batches
+    compiled = Compile.parse(config)
+    with mock.patch.object(Compile, "_check_backend"):
+        if said is None:
+            compiled.check(on_gpu)
+        else:
+            with pytest.raises(mw.StrategyError, match=said):
+                compiled.check(on_gpu)
+        on_gpu.device = torch.device("cpu")  # where nothing is captured
+        compiled.check(on_gpu)
+    with mock.patch("meshwright.methods.compile.compile_forward"):
+        compiled.apply(on_gpu)
+    assert ["no CUDA graphs" in line for line in on_gpu.notices] == [True] * (compiled.mode == "reduce-overhead")
+
+
 def test_a_machine_without_compiler_and_a_model_without_blocks_are_told():
     with mock.patch("shutil.which", return_value=None), pytest.raises(mw.StrategyError, match=r"C\+\+ compiler"):
         Compile().check(job(tiny.build("plain")))

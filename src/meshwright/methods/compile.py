@@ -17,7 +17,8 @@ from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.nn import compile_forward, require_blocks
 
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_CAPTURING = ("reduce-overhead", "max-autotune")  # modes in which torch captures CUDA graphs
+_MODES = ("default", *_CAPTURING, "max-autotune-no-cudagraphs")
 
 
 # Bytes and launches of the kernels between a block's products, fused over those one by one: norms, rotary positions,
@@ -125,9 +126,34 @@ class Compile(Method):
         ] * (self.activation_budget not in (None, 0, 1))
 
     def check(self, job: Job) -> None:
-        """Refuse backends that are not installed, and models without blocks."""
+        """Refuse backends that are not installed, models without blocks, and CUDA graphs of what cannot be captured."""
         self._check_backend(job.device)
         self._targets(job.model)
+        if self.is_captured(job.device):
+            self._check_capture(job.num_micro_batches)
+
+    def is_captured(self, device: torch.device) -> bool:
+        """Return whether torch captures the compiled code as CUDA graphs."""
+        return device.type == "cuda" and (self.mode in _CAPTURING or self.backend == "cudagraphs")
+
+    def _check_capture(self, num_micro_batches: int) -> None:
+        asked = f"mode={self.mode!r}" if self.mode else f"backend={self.backend!r}"
+        if num_micro_batches > 1:
+            # autograd makes the first gradient ``.grad`` as it is, in the memory of a graph, which the next backward
+            # writes to before it is added: pytorch issues 169545 (an error) and 96693 (wrong sums).
+            raise StrategyError(
+                "compile: gradients of several micro-batches cannot be added up in the memory of a CUDA graph",
+                expected="one micro-batch in a step, or a mode without CUDA graphs",
+                got=f"{asked} and {num_micro_batches} micro-batches",
+                fix="leave the mode out, or use 'max-autotune-no-cudagraphs'",
+            )
+        if self.dynamic:
+            raise StrategyError(
+                "compile: a CUDA graph is of one shape",
+                expected="equal shapes in every step, or a mode without CUDA graphs",
+                got=f"{asked} and dynamic=True",
+                fix="leave dynamic or the mode out",
+            )
 
     def _check_backend(self, device: torch.device) -> None:
         from meshwright.runtime.torch_internals.compilers import dynamo, missing_compiler
@@ -178,6 +204,10 @@ class Compile(Method):
         options = {"backend": self.backend, "dynamic": self.dynamic, "fullgraph": self.fullgraph}
         if self.mode is not None:
             options["mode"] = self.mode
+            if self.mode == "reduce-overhead" and not self.is_captured(job.device):
+                job.notices.append(
+                    f"compile: {job.device.type} has no CUDA graphs; mode 'reduce-overhead' changes nothing"
+                )
         compile_forward(self._targets(job.model), context, **options)
 
     def cost(self, step: Step) -> Step:
