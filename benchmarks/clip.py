@@ -24,6 +24,7 @@ import torch
 from overhead import BATCH, GPT2, MAX_NORM, OPTIM, SIZES, loss_func
 
 import meshwright as mw
+from meshwright.methods.job import parameters_in
 from meshwright.optim import clipped_step, local_tensor
 from meshwright.runtime import settings, synchronize_device
 from meshwright.runtime.launch import inside_launcher, launch
@@ -58,7 +59,7 @@ def contestants(job: mw.Accelerated) -> dict[str, Callable[[], None]]:
     plain = torch.optim.AdamW(job.model.parameters(), **OPTIM)
 
     def ours() -> None:
-        _, step = clipped_step(job.model, job.optim, MAX_NORM)
+        _, step = clipped_step(parameters_in(job.model), job.optim, MAX_NORM)
         step()
 
     def theirs() -> None:

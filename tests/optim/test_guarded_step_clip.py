@@ -28,7 +28,7 @@ def stepped(build, max_norm, by_hand, dtype=torch.float32):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         return model, norm, None
-    norm, step = clipped_step(model, optimizer, max_norm)
+    norm, step = clipped_step(model.parameters(), optimizer, max_norm)
     late = all(torch.equal(p.grad, each) for p, each in zip(model.parameters(), before, strict=True))
     step()
     assert not hasattr(optimizer, "grad_scale")
@@ -93,7 +93,7 @@ def test_who_looks_before_the_step_sees_clipped_gradients():
 def test_gradients_beside_the_optimizer_are_clipped_too():
     mine, other = model_with_gradients(), model_with_gradients()
     torch.nn.utils.clip_grad_norm_(other.parameters(), LARGE)
-    _, step = clipped_step(mine, AdamW([mine.weight], fused=True), LARGE)
+    _, step = clipped_step(mine.parameters(), AdamW([mine.weight], fused=True), LARGE)
     step()
     torch.testing.assert_close(mine.bias.grad, other.bias.grad)
 
@@ -103,25 +103,25 @@ def test_a_step_that_fails_or_is_skipped_leaves_nothing_behind():
     inner = AdamW(model.parameters(), fused=True)
     optimizer = GuardedOptimizer(inner, skip_nonfinite=True, stop_nonfinite=True)
     model.weight.grad[0, 0] = float("nan")
-    norm, step = clipped_step(model, optimizer, LARGE)
+    norm, step = clipped_step(model.parameters(), optimizer, LARGE)
     assert norm.isnan()
     with pytest.raises(Exception, match="inf or nan"):
         step()
     assert not hasattr(inner, "grad_scale")
     before = copy.deepcopy(model.state_dict())
     optimizer.stop_nonfinite = False
-    clipped_step(model, optimizer, LARGE)[1]()
+    clipped_step(model.parameters(), optimizer, LARGE)[1]()
     assert optimizer.step_was_skipped
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     with pytest.raises(ValueError, match="max_norm"):
-        clipped_step(model, inner, 0.0)
+        clipped_step(model.parameters(), inner, 0.0)
 
 
 def test_masters_are_clipped_in_the_kernel_and_loss_scales_before_it():
     model = model_with_gradients(torch.bfloat16)
     masters = MasterWeights(model.parameters())
     inner = masters.optimizer(lambda params: AdamW(params, lr=0.1, fused=True), model.parameters())
-    norm, step = clipped_step(model, GuardedOptimizer(inner, master=masters), LARGE)
+    norm, step = clipped_step(model.parameters(), GuardedOptimizer(inner, master=masters), LARGE)
     step()
     gradients = torch.cat([master.grad.flatten() for master in masters.of.values()])
     assert gradients.norm().item() == pytest.approx(LARGE, rel=1e-5)
@@ -129,7 +129,7 @@ def test_masters_are_clipped_in_the_kernel_and_loss_scales_before_it():
     model = model_with_gradients()
     scaled = GuardedOptimizer(AdamW(model.parameters(), fused=True), scaler=LossScaler("cpu", initial_scale=1.0))
     scaled.scaled(torch.ones((), requires_grad=True))
-    clipped_step(model, scaled, LARGE)
+    clipped_step(model.parameters(), scaled, LARGE)
     clipped = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert clipped.norm().item() == pytest.approx(LARGE, rel=1e-5)
 
@@ -143,7 +143,7 @@ def clipped_late_under(strategy):
     )  # fmt: skip
     job.loss_func(batch, job.model(batch)).backward()
     before = [parameter.grad.clone() for parameter in job.model.parameters()]
-    _, step = clipped_step(job.model, job.optim, 1e-3)
+    _, step = clipped_step(job.model.parameters(), job.optim, 1e-3)
     late = all(torch.equal(p.grad, each) for p, each in zip(job.model.parameters(), before, strict=True))
     step()
     return late and not any(torch.equal(p.grad, g) for p, g in zip(job.model.parameters(), before, strict=True))

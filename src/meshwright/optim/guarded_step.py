@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
@@ -32,7 +31,6 @@ from meshwright.optim.dtensors import (
 from meshwright.optim.full_state_dict import gathered_state_dict, laid_out_like, load_laid_out
 from meshwright.optim.mixed_precision import MasterWeights, ScaleGradient
 from meshwright.runtime import HostCopy, agreed
-from meshwright.runtime.torch_internals.modules import parameters_in
 from meshwright.runtime.torch_internals.optim import (
     found_inf_of,
     global_step_post_hooks,
@@ -515,7 +513,7 @@ _INFINITY = float("inf")
 
 
 def clipped_step(
-    model: nn.Module,
+    parameters: Iterable[torch.Tensor],
     optimizer: Optimizer,
     max_norm: float | None,
     norm_type: float = 2.0,
@@ -527,7 +525,7 @@ def clipped_step(
     it. For all other optimizers they are clipped at once.
 
     Args:
-        model: The model, after a strategy was applied.
+        parameters: The model's parameters, after a strategy was applied.
         optimizer: The model's optimizer, with all its wrappers.
         max_norm: Largest norm allowed; None only measures.
         norm_type: p of the p-norm.
@@ -536,14 +534,14 @@ def clipped_step(
     Returns:
         The norm before clipping (0-dim), and the step to call.
     """
-    fused, parameters = _fused_optimizer(optimizer), parameters_in(model)
+    fused, every = _fused_optimizer(optimizer), [*parameters]
     # A max_norm of 0 or less goes to clip_gradients, which refuses it.
     if fused is None or max_norm is None or not max_norm > 0:
         limit = _INFINITY if max_norm is None else max_norm
-        return clip_gradients(parameters, optimizer, limit, norm_type, stages), optimizer.step
-    norm = clip_gradients(parameters, optimizer, _INFINITY, norm_type, stages)
+        return clip_gradients(every, optimizer, limit, norm_type, stages), optimizer.step
+    norm = clip_gradients(every, optimizer, _INFINITY, norm_type, stages)
     # Under guards, only what the optimizer updates is clipped.
-    clipped = parameters if optimizer is fused else ()
+    clipped = every if optimizer is fused else ()
     return norm, functools.partial(_divide_and_step, clipped, optimizer, fused, norm, max_norm)
 
 

@@ -26,7 +26,15 @@ from torch.utils.data import DataLoader
 from meshwright.data.loader import real_counts
 from meshwright.errors import ConfigError, DataError, UnsoundStepError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
-from meshwright.methods.job import MAX_EXACT_SUM, SAMPLED, STEP_AXES, guards_are_on, mean_over, sum_over
+from meshwright.methods.job import (
+    MAX_EXACT_SUM,
+    SAMPLED,
+    STEP_AXES,
+    guards_are_on,
+    mean_over,
+    parameters_in,
+    sum_over,
+)
 from meshwright.nn import reshard
 from meshwright.nn.batches import call_loss, call_model, equal_micro_batches, first_loss, micro_batches, shares_of
 from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of, judge_loss
@@ -169,7 +177,7 @@ class Accelerated:
             is_alone = not is_outer(optim)
             with self._phase("optimizer"):
                 grad_norm, update = clipped_step(
-                    self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages
+                    parameters_in(self.model), optim, self.max_grad_norm, self.grad_norm_type, self.stages
                 )
                 # The verdict comes before the update, which the guard then skips. The host may learn it after it.
                 find_spike = self._judge(loss, may_be_late=is_alone)

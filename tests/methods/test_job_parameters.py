@@ -6,7 +6,7 @@ import weakref
 
 from torch import nn
 
-from meshwright.runtime.torch_internals.modules import parameters_in
+from meshwright.methods.job import parameters_in
 
 
 def same(model):
