@@ -15,9 +15,10 @@ from meshwright.cli.ranks import num_ranks
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_files import check_not_running, check_run_dir, is_restart
 from meshwright.cli.trackers import check_trackers
-from meshwright.cli.train_config import StrategyTable, TrainConfig, read_config
-from meshwright.cli.train_corpus import Corpus, find_corpus, find_validation
+from meshwright.cli.train_config import StrategyTable, TrainConfig
+from meshwright.cli.train_corpus import Corpus, find_corpus, find_prompts, find_validation
 from meshwright.cli.train_data import Samples, find_samples
+from meshwright.cli.train_file import read_config
 from meshwright.cli.train_model import ModelSource, OptimizerChoice, model_source, optimizer_of
 from meshwright.cost import find_cluster
 from meshwright.data import numbers_that_divide
@@ -39,6 +40,8 @@ class Options:
     changes: tuple[str, ...] = ()
     traceback: bool = False
     max_restarts: int = 0
+    min_nproc: int | None = None
+    """Ranks on this machine that the run may go on with; None: all of them."""
     strategy: str | None = None
     """Text, or the path of a JSON file, in place of the file's."""
 
@@ -84,6 +87,7 @@ class Prepared:
     optimizer: OptimizerChoice
     cluster: str | None = None  # a preset's name, or the path of a file
     validation: Corpus | None = None  # None: a part of the corpus, if any
+    prompts: Sequence[str] = ()
     trackers: Sequence[str] = ()
 
     @property
@@ -142,7 +146,8 @@ def find_all(
     validation = _validation(config, corpus, folder)
     cluster = _cluster(config.strategy, folder)
     trackers = check_trackers(config.run.trackers, are_defaults="trackers" not in config.run.model_fields_set)
-    return Prepared(config, run_dir, model, corpus, strategy, optimizer, cluster, validation, trackers)
+    prompts = _prompts(config, corpus, folder)
+    return Prepared(config, run_dir, model, corpus, strategy, optimizer, cluster, validation, prompts, trackers)
 
 
 def _corpus(config: TrainConfig, folder: Path) -> Corpus | Samples:
@@ -161,6 +166,17 @@ def _validation(config: TrainConfig, corpus: Corpus | Samples, folder: Path) -> 
         got=f"data.source = {config.data.source!r}, a function",
         fix="leave [eval] out, and call job.evaluate in a loop of your own (docs/start.md)",
     )
+
+
+def _prompts(config: TrainConfig, corpus: Corpus | Samples, folder: Path) -> Sequence[str]:
+    if config.eval.samples is not None and not isinstance(corpus, Corpus):
+        raise ConfigError(
+            "Samples of text need a tokenizer",
+            expected="data.source that names texts or conversations",
+            got=f"data.source = {config.data.source!r}, a function",
+            fix="leave eval.samples out; a callback's on_step can call job.model.generate",
+        )
+    return find_prompts(config.eval, folder)
 
 
 def _run_dir(options: Options, config: TrainConfig, folder: Path) -> Path | None:
@@ -185,13 +201,23 @@ def _cluster(table: StrategyTable, folder: Path) -> str | None:
     return name
 
 
-def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> None:
+def parts_of_a_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> tuple[int, int]:
+    """Return the replicas that share a batch, and the micro-batches of each.
+
+    Raises:
+        StrategyError: When the strategy does not fit so many ranks.
+    """
     axes = dict(resolve(strategy or Strategy(), world).axes)
     replicas = axes.get("data", 1) * axes.get("zero", 1)
     method = strategy.get("gradient_accumulation") if strategy is not None else None
     micro_batches = config.run.num_micro_batches
     if isinstance(method, GradientAccumulation):
         micro_batches = method.num_micro_batches
+    return replicas, micro_batches
+
+
+def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> None:
+    replicas, micro_batches = parts_of_a_batch(config, strategy, world)
     parts = replicas * micro_batches
     if config.run.batch_size % parts:
         below = config.run.batch_size // parts * parts

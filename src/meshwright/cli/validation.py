@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,10 +143,6 @@ class Validation:
         self._best = CheckpointStore(run_dir / BEST, keep=1) if table.keep_best else None
         self.lowest, self.without_a_lower = _restored(state.extra.get(_STATE))
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a validation follows a step."""
-        return step % self._table.every == 0
-
     @property
     def is_over(self) -> bool:
         """Return whether the loss has not become lower for as long as the run is patient."""
@@ -175,8 +171,7 @@ class Validation:
     def _losses(self, shown: Callable[[int, int], None]) -> tuple[dict[str, float], dict[str, float]]:
         job, done, total = self._accelerated, 0, sum(len(source.batches) for source in self._sources)
         by_source, weights = {}, {}
-        averaged = job.ema.weights() if self._table.ema else contextlib.nullcontext()
-        with preserved_rng(), _not_training(job.model), averaged:
+        with evaluating(job, ema=self._table.ema):
             for source in self._sources:
                 parts = []
                 for batch in source.batches:
@@ -192,7 +187,18 @@ class Validation:
 
 
 @contextlib.contextmanager
-def _not_training(model: nn.Module) -> Any:
+def evaluating(job: Accelerated, *, ema: bool) -> Iterator[None]:
+    """Put a job's model into evaluation, with the moving average of its weights if asked; training goes on behind it.
+
+    It is collective.
+    """
+    averaged = job.ema.weights() if ema else contextlib.nullcontext()
+    with preserved_rng(), _not_training(job.model), averaged:
+        yield
+
+
+@contextlib.contextmanager
+def _not_training(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
