@@ -98,12 +98,13 @@ assert torch.allclose(found, expected, atol=1e-5), (found - expected).abs().max(
 assert not torch.allclose(found, before, atol=1e-2), "nothing was learned"
 print("equal logits")
 """
-# With mlflow-skinny: of files.
 CURVE = """
 import pathlib, sys
 from mlflow import MlflowClient
 run = pathlib.Path(sys.argv[1])
-client = MlflowClient((run / "mlruns").absolute().as_uri())
+# mlflow-skinny keeps files; mlflow, which is hundreds of MB more, a database.
+place = run.absolute() / "mlflow.db"
+client = MlflowClient(f"sqlite:///{place}" if place.exists() else (run.absolute() / "mlruns").as_uri())
 (found,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
 print([each.value for each in client.get_metric_history(found.info.run_id, "eval/loss")])
 """
@@ -189,7 +190,7 @@ def main(wheel: Path) -> None:
         place = Place(Path(folder))
         place.install(str(wheel))
         first_steps(place)
-        place.install(f"{wheel}[hf,data,adapters]", "wandb", "mlflow-skinny")  # mlflow is hundreds of MB more
+        place.install(f"{wheel}[hf,data,adapters]", "wandb", "mlflow-skinny")
         recipe(place)
 
 

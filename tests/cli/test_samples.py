@@ -61,16 +61,17 @@ def test_a_run_writes_what_its_checkpoints_do(ranks, folder, layout):
     assert f"sample at step 4: '{PROMPTS[0]}' → {found[4][0]!r}" in said
     for step in (2, 4):
         assert found[step] == ranks(1).run(written, folder, out / f"checkpoints/step-{step:08}")[0]
-    ranks(2).run(train_as_rank, folder / "sft.toml", *CHANGES[2:-1], strategy, out=folder / f"{layout}-mute")
-    assert losses(out) == losses(folder / f"{layout}-mute")
 
 
-def test_prompts_of_a_file_and_a_model_without_generate(ranks, folder):
+def test_prompts_of_a_file_and_a_model_without_generate_and_training_goes_on_as_it_would(ranks, folder):
     (folder / "prompts.txt").write_text(f"{PROMPTS[0]}\n\n{PROMPTS[1]}\n")
-    changes = ('eval.samples="prompts.txt"', *CHANGES[:-2], "run.steps=2", "model.args.dropout=0.3")
-    ranks(2).run(train_as_rank, folder / "tiny.toml", *changes, "strategy.methods=fsdp", out=folder / "bytes")
-    assert samples(folder / "bytes")[2] == ranks(1).run(written, folder, folder / "bytes")[0]
+    changes = ("run.steps=4", "model.args.dropout=0.3", "strategy.methods=fsdp")
+    prompts = ('eval.samples="prompts.txt"', *CHANGES[:2])
+    ranks(2).run(train_as_rank, folder / "tiny.toml", *changes, *prompts, out=folder / "bytes")
+    assert samples(folder / "bytes")[4] == ranks(1).run(written, folder, folder / "bytes")[0]
     assert not (folder / "bytes/eval.jsonl").exists()
+    ranks(2).run(train_as_rank, folder / "tiny.toml", *changes, out=folder / "mute")
+    assert losses(folder / "bytes") == losses(folder / "mute")
 
 
 @pytest.mark.parametrize(

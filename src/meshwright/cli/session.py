@@ -127,6 +127,7 @@ def open_session(options: Options) -> Session:
         source = "a checkpoint" if snapshots is None or not snapshots.have_moved else "snapshots of another layout"
         _resume(prepared, accelerated, store, state)
     validation = open_validation(prepared, data.kept_aside, accelerated, state, run_dir)
+    samples = _samples(prepared, accelerated, options.file.resolve().parent)
     with same_on_every_rank():
         callbacks = Callbacks(prepared.config.run.callbacks, accelerated)
     data.start_at(state.samples_seen)
@@ -145,7 +146,7 @@ def open_session(options: Options) -> Session:
         peak_flops_per_s,
         tokens,
         validation,
-        _samples(prepared, accelerated, options.file.resolve().parent),
+        samples,
         callbacks,
         source,
         lock,

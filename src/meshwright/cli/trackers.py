@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,7 +96,9 @@ class _WandB:
         self._run.log(dict(figures), step=step)
 
     def file(self, path: Path) -> None:
-        self._run.save(str(path), base_path=str(path.parent), policy="now")
+        kept = Path(self._run.dir) / path.name  # wandb warns of files elsewhere: later versions would not be sent
+        shutil.copyfile(path, kept)
+        self._run.save(str(kept), base_path=str(kept.parent), policy="now")
 
     def texts(self, samples: Sequence[tuple[str, str]], step: int) -> None:
         rows = [[step, prompt, text] for prompt, text in samples]

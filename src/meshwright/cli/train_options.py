@@ -71,7 +71,8 @@ class Options:
         words = ["meshwright", "train", str(self.file), "--out", str(run_dir), "--resume", "--steps", str(steps)]
         words += ["--nproc", str(self.nproc)] if self.nproc is not None else []
         words += ["--strategy", self.strategy] if self.strategy is not None else []
-        changes = [change for change in self.changes if change.partition("=")[0].strip() != "run.steps"]
+        said = ("run.steps", "run.epochs", "run.resume")
+        changes = [change for change in self.changes if change.partition("=")[0].strip() not in said]
         return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
 
 
