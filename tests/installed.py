@@ -155,13 +155,14 @@ def recipe(place: Place) -> None:
     assert toml is not None, "README.md has no sft.toml"
     text = toml[1].replace("path/to/folder", "folder")
     (place.folder / "sft.toml").write_text(text)
-    (place.folder / "lora.toml").write_text(f"{text}[adapter]\nr = 16\n")
+    # A base without a trained embedding and head would have nothing to adapt.
+    (place.folder / "lora.toml").write_text(f"{text.replace('hf:folder', 'hf:sft')}[adapter]\nr = 16\n")
     place.run("meshwright", "plan", "--model", "hf:folder", "--cluster", "h100x8", "--batch-size", "64", "--top", "2")
-    for name in ("sft", "lora"):
-        _fine_tune(place, name)
+    for name, base in (("sft", "folder"), ("lora", "sft")):
+        _fine_tune(place, name, base)
 
 
-def _fine_tune(place: Place, name: str) -> None:
+def _fine_tune(place: Place, name: str, base: str) -> None:
     out = f"runs/{name}"
     words = ["--set", "optimizer.lr=0.005", "--set", "eval.every=10", "--set", 'run.trackers=["wandb","mlflow"]']
     train = ["train", f"{name}.toml", "--nproc", "2", "--out", out, "--resume", "auto", *words]
@@ -181,7 +182,7 @@ def _fine_tune(place: Place, name: str) -> None:
     place.run("meshwright", "eval", out, "--data", "test.jsonl", "--nproc", "2")
     place.run("meshwright", "generate", out, "--prompt", "What is 2+2?", "--max-new-tokens", "8")
     place.run("meshwright", "checkpoint", "export", out, name, *(["--merged"] if name == "lora" else []))
-    assert "equal logits" in place.run("python", "-c", SAME, out, name, "folder")
+    assert "equal logits" in place.run("python", "-c", SAME, out, name, base)
 
 
 def main(wheel: Path) -> None:
