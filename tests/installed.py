@@ -43,14 +43,14 @@ import json, pathlib, random, torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-def chat(rng):
+def chat(rng, answer):
     a, b = rng.randrange(20), rng.randrange(20)
     asked = {"role": "user", "content": f"What is {a}+{b}?"}
-    return {"messages": [asked, {"role": "assistant", "content": f"It is {a + b}."}]}
+    return {"messages": [asked, {"role": "assistant", "content": f"{answer} {a + b}."}]}
 
 rng = random.Random(0)
-for name, count in (("chats", 600), ("test", 40)):
-    lines = [json.dumps(chat(rng)) + "\n" for _ in range(count)]
+for name, count, answer in (("others", 600, "Together that makes"), ("chats", 600, "It is"), ("test", 40, "It is")):
+    lines = [json.dumps(chat(rng, answer)) + "\n" for _ in range(count)]
     pathlib.Path(f"{name}.jsonl").write_text("".join(lines))
 own = Tokenizer(models.BPE())
 own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -155,8 +155,9 @@ def recipe(place: Place) -> None:
     assert toml is not None, "README.md has no sft.toml"
     text = toml[1].replace("path/to/folder", "folder")
     (place.folder / "sft.toml").write_text(text)
-    # A base without a trained embedding and head would have nothing to adapt.
-    (place.folder / "lora.toml").write_text(f"{text.replace('hf:folder', 'hf:sft')}[adapter]\nr = 16\n")
+    # Adapters teach the trained model to answer in other words; random embeddings and heads could not be adapted.
+    adapted = text.replace("hf:folder", "hf:sft").replace("chats.jsonl", "others.jsonl")
+    (place.folder / "lora.toml").write_text(f"{adapted}[adapter]\nr = 16\n")
     place.run("meshwright", "plan", "--model", "hf:folder", "--cluster", "h100x8", "--batch-size", "64", "--top", "2")
     for name, base in (("sft", "folder"), ("lora", "sft")):
         _fine_tune(place, name, base)
