@@ -165,7 +165,8 @@ def recipe(place: Place) -> None:
 
 def _fine_tune(place: Place, name: str, base: str) -> None:
     out = f"runs/{name}"
-    words = ["--set", "optimizer.lr=0.005", "--set", "eval.every=10", "--set", 'run.trackers=["wandb","mlflow"]']
+    keys = ["optimizer.lr=0.005", "eval.every=10", 'eval.samples=["What is 2+2?"]', 'run.trackers=["wandb","mlflow"]']
+    words = [word for key in keys for word in ("--set", key)]
     train = ["train", f"{name}.toml", "--nproc", "2", "--out", out, "--resume", "auto", *words]
     told = place.run("meshwright", *train, "--steps", "20")
     assert told.count("Plan: ") == 1, told
@@ -175,6 +176,12 @@ def _fine_tune(place: Place, name: str, base: str) -> None:
     assert len(losses) == 3, losses
     assert losses[-1] < losses[0] - 0.1, losses
 
+    written = [json.loads(line) for line in (place.folder / out / "samples.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in written] == [10, 20, 30], written
+    assert len(list((place.folder / out).rglob("samples*.table.json"))) == 3, "W&B has no samples"
+    assert {path.name for path in (place.folder / out).rglob("step-*.txt")} == {
+        f"step-{step:08}.txt" for step in (10, 20, 30)
+    }, "MLflow has no samples"
     curve = json.loads(place.run("python", "-c", CURVE, out).splitlines()[-1])
     assert [round(each, 5) for each in curve] == [round(each, 5) for each in losses], (curve, losses)
     logs = b"".join(file.read_bytes() for file in (place.folder / out / "wandb").rglob("*.wandb"))

@@ -71,10 +71,9 @@ def as_here(code: str, folder: Path) -> str:
     return code
 
 
-def alone(folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the last loss and the weights of the same training on this process."""
+def alone(folder: Path) -> float:
+    """Return the last loss of the same training on one process, whose weights must be those of the checkpoint."""
     torch.manual_seed(3)
-    mw.init_distributed(seed=0)
     job = mw.accelerate(
         tiny.plain(), torch.optim.AdamW, tiny.Tokens(), tiny.loss_func, strategy=[],
         dataloader_args={"batch_size": BATCH_SIZE},
@@ -91,21 +90,22 @@ def alone(folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     stored = dict(job.model.named_parameters())
     for name, value in trained.items():
         assert torch.allclose(stored[name], value, atol=2e-5), name
-    return result.loss.item(), trained
+    return result.loss.item()
 
 
 @pytest.mark.long
-def test_the_manuals_code_trains_on_two_workers_and_after_one_has_died(tmp_path):
+@pytest.mark.timeout(600)
+def test_the_manuals_code_trains_on_two_workers_and_after_one_has_died(ranks, tmp_path):
     pytest.importorskip("ray.train.torch")
     (block,) = [each for each in blocks("docs/clusters.md", "python") if each.title == "Ray"]
     (tmp_path / "manual.py").write_text(as_here(block.code, tmp_path))
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "RAY_TRAIN_V2_ENABLED": "1"}
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), str(tmp_path / "manual.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert (tmp_path / "died").exists()
     metrics = (tmp_path / "metrics.json").read_text()
-    loss, _ = alone(tmp_path)
+    (loss,) = ranks(1).run(alone, tmp_path)
     assert f'"epoch": {EPOCHS - 1}' in metrics
     assert float(metrics.partition('"loss": ')[2].partition(",")[0].rstrip("}")) == pytest.approx(loss, rel=1e-4)
