@@ -74,7 +74,9 @@ class Writer:
 
     @staticmethod
     def _generates(accelerated: Accelerated) -> bool:
-        return not _needs_whole_windows(accelerated) and hasattr(unwrapped(accelerated.model), "generation_config")
+        # transformers' models that write nothing have None there.
+        can = getattr(unwrapped(accelerated.model), "generation_config", None) is not None
+        return can and not _needs_whole_windows(accelerated)
 
     def _by_model(self, accelerated: Accelerated, ids: torch.Tensor) -> torch.Tensor:
         draws, end = self._draws, self._corpus.tokenizer.end_of_text
