@@ -20,7 +20,7 @@ EPOCHS = 3
 BATCH_SIZE = 16
 # What the manual leaves to its reader, on CPUs. A worker dies in its second epoch, once.
 SCRIPT = """
-import json, os, sys
+import os, sys
 from pathlib import Path
 
 import ray
@@ -49,7 +49,7 @@ ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env
 try:
     here = {"build_model": build_model, "dataset": Dataset(), "loss_func": tiny.loss_func, "__name__": "__main__"}
     exec(code, here)
-    (folder / "metrics.json").write_text(json.dumps(here["result"].metrics))
+    assert here["result"].error is None, here["result"].error
 finally:
     ray.shutdown()
 """
@@ -71,8 +71,8 @@ def as_here(code: str, folder: Path) -> str:
     return code
 
 
-def alone(folder: Path) -> float:
-    """Return the last loss of the same training on one process, whose weights must be those of the checkpoint."""
+def alone(folder: Path) -> None:
+    """Train as much on one process, and compare its weights with those of the checkpoint."""
     torch.manual_seed(3)
     job = mw.accelerate(
         tiny.plain(), torch.optim.AdamW, tiny.Tokens(), tiny.loss_func, strategy=[],
@@ -81,7 +81,7 @@ def alone(folder: Path) -> float:
     for epoch in range(EPOCHS):
         job.dataloader.set_epoch(epoch)
         for batch in job.dataloader:
-            result = job.step(batch)
+            job.step(batch)
     trained = {name: value.detach().clone() for name, value in job.model.named_parameters()}
     state = TrainingState(job.model, job.optim, step=0)
     info = CheckpointStore(folder / "run").load(state)
@@ -90,7 +90,6 @@ def alone(folder: Path) -> float:
     stored = dict(job.model.named_parameters())
     for name, value in trained.items():
         assert torch.allclose(stored[name], value, atol=2e-5), name
-    return result.loss.item()
 
 
 @pytest.mark.long
@@ -105,7 +104,4 @@ def test_the_manuals_code_trains_on_two_workers_and_after_one_has_died(ranks, tm
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert (tmp_path / "died").exists()
-    metrics = (tmp_path / "metrics.json").read_text()
-    (loss,) = ranks(1).run(alone, tmp_path)
-    assert f'"epoch": {EPOCHS - 1}' in metrics
-    assert float(metrics.partition('"loss": ')[2].partition(",")[0].rstrip("}")) == pytest.approx(loss, rel=1e-4)
+    ranks(1).run(alone, tmp_path)
