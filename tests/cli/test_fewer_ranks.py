@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.cli.fewer_ranks import FewerRanks
-from meshwright.cli.run_failures import read_failures
+from meshwright.cli.run_failures import FewerRanks, read_failures
 from meshwright.cli.train_options import Options, prepare
 from meshwright.runtime.launch import HUNG, Failure
 from tests.cli.helpers import as_program, losses, meshwright, project, train_as_rank

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from meshwright.cli.train_config import DataTable
 from meshwright.cli.train_corpus import find_corpus
-from meshwright.cli.train_file import parse_config
+from meshwright.cli.train_options import parse_config
 from meshwright.errors import ConfigError, DataError
 from tests.cli.helpers import meshwright, metrics, train_as_rank
 from tests.data.test_chat import tokenizer

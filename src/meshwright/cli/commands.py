@@ -361,7 +361,7 @@ def train_command(
 
 def _train(options: Options) -> int:
     """Train here, or start the ranks that do."""
-    from meshwright.cli.fewer_ranks import FewerRanks, check_fewest
+    from meshwright.cli.run_failures import FewerRanks, check_fewest, teller
     from meshwright.cli.train_options import number_of_processes, prepare
     from meshwright.runtime.launch import inside_launcher, start_server, stay_on_this_machine
 
@@ -376,7 +376,6 @@ def _train(options: Options) -> int:
     start_server(nproc, _PRELOADED)  # it imports meanwhile
     # Report what is wrong with the request once, here, before any rank has started.
     prepared = prepare(options, nproc)
-    from meshwright.cli.run_failures import teller
     from meshwright.cli.run_files import default_run_dir
 
     run_dir = prepared.run_dir or default_run_dir(options.file)

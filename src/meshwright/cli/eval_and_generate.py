@@ -18,13 +18,19 @@ from meshwright.cli.ranks import check_launched
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_files import CHECKPOINTS, CONFIG
 from meshwright.cli.session import accelerate_trained, join, load_data
-from meshwright.cli.text_writer import Draws, Writer
 from meshwright.cli.train_config import TrainConfig
 from meshwright.cli.train_corpus import Corpus
-from meshwright.cli.train_file import parse_config, put_changes, put_strategy
 from meshwright.cli.train_model import optimizer_of
-from meshwright.cli.train_options import Prepared, find_all, number_of_processes, strategy_of
-from meshwright.cli.validation import Result, open_validation, perplexity
+from meshwright.cli.train_options import (
+    Prepared,
+    find_all,
+    number_of_processes,
+    parse_config,
+    put_changes,
+    put_strategy,
+    strategy_of,
+)
+from meshwright.cli.validation import Draws, Result, Writer, open_validation, perplexity
 from meshwright.errors import ConfigError
 from meshwright.runtime import rank, same_on_every_rank, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole

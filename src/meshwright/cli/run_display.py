@@ -21,10 +21,9 @@ from rich.text import Text
 from meshwright.cli.run_failures import RunFailures
 from meshwright.cli.run_files import EVAL, METRICS, NORMS, PLAN, PROFILE, SAMPLES, MetricsFile, report_unwritten
 from meshwright.cli.session import Session
-from meshwright.cli.text_writer import Sample
 from meshwright.cli.trackers import RunInfo, Trackers
 from meshwright.cli.train_corpus import Corpus
-from meshwright.cli.validation import Result
+from meshwright.cli.validation import Result, Sample
 from meshwright.data import ByteTokenizer
 from meshwright.errors import readable_bytes
 from meshwright.planner import plan_table

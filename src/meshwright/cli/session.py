@@ -34,11 +34,10 @@ from meshwright.cli.run_files import (
     is_restart,
     write_document,
 )
-from meshwright.cli.text_writer import Draws, Samples, Writer
 from meshwright.cli.train_corpus import Corpus
 from meshwright.cli.train_data import Loaded
 from meshwright.cli.train_options import Options, Prepared, prepare, unless_given
-from meshwright.cli.validation import Validation, carried_over, open_validation
+from meshwright.cli.validation import Draws, TextSamples, Validation, Writer, carried_over, open_validation
 from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.data import IndexOrder, MixedOrder, RepeatedStream
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
@@ -96,7 +95,7 @@ class Session:
     """None where samples are no tokens."""
     validation: Validation | None
     """None where there are no data for it."""
-    samples: Samples | None
+    samples: TextSamples | None
     """None where no prompts are named."""
     callbacks: Callbacks
     source: str
@@ -353,7 +352,7 @@ def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:
     )
 
 
-def _samples(prepared: Prepared, accelerated: Accelerated, folder: Path) -> Samples | None:
+def _samples(prepared: Prepared, accelerated: Accelerated, folder: Path) -> TextSamples | None:
     if not prepared.prompts:
         return None
     corpus, table = prepared.corpus, prepared.config.eval
@@ -362,7 +361,7 @@ def _samples(prepared: Prepared, accelerated: Accelerated, folder: Path) -> Samp
     uses_template = corpus.chat is not None
     with same_on_every_rank():
         writer = Writer(corpus, prepared.config, folder, Draws(table.sample_tokens), uses_template=uses_template)
-    return Samples(table, prepared.prompts, writer, accelerated)
+    return TextSamples(table, prepared.prompts, writer, accelerated)
 
 
 def _snapshots(prepared: Prepared, accelerated: Accelerated, run_dir: Path) -> HostSnapshots | None:

@@ -227,7 +227,7 @@ _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the ranks of one attempt are started with."""
+    """The command line and the number of the ranks of one attempt."""
 
     arguments: Sequence[str]
     nproc: int
