@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.cli.eval_and_generate import GenerateOptions, Trained, generate
-from tests.cli import helpers, test_finetune
+from tests.cli import helpers, test_finetune, test_validation_layouts
 from tests.cli.helpers import as_program, losses, train_as_rank
 from tests.pool import RemoteFailure
 
@@ -25,6 +25,7 @@ LAYOUTS = {
     "compiled": "fsdp + compile(backend='eager')",
     "half": "zero2 + half('bf16') + checkpoint",
     "loss": "fsdp + module_replace",
+    "expert": "parallel_mode(expert=2) + expert_parallel",
 }
 CHANGES = ("eval.every=2", "eval.sample_tokens=6", "run.checkpoint_every=2", "run.steps=4", SAMPLES)
 
@@ -33,6 +34,7 @@ CHANGES = ("eval.every=2", "eval.sample_tokens=6", "run.checkpoint_every=2", "ru
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("samples")
     test_finetune.project(folder)
+    test_validation_layouts.mixture(folder / "mixtral")
     helpers.project(folder)
     return folder
 
@@ -55,7 +57,8 @@ _LONG = [pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS if each 
 @pytest.mark.parametrize("layout", ["fsdp", *_LONG])
 def test_a_run_writes_what_its_checkpoints_do(ranks, folder, layout):
     out, strategy = folder / layout, f"strategy.methods={json.dumps(LAYOUTS[layout])}"
-    said, _ = ranks(2).run(train_as_rank, folder / "sft.toml", *CHANGES, strategy, out=out)
+    model = f'model.source="hf:{"mixtral" if layout == "expert" else "model"}"'
+    said, _ = ranks(2).run(train_as_rank, folder / "sft.toml", *CHANGES, model, strategy, out=out)
     found = samples(out)
     assert sorted(found) == [2, 4]
     assert f"sample at step 4: '{PROMPTS[0]}' → {found[4][0]!r}" in said

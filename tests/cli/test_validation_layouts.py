@@ -28,17 +28,22 @@ patience = 2
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layouts")
-    test_finetune.project(folder, EVAL)
-    tokenizer(folder / "mixtral")
+def mixture(folder):
+    """A folder with a mixture of experts and a tokenizer."""
+    tokenizer(folder)
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=128,
     )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(folder / "mixtral")
+    MixtralForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    test_finetune.project(folder, EVAL)
+    mixture(folder / "mixtral")
     return folder
 
 
