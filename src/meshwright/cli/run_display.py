@@ -232,7 +232,9 @@ class Observer:
         """Record what the model has written, and show it."""
         assert self._samples is not None
         step = self._session.state.step
-        self._samples.append({"step": step, "samples": [each._asdict() for each in samples]})
+        self._samples.append(
+            {"step": step, "samples": [{"prompt": each.prompt, "text": each.text} for each in samples]}
+        )
         self._trackers.texts(samples, step)
         for each in samples:
             prompt = textwrap.shorten(each.prompt, _PROMPT_WIDTH, placeholder=" …")
