@@ -67,7 +67,7 @@ _LONG = [pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS if each 
 
 
 @pytest.mark.parametrize("layout", ["pipeline", *_LONG])
-def test_the_average_the_best_and_the_end_are_those_of_one_process(ranks, folder, layout):
+def test_the_average_and_the_best_are_those_of_one_process(ranks, folder, layout):
     model, strategy = LAYOUTS[layout]
     if not (folder / model / "done").exists():
         ranks(1).run(trained, folder, f"{model}-alone", model, "gradient_accumulation(1)")
@@ -82,6 +82,12 @@ def test_the_average_the_best_and_the_end_are_those_of_one_process(ranks, folder
     again = ranks(1).run(evaluated, folder, f"{layout}/best")[0]
     assert again["step"] == best["step"]
     assert again["sources"]["val"]["loss"] == pytest.approx(best["loss"], rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_that_gets_no_better_ends_early(ranks, folder, layout):
+    model, strategy = LAYOUTS[layout]
     said, _ = ranks(2).run(trained, folder, f"{layout}-resting", model, strategy, 0.0)
     assert "the run ends here" in said
     assert len(losses(folder / f"{layout}-resting")) == 6  # two validations after the first were no lower
