@@ -158,8 +158,13 @@ class PlanRequest:
         def search_within(within: int) -> Found:
             outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
             found = search(outline, space=default_space(outline), **options)
-            # What is too large stays as the formulas have it: the model would refuse a pipeline of which no cut fits.
-            return dataclasses.replace(found, too_large=tuple(_in_full(plan, outline) for plan in found.too_large))
+            # What is too large stays as the formulas have it, since the model would refuse a pipeline of which no cut
+            # fits, and so does what there is no time to trace.
+            return dataclasses.replace(
+                found,
+                plans=tuple(_in_full(plan, outline) for plan in found.plans),
+                too_large=tuple(_in_full(plan, outline) for plan in found.too_large),
+            )
 
         return search_and_trace(search_within, known, limit, self.objective, self.top, self.limit_s)  # type: ignore[arg-type]
 

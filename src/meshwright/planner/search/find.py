@@ -502,6 +502,8 @@ def _on(space: Space, axis: str, sizes: tuple[int, ...], methods: tuple[Choice, 
 _TRIES = 3
 """Searches by formulas: where nothing fits that was found, by their memory, the limit is lowered by as much."""
 
+_UNTRACED = "formulas of the model's family predict this plan: the time was up before the model itself was traced"
+
 
 def search_and_trace(
     search: Callable[[int], Found],
@@ -523,15 +525,18 @@ def search_and_trace(
             out; None: no limit.
 
     Returns:
-        What was found; None where no plan that formulas find fits by its trace.
+        What was found; None where no plan that formulas find fits by its trace. Where the time is up before any trace
+        ends, it is what the formulas have found, each plan with a gap that says so.
 
     Raises:
         StrategyError: When nothing fits by the formulas.
     """
-    started, within = time.perf_counter(), limit_bytes
+    started, within, left_s = time.perf_counter(), limit_bytes, limit_s
     for _ in range(_TRIES):
         found = search(within)
-        state, refused = _traced(found.plans, subject, objective, top, TimeLimit(limit_s))
+        limit = TimeLimit(left_s)
+        state, refused = _traced(found.plans, subject, objective, top, limit)
+        left_s = limit.left_s
         if state.plans:
             return dataclasses.replace(
                 found,
@@ -543,6 +548,9 @@ def search_and_trace(
                 is_complete=found.is_complete and not state.stopped,
                 out_of_time=found.out_of_time or state.stopped,
             )
+        if state.stopped:
+            plans = tuple(dataclasses.replace(plan, gaps=(*plan.gaps, _UNTRACED)) for plan in found.plans[:top])
+            return dataclasses.replace(found, plans=plans, is_complete=False, out_of_time=True)
         if not state.too_large:
             return None
         least = state.too_large[0]
