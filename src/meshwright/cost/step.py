@@ -211,6 +211,7 @@ class Op:
     batch: int = 1
     num_bytes: int = 0
     backward_bytes: int | None = None  # of a move; None: twice what forward moves
+    of_weights: bool = False  # of a move: it casts weights, which costs the same for any number of samples
     functions: int = 0  # of a move: elements to which it applies a function that takes a CPU longer than their bytes
     dtype: ProductDtype = HALF
     causal: bool = False  # of an attention: half of the scores are not computed

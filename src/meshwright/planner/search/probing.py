@@ -36,6 +36,8 @@ def scaled(step: Step, samples: int) -> Step:
 
 
 def _op(op: Op, samples: int) -> Op:
+    if op.of_weights:
+        return op
     if op.kind == "move":
         backward = None if op.backward_bytes is None else op.backward_bytes * samples
         return dataclasses.replace(op, num_bytes=op.num_bytes * samples, backward_bytes=backward)
