@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
+from meshwright.cost.shards import local_shape
 from meshwright.cost.step import (
     Block,
     Parameter,
@@ -358,17 +359,6 @@ def _is_scalar(state: StateTensor) -> bool:
     return not state.dims and state.numel_apart == 1
 
 
-def local_shape(shape: tuple[int, ...], parts: int, index: int) -> tuple[int, ...]:
-    """Return the shape of chunk ``index`` of ``parts`` along dim 0, as ``torch.chunk`` and FSDP2 cut it.
-
-    A scalar stays whole.
-    """
-    if not shape or parts == 1:
-        return shape
-    rows = math.ceil(shape[0] / parts)
-    return (max(0, min(shape[0], rows * (index + 1)) - rows * index), *shape[1:])
-
-
 def shape_on(
     step: Step, parameter: Parameter, axis: str | None, where: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
@@ -376,7 +366,7 @@ def shape_on(
     where = where or {}
     if axis is None or not parameter.sharded:
         return parameter.shape
-    return local_shape(parameter.shape, step.size(axis), step.index(axis, where))
+    return local_shape(parameter.shape, step.size(axis), step.index(axis, where), parameter.shard_dim)
 
 
 def _local_bytes(step: Step, parameter: Parameter, placement: Placement, where: Mapping[str, int]) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from meshwright.cost.activations import Activations, Placed, sums_of
+from meshwright.cost.shards import padded_numel
 from meshwright.errors import StrategyError
 
 
@@ -172,6 +173,7 @@ class Parameter:
     states: tuple[StateTensor, ...] = ()  # what the optimizer will keep for it
     updating: Updating | None = None  # what it holds for a moment; None: nothing
     sharded: bool = True  # False: left whole on every rank although others are sharded
+    shard_dim: int = 0  # the dim that a sharding axis divides
     tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
     expert: tuple[int | None, int] | None = None  # its expert's number in a list (None: stacked), of how many
     trained_on: tuple[int, ...] | None = None  # outside the blocks of a pipeline: the ranks that train it; None: all
@@ -465,10 +467,7 @@ def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
 
     Every rank sends equally many rows.
     """
-    parts = step.size(step.shard_axis)
-    if not parameter.shape:
-        return itemsize
-    return math.ceil(parameter.shape[0] / parts) * parts * math.prod(parameter.shape[1:]) * itemsize
+    return padded_numel(parameter.shape, step.size(step.shard_axis), parameter.shard_dim) * itemsize
 
 
 # --- Collectives at the boundaries of tensor, sequence and expert parallelism.

@@ -31,6 +31,7 @@ from meshwright.cost import (
     padded_bytes,
     reduce_traffic,
     reduced_bytes,
+    shard_dim,
 )
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import ClassReferences, Conflict, DType, Job, Method, Phase, itemsize
@@ -457,11 +458,11 @@ def shard_cost(config: ZeroMethod, step: Step, *, gathers: Gathers, reduce_once:
     """
     if step.stages is not None:
         gathers, reduce_once = "once", True
-    step = _with_precision(config, step)
+    step, parts = _with_precision(config, step), step.size(step.shard_axis)
     beside_wider_buffers = step.compute_itemsize == _HALF_BYTES and step.buffers_itemsize is None
     whole = (KEPT_IN_HALF,) if beside_wider_buffers else ()
     step = step.replace(
-        blocks=tuple(_marked(config, block, whole) for block in step.blocks),
+        blocks=tuple(_marked(config, block, whole, 1 if gathers == "nearby" else parts) for block in step.blocks),
         parameters=Placement(step.shard_axis, step.parameters.itemsize),
         gradients=Placement(step.shard_axis, step.gradients.itemsize),
         optimizer=Placement(step.shard_axis, step.optimizer.itemsize),
@@ -482,14 +483,22 @@ def _with_precision(config: ZeroMethod, step: Step) -> Step:
     return step.replace(compute_itemsize=param, reduce_itemsize=reduce)
 
 
-def _marked(config: ZeroMethod, block: Block, whole: tuple[str, ...]) -> Block:
-    """Return the block with scalars, and the parameters of some classes, marked as whole."""
+def _marked(config: ZeroMethod, block: Block, whole: tuple[str, ...], parts: int) -> Block:
+    """Return the block with scalars, and the parameters of some classes, marked as whole; and what is cut of others.
+
+    Args:
+        config: The method's keys.
+        block: A block.
+        whole: Classes whose parameters stay whole.
+        parts: Number of ranks among which parameters may be cut along another dim than 0; 1: none.
+    """
     references = (*config.atorch_ignored_cls, *whole)
 
     def marked(parameter: Parameter) -> Parameter:
         indivisible = not parameter.shape or not parameter.numel
         ignored = indivisible or any(names_class(reference, parameter.owners) for reference in references)
-        return dataclasses.replace(parameter, sharded=parameter.sharded and not ignored)
+        dim = shard_dim(parameter.shape, parts)
+        return dataclasses.replace(parameter, sharded=parameter.sharded and not ignored, shard_dim=dim)
 
     return dataclasses.replace(block, parameters=tuple(map(marked, block.parameters)))
 
