@@ -212,9 +212,9 @@ def _weight_casts(numel: int, run: FamilyRun, names: tuple[str, ...] = (), rank:
     if not run.impl.autocasts:
         return ()
     each = numel * (4 + 2)
-    return (
-        Op("move", num_bytes=each, backward_bytes=each, of_weights=True, inside=names, needed_in=names, on_rank=rank),
-    )
+    # Their launches are among those that the other kernels of a family stand for.
+    cast = Op("move", num_bytes=each, backward_bytes=each, of_weights=True, launches=0.0, on_rank=rank)
+    return (dataclasses.replace(cast, inside=names, needed_in=names),)
 
 
 def _is_chain(shape: Shape, run: FamilyRun) -> bool:
