@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import meshwright as mw
-from meshwright.cost import memory, shard_dim
+from meshwright.cost import memory
+from meshwright.methods.zero_config import shard_dim
 from meshwright.planner import measured_state
 from meshwright.store import CheckpointStore, TrainingState
 from tests.methods.test_traffic import Counter

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         OffloadPlacement as OffloadPlacement,
         balanced_owners as balanced_owners,
         building as building,
+        local_shape as local_shape,
         memory as memory,
         offload_placements as offload_placements,
         pick_largest as pick_largest,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
         tie_key as tie_key,
     )
     from meshwright.cost.scheduling import Event as Event
-    from meshwright.cost.shards import local_shape as local_shape, shard_dim as shard_dim
     from meshwright.cost.step import (
         FP8 as FP8,
         HALF as HALF,

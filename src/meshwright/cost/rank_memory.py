@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
-from meshwright.cost.shards import local_shape
 from meshwright.cost.step import (
     Block,
     Parameter,
@@ -357,6 +356,17 @@ def keeps_state(step: Step, parameter: Parameter, state: StateTensor) -> bool:
 
 def _is_scalar(state: StateTensor) -> bool:
     return not state.dims and state.numel_apart == 1
+
+
+def local_shape(shape: tuple[int, ...], parts: int, index: int, dim: int = 0) -> tuple[int, ...]:
+    """Return the shape of chunk ``index`` of ``parts`` along a dim, as ``torch.chunk`` and FSDP2 cut it.
+
+    A scalar stays whole.
+    """
+    if not shape or parts == 1:
+        return shape
+    rows = math.ceil(shape[dim] / parts)
+    return (*shape[:dim], max(0, min(shape[dim], rows * (index + 1)) - rows * index), *shape[dim + 1 :])
 
 
 def shape_on(

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from meshwright.cost.activations import Activations, Placed, sums_of
-from meshwright.cost.shards import padded_numel
 from meshwright.errors import StrategyError
 
 
@@ -463,11 +462,11 @@ def gathered_itemsize(step: Step, parameter: Parameter) -> int:
 
 
 def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
-    """Return the bytes of a parameter, or its gradient, in a collective over the sharding axis.
-
-    Every rank sends equally many rows.
-    """
-    return padded_numel(parameter.shape, step.size(step.shard_axis), parameter.shard_dim) * itemsize
+    """Return the bytes of a parameter, or its gradient, in a collective: every rank sends equally many rows."""
+    parts, dim, shape = step.size(step.shard_axis), parameter.shard_dim, parameter.shape
+    if not shape:
+        return itemsize
+    return math.ceil(shape[dim] / parts) * parts * math.prod((*shape[:dim], *shape[dim + 1 :])) * itemsize
 
 
 # --- Collectives at the boundaries of tensor, sequence and expert parallelism.

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from meshwright.comm.compression import route
-from meshwright.cost import Step, axis_parts, shard_dim
+from meshwright.cost import Step, axis_parts
 from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Conflict, torch_dtype
 from meshwright.methods.birth import give_parameters
@@ -41,7 +41,16 @@ from meshwright.methods.job import (
     guards_are_on,
     sum_over,
 )
-from meshwright.methods.zero_config import Gathers, Units, ZeroMethod, not_beside, shard_cost, unit_of, units_of
+from meshwright.methods.zero_config import (
+    Gathers,
+    Units,
+    ZeroMethod,
+    not_beside,
+    shard_cost,
+    shard_dim,
+    unit_of,
+    units_of,
+)
 from meshwright.nn import (
     CollectiveLog,
     align_deferred_gradients,
@@ -270,7 +279,7 @@ def _shard_units(
 
 
 def _placed(parts: int, parameter: nn.Parameter) -> Shard:
-    """Return how a parameter is cut for so many ranks; see [Note: the dim that is sharded]."""
+    """Return how a parameter is cut for so many ranks; see :func:`~meshwright.methods.zero_config.shard_dim`."""
     return Shard(shard_dim(local_tensor(parameter).shape, parts))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -31,7 +31,6 @@ from meshwright.cost import (
     padded_bytes,
     reduce_traffic,
     reduced_bytes,
-    shard_dim,
 )
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import ClassReferences, Conflict, DType, Job, Method, Phase, itemsize
@@ -436,6 +435,28 @@ def _of_one_dtype(
             for dtype, modules in _of_one_dtype(child, main, inner, ignored).items():
                 found.setdefault(dtype, []).extend(modules)
     return found
+
+
+# --- The dim that is cut.
+
+_STACKED = 3  # dims
+
+
+def shard_dim(shape: Sequence[int], parts: int) -> int:
+    """Return the dim along which a parameter is sharded.
+
+    FSDP2 cuts dim 0, the last ranks' shards being smaller or empty. Of stacked matrices (experts: number, in, out) with
+    fewer of them than ranks, that leaves whole matrices to some ranks and nothing to all others, and pads what is
+    gathered and reduced to as many matrices as there are ranks. So these are cut inside of the matrices, where that
+    gives equal parts. FSDP2 copies them once more as they are gathered and reduced.
+
+    Args:
+        shape: Of the parameter, or of the part that a tensor or expert axis leaves to a rank.
+        parts: Number of ranks.
+    """
+    if len(shape) != _STACKED or shape[0] >= parts:
+        return 0
+    return next((dim for dim in range(1, _STACKED) if shape[dim] and shape[dim] % parts == 0), 0)
 
 
 # --- ``cost``
