@@ -3,7 +3,7 @@
 ``slurm`` brings up a cluster of one node from Debian's packages, unpacked into a scratch folder and not installed, with
 a configuration of its own on loopback. It submits the manual's own sbatch file, lets a job of higher priority take the
 node, and sees the run stopped, requeued, resumed and finished. ``torchrun`` starts two agents, of which one loses a
-rank. Every run must have the losses of one that nothing has interrupted.
+rank; ``torchx`` uses TorchX' local scheduler. Every run must have the losses of one that nothing has interrupted.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def state(inside: dict[str, str], job: str) -> str:
     return text.partition("JobState=")[2].partition(" ")[0]
 
 
-# --- torchrun
+# --- torchrun and TorchX
 
 
 def torchrun(folder: Path, expected: list[float]) -> None:
@@ -287,7 +287,18 @@ def torchrun(folder: Path, expected: list[float]) -> None:
     check(folder / "runs/a", expected, "torchrun")
 
 
-ALL: dict[str, Callable[[Path, list[float]], None]] = {"slurm": slurm, "torchrun": torchrun}
+def torchx(folder: Path, expected: list[float]) -> None:
+    """Let TorchX start two ranks on this machine."""
+    if shutil.which("torchx", path=environment()["PATH"]) is None:
+        raise Unavailable("pip install torchx")
+    project(folder)
+    words = ["run", "--scheduler", "local_cwd", "--wait", "--log", "dist.ddp", "-j", "1x2", "-m", "meshwright", "--"]
+    words += ["train", "train.toml", "--out", "runs/a", "--resume", "auto"]
+    subprocess.run(["torchx", *words], cwd=folder, env=environment(), check=True, timeout=PATIENCE_S)
+    check(folder / "runs/a", expected, "torchx")
+
+
+ALL: dict[str, Callable[[Path, list[float]], None]] = {"slurm": slurm, "torchrun": torchrun, "torchx": torchx}
 
 
 def main(names: list[str]) -> int:

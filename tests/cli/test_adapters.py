@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.cli.adapters import merged, parse_lora
-from meshwright.cli.train_config import AdapterTable, parse_config
+from meshwright.cli.train_config import AdapterTable
+from meshwright.cli.train_options import parse_config
 from meshwright.errors import ConfigError, ModelError
 from meshwright.strategy import Strategy
 from tests.cli import test_finetune

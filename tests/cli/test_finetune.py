@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from meshwright.cli.train_config import DataTable, parse_config
+from meshwright.cli.train_config import DataTable
 from meshwright.cli.train_corpus import find_corpus
+from meshwright.cli.train_options import parse_config
 from meshwright.errors import ConfigError, DataError
 from tests.cli.helpers import meshwright, metrics, train_as_rank
 from tests.data.test_chat import tokenizer

@@ -124,9 +124,14 @@ def test_a_tracker_that_fails_is_told_once_and_left_alone(tmp_path, monkeypatch,
         every.log({"loss": 1.0 / step, "mfu": None, "skipped": False, "grad_norm": math.inf}, step)
     (tmp_path / "plan.txt").write_text("a plan")
     every.file(tmp_path / "plan.txt")
+    every.texts([("one?", "two"), ("three?", "four")], 2)
     every.close()
     assert capsys.readouterr().err.count("the tracker broken has failed (ConnectionError: no network)") == 1
     assert list(_board(tmp_path)) == ["loss"]
+    texts = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("samples/text_summary")
+    assert [(each.step, each.tensor_proto.string_val[0].decode()) for each in texts] == [
+        (2, "```\n> one?\ntwo\n\n> three?\nfour\n```")
+    ]
     assert len(_board(tmp_path)["loss"]) == 3
 
 

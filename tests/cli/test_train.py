@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from meshwright import Strategy
 from meshwright.cli import app, train_loop as training
-from meshwright.cli.train_config import parse_config
-from meshwright.cli.train_options import Options
+from meshwright.cli.train_options import Options, parse_config
 from tests.cli.helpers import losses, meshwright, metrics, project
 from tests.pool import RemoteFailure
 

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from meshwright.cli.train_config import TrainConfig, config_help, parse_config, read_config
+from meshwright.cli.train_config import TrainConfig, config_help
 from meshwright.cli.train_model import optimizer_of
+from meshwright.cli.train_options import parse_config, read_config
 from meshwright.errors import ConfigError
 
 MINIMAL = {"model": {"source": "a:b"}}

@@ -8,9 +8,10 @@ import torch
 from torch.utils.data import Dataset
 
 from meshwright.cli.run_display import speed
-from meshwright.cli.train_config import DataTable, ModelTable, parse_config
+from meshwright.cli.train_config import DataTable, ModelTable
 from meshwright.cli.train_data import find_samples
 from meshwright.cli.train_model import model_source
+from meshwright.cli.train_options import parse_config
 from meshwright.data import GlobalOrder, RepeatedStream, ShardedStream
 from meshwright.errors import ConfigError, DataError
 from tests.cli.helpers import metrics

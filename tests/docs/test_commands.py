@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from meshwright.cli.train_config import parse_config
+from meshwright.cli.train_options import parse_config
 from tests.docs.pages import ROOT, blocks, hooks, pages
 
 SHELL = [block for page in pages() for block in blocks(page, "bash", "console", "")]

@@ -28,7 +28,8 @@ _RSS_MIB = 4096
 _INSTRUMENTED = [
     "tomllib", "meshwright.strategy", "meshwright.store", "meshwright.methods", "meshwright.data",
     "meshwright.lr_scheduler", "meshwright.cost.cluster", "meshwright.cost.calibration",
-    "meshwright.cli.train_config", "meshwright.cli.run_files", "meshwright.cli.plan_and_compare", "published_runs",
+    "meshwright.cli.train_config", "meshwright.cli.train_options", "meshwright.cli.run_files",
+    "meshwright.cli.plan_and_compare", "published_runs",
     "meshwright.planner.model_shapes", "meshwright.planner.explain", "meshwright.planner.plan_request",
     "meshwright.planner.workload", "meshwright.planner.config_models", "meshwright.runtime.rank_reports",
     "meshwright.compat.bmtrain.lr_schedules", "meshwright.comm.message_header",

@@ -23,7 +23,7 @@ from meshwright.cli.plan_and_compare import CompareOptions, compare, is_referenc
 from meshwright.cli.run_display import loss_text, speed_text
 from meshwright.cli.run_files import MetricsFile
 from meshwright.cli.session import changes, earlier_config
-from meshwright.cli.train_config import parse_config, read_config
+from meshwright.cli.train_options import parse_config, read_config
 from meshwright.comm.message_header import Header
 from meshwright.compat.bmtrain.lr_schedules import Cosine
 from meshwright.cost import find_cluster, read_cluster

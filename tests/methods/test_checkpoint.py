@@ -12,7 +12,7 @@ from meshwright.methods import Checkpoint, Job
 from meshwright.nn import without_caches
 from meshwright.planner.trace.fake_pass import Pass
 from meshwright.planner.trace.live_tensors import record_saved
-from meshwright.runtime.torch_internals.recomputation import set_script_profiling
+from meshwright.runtime.torch_internals.autograd import set_script_profiling
 from tests import tiny
 
 

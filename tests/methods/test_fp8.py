@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import meshwright as mw
 from meshwright.cost import find_device, memory
 from meshwright.methods import Fp8
-from meshwright.nn.fp8 import Fp8Linear
+from meshwright.methods.fp8 import require_layers
+from meshwright.nn.fp8 import Fp8Layer
 from meshwright.store import CheckpointStore, TrainingState
 from tests.methods.test_traffic import Counter
 
@@ -38,15 +40,26 @@ class Mlp(nn.Module):
         return self.last(x)
 
 
+def as_conv1d(model):
+    """The same model with weights (in, out), as GPT-2 has them."""
+    for block in model.layers:
+        for index in (1, 3):
+            linear, made = block[index], Conv1D(block[index].out_features, block[index].in_features)
+            made.weight.data, made.bias.data = linear.weight.data.t().contiguous(), linear.bias.data
+            block[index] = made
+    return model
+
+
 def fp8(**keys):
     history = {"amax_history_len": 4} if "recipe" not in keys else {}
     return "fp8", {"emulate": True, **history, **keys}
 
 
-def build(strategy, micro=1):
+def build(strategy, micro=1, change=None):
     torch.manual_seed(1)
+    model = Mlp() if change is None else change(Mlp())
     return mw.accelerate(
-        Mlp(), torch.optim.AdamW, None, lambda x, output: (output.float() - x[:, :3].float().sin()).square().mean(),
+        model, torch.optim.AdamW, None, lambda x, output: (output.float() - x[:, :3].float().sin()).square().mean(),
         strategy=strategy, optim_args={"lr": 3e-3}, num_micro_batches=micro, sample_batch=BATCH[0], batch_size=16,
     )  # fmt: skip
 
@@ -57,12 +70,12 @@ def own_part(result, step):
 
 
 def scales(model):
-    return [m.fp8_scale.view(torch.float32).tolist() for m in model.modules() if isinstance(m, Fp8Linear)]
+    return [m.fp8_scale.view(torch.float32).tolist() for m in model.modules() if isinstance(m, Fp8Layer)]
 
 
-def train(strategy, micro=1):
+def train(strategy, micro=1, change=None):
     """Losses and scales of a run, and in what predictions differ from what is held and sent."""
-    result = build(strategy, micro)
+    result = build(strategy, micro, change)
     losses = [result.step(own_part(result, step)).loss.item() for step in range(STEPS - 2)]
     with Counter() as counter:
         losses.append(result.step(own_part(result, STEPS - 2)).loss.item())
@@ -164,6 +177,38 @@ def test_recipes_of_torchao(ranks, alone):
         assert wrong == [] or "amp_native" in str(run), run
     assert first[0][0] == first[1][0]  # the same scale, whether cast before or after the gather
     assert first[0][0] != first[3][0]
+
+
+def test_layers_of_gpt2(ranks):
+    """Weights (in, out) give what their transposes give, under every recipe, sharded, whole and split."""
+    tensor = ("parallel_mode", {"tensor": 2, "data": 1})
+    strategies = [
+        [fp8()], [fp8(), "fsdp"], [fp8(), "tensor_parallel", tensor], [fp8(recipe="tensorwise"), "fsdp"],
+        [fp8(recipe="rowwise")],
+    ]  # fmt: skip
+    runs = [(each, 1, change) for each in strategies for change in (None, as_conv1d)]
+    found = ranks(2).run(train_all, runs)[0]
+    for strategy, (losses, known, _), (theirs, others, wrong) in zip(strategies, found[::2], found[1::2], strict=True):
+        assert theirs == pytest.approx(losses, rel=1e-6), strategy
+        assert others == [pytest.approx(each, rel=1e-6) for each in known], strategy
+        assert wrong == [], strategy
+
+
+def gathers_of_gpt2():
+    with pytest.raises(mw.StrategyError, match="layers of class Conv1D: layers"):
+        build([fp8(recipe="tensorwise", all_gather=True), "fsdp"], change=as_conv1d)
+
+
+def test_layers_of_gpt2_are_not_gathered_in_8_bits(ranks):
+    ranks(2).run(gathers_of_gpt2)
+
+
+def test_layers_of_gpt2_that_would_have_to_be_copied_stay_as_they_are():
+    method = Fp8(recipe="mxfp8")
+    choice = method.choice(as_conv1d(Mlp()), 1)
+    assert choice.transposed == ["layers.0.1", "layers.0.3", "layers.1.1", "layers.1.3"]
+    with pytest.raises(mw.ModelError, match="of class Conv1D, whose weights mxfp8 would have to copy"):
+        require_layers(choice, 32)
 
 
 def stop_and_go_on(directory):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from meshwright.nn.fp8 import DelayedScaling, Fp8Linear, Fp8Options, to_fp8, to_plain, update_scales
 
@@ -15,6 +16,16 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 def layer(recipe=None, *, emulate=True, keep_weight=True, bias=True, sizes=(16, 32)):
     torch.manual_seed(0)
     return to_fp8(nn.Linear(*sizes, bias=bias), Fp8Options(recipe or DelayedScaling(), emulate, keep_weight))
+
+
+def conv1d(linear):
+    """The same layer with a weight (in, out), as GPT-2 has it."""
+    outputs, inputs = linear.weight.shape
+    made = Conv1D(outputs, inputs)
+    with torch.no_grad():
+        made.weight.copy_(linear.weight.t())
+        made.bias.copy_(linear.bias)
+    return to_fp8(made, linear.fp8)
 
 
 def numbers(bits):
@@ -113,7 +124,8 @@ def test_hardware_products_are_given_the_same_numbers():
         torch.testing.assert_close(emulated, real, rtol=1e-5, atol=1e-5)
 
 
-def test_operands_lie_as_the_tensor_cores_want_them(monkeypatch):
+@pytest.mark.parametrize("made", [lambda linear: linear, conv1d], ids=["linear", "conv1d"])
+def test_operands_lie_as_the_tensor_cores_want_them(monkeypatch, made):
     seen = []
 
     def product(left, right, **options):
@@ -121,12 +133,13 @@ def test_operands_lie_as_the_tensor_cores_want_them(monkeypatch):
         return torch.zeros(left.shape[0], right.shape[1], dtype=options["out_dtype"])
 
     monkeypatch.setattr("meshwright.nn.fp8.scaled_mm", product)
-    layer(emulate=False)(torch.randn(7, 16, requires_grad=True)).sum().backward()
+    made(layer(emulate=False))(torch.randn(7, 16, requires_grad=True)).sum().backward()
     assert len(seen) == 3
     for (_, along), (first, _), inner, columns, *_ in seen:
         assert along == first == 1  # row order by column order
         assert inner % 16 == columns % 16 == 0
-    assert [each[4:] for each in seen] == [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)]
+    of_weight = (E4M3, E5M2) if made is conv1d else (E5M2, E4M3)  # cuBLAS has products of both
+    assert [each[4:] for each in seen] == [(E4M3, E4M3), (E5M2, E4M3), of_weight]
 
 
 @pytest.mark.parametrize("keep_weight", [True, False])
@@ -222,6 +235,40 @@ def test_frozen_weights_get_no_gradient_and_keep_no_input():
     assert x.grad is not None
     assert linear.weight.grad is None
     assert (4, 16) not in saved
+
+
+@pytest.mark.parametrize("keep_weight", [True, False])
+def test_a_weight_that_is_in_by_out_gives_the_same_numbers(keep_weight):
+    linear = layer(keep_weight=keep_weight)
+    other = conv1d(linear)
+    for step in range(3):
+        torch.manual_seed(step)
+        x, gradient = torch.randn(2, 5, 16, requires_grad=True), torch.randn(2, 5, 32)
+        results = []
+        for each in (linear, other):
+            x.grad = None
+            each.zero_grad()
+            output = each(x)
+            output.backward(gradient)
+            update_scales([each])
+            results.append((output, x.grad.clone(), each.weight.grad, each.bias.grad, each.fp8_amax_history.clone()))
+        (output, of_input, of_weight, of_bias, history), (*theirs, seen) = results
+        for mine, found in zip((output, of_input, of_weight.t(), of_bias), theirs, strict=True):
+            torch.testing.assert_close(found, mine, rtol=1e-6, atol=1e-6)
+        assert torch.equal(history, seen)
+    assert other(torch.randn(0, 16)).shape == (0, 32)
+
+
+def test_conv1d_there_and_back():
+    plain = Conv1D(32, 16)
+    before = copy.deepcopy(plain)
+    changed = to_fp8(plain, Fp8Options(DelayedScaling(), True, True))
+    assert isinstance(changed, Conv1D)
+    assert "fp8=HYBRID" in repr(changed)
+    to_plain(changed)
+    assert type(plain) is Conv1D
+    x = torch.randn(2, 16)
+    assert torch.equal(plain(x), before(x))
 
 
 def test_there_and_back():

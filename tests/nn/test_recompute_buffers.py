@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.nn import recompute_contexts
-from meshwright.runtime.torch_internals.recomputation import set_script_profiling
+from meshwright.runtime.torch_internals.autograd import set_script_profiling
 
 
 class Tail(nn.Module):

@@ -10,6 +10,8 @@ from meshwright.planner import PlanRequest, parse_family
 from meshwright.planner.config_models import config_of_shape, shape_of_config
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.plan_request import named_model
+from meshwright.planner.search import search, search_and_trace
+from meshwright.planner.search.choice import MODEL_ERROR
 from meshwright.strategy import Strategy
 
 pytest.importorskip("transformers")
@@ -89,6 +91,62 @@ def test_a_name_and_a_config_are_one_prediction(kind, name, doors):
         assert configured == named  # refused for the same reason
     else:
         assert configured == pytest.approx(named, rel=WITHIN)
+
+
+WIDE = {
+    "llama": "llama:layers=3,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=32000,seq=2048",
+    "gpt": "gpt:layers=3,hidden=4096,heads=32,vocab=50304,seq=2048",
+}
+"""As wide as models are that need a plan: their kernels take longer than to launch them."""
+FORMULAS = {
+    **{name: STRATEGIES[name] for name in ("data", "zero1", "fsdp", "half", "hybrid", "checkpoint", "sequence")},
+    "context": STRATEGIES["context"],
+    "data_half": [mesh(data=8), ("half", "bf16")],
+    "data_compile": [mesh(data=8), HALF, "compile"],
+    "fsdp_compile": STRATEGIES["compile"],
+    "tensor_tokens": STRATEGIES["tensor_tokens"],
+    "fp8": [mesh(zero=8), "fsdp", HALF, ("fp8", {"recipe": "tensorwise", "exclude": "lm_head"})],
+}
+CLOSE = MODEL_ERROR
+"""How far off formulas may be that choose among candidates; the plans that they find are traced."""
+FIRST = ("llama-data", "gpt-fsdp")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if f"{kind}-{name}" in FIRST else pytest.mark.long)
+        for kind in WIDE
+        for name in FORMULAS
+    ],
+)
+def test_formulas_say_what_traces_do(kind, name):
+    strategy, text = Strategy(FORMULAS[name]), WIDE[kind]
+    found = []
+    for model in (named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text))):
+        (plan,) = PlanRequest(model, CLUSTER, BATCH, strategy=strategy, num_micro_batches=1).found().plans
+        found.append((plan.forecast.time.step_time_s, plan.needed_bytes))
+    traced, formula = found
+    assert formula == pytest.approx(traced, rel=CLOSE)
+
+
+def test_a_search_without_time_for_traces_shows_what_formulas_found():
+    model = named_model(WIDE["llama"].replace("layers=3", "layers=4"), None, CLUSTER)  # which no test has traced
+    limits = []
+
+    def search_within(limit, seconds):
+        limits.append(limit)
+        assert seconds > 0
+        outline = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, limit)
+        return search(outline)
+
+    subject = PlanRequest(model, CLUSTER, BATCH).subject
+    found = search_and_trace(search_within, subject, 70 * 2**30, "tokens_per_s", 3, 1e-9)
+    assert found.out_of_time
+    assert not found.is_complete
+    assert len(found.plans) == 3
+    assert all("formulas" in plan.gaps[-1] for plan in found.plans)
+    assert limits == [70 * 2**30]
 
 
 def test_a_config_has_the_dimensions_of_its_name():

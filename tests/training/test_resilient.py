@@ -1,5 +1,8 @@
 """A loop of one's own that stops anywhere goes on as if it had not."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ import meshwright as mw
 from meshwright.errors import ConfigError
 from meshwright.planner.plans import plan_table
 from meshwright.store import HostSnapshots
+from tests.cli.helpers import ROOT, TIMEOUT_S, environment
 
 STEPS, BATCH = 6, 4
 
@@ -93,3 +97,47 @@ def _refused(folder):
     with pytest.raises(ConfigError) as caught:
         mw.resilient(_job(["fsdp"]), folder, checkpoint_every=0)
     return str(caught.value)
+
+
+LOOP = """
+import os, signal, sys
+
+import torch
+
+import meshwright as mw
+from tests.training.test_resilient import BATCH, _job
+
+folder, strategy = sys.argv[1], sys.argv[2]
+mw.init_distributed(seed=0)
+job = _job(strategy)
+with mw.resilient(job, folder, checkpoint_every=4) as run:
+    for number, batch in enumerate(job.dataloader):
+        if number < run.state.step:
+            continue
+        loss = job.step(batch).loss.item()
+        if mw.rank() == 0:
+            with open(f"{folder}.losses", "a") as file:
+                file.write(f"{number} {loss!r} {run.source}\\n")
+        if number == 2 and mw.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.step_done(BATCH)
+mw.shutdown_distributed()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["fsdp", "parallel_mode(data=2)"])
+def test_torchrun_starts_a_loop_again_and_it_goes_on_to_the_bit(ranks, tmp_path, strategy):
+    (tmp_path / "loop.py").write_text(LOOP)
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "loop.py", "run", strategy]
+    given = {**environment(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert "going on from the snapshots of step 2" in done.stderr
+    lines = [line.split(" ", 2) for line in (tmp_path / "run.losses").read_text().splitlines()]
+    assert [int(number) for number, *_ in lines] == [0, 1, 2, 2, 3, 4, 5]  # a step was lost, and taken again
+    assert {source for *_, source in lines[3:]} == {"the snapshots of step 2"}
+    whole, _ = ranks(2).run(_loop, tmp_path / "whole", strategy)[0]
+    assert {int(number): float(loss) for number, loss, _ in lines} == whole
+    assert lines[2][1] == lines[3][1]

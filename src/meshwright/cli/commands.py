@@ -320,6 +320,15 @@ def train_command(
         int,
         typer.Option(metavar="N", min=0, help="Restarts of all ranks, from a checkpoint, when one fails."),
     ] = 0,
+    min_nproc: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Go on with fewer processes, down to N, when one fails again before a new step.",
+            show_default="all",
+        ),
+    ] = None,
     traceback: _Traceback = False,
     help_config: Annotated[
         bool, typer.Option("--help-config", metavar="", help="Explain every key of FILE.toml and exit.")
@@ -344,13 +353,15 @@ def train_command(
             )
         set_by = {"run.batch_size": batch_size, "data.seq_len": seq, "run.num_micro_batches": micro_batches}
         every = [*(changes or ()), *(f"{key}={value}" for key, value in set_by.items() if value is not None)]
-        return _train(Options(file, nproc, steps, resume, out, tuple(every), traceback, max_restarts, strategy))
+        options = Options(file, nproc, steps, resume, out, tuple(every), traceback, max_restarts, min_nproc, strategy)
+        return _train(options)
 
     _leave_with(exit_status(command, show_traceback=traceback))
 
 
 def _train(options: Options) -> int:
     """Train here, or start the ranks that do."""
+    from meshwright.cli.run_failures import FewerRanks, check_fewest, teller
     from meshwright.cli.train_options import number_of_processes, prepare
     from meshwright.runtime.launch import inside_launcher, start_server, stay_on_this_machine
 
@@ -358,17 +369,19 @@ def _train(options: Options) -> int:
         _leave_interrupts_to_the_launcher()
         return _train_here(options)
     nproc = number_of_processes(options.read())
+    check_fewest(options, nproc)
     if nproc == 1 and not options.max_restarts:
         stay_on_this_machine()
         return _train_here(options)
     start_server(nproc, _PRELOADED)  # it imports meanwhile
     # Report what is wrong with the request once, here, before any rank has started.
     prepared = prepare(options, nproc)
-    from meshwright.cli.run_failures import teller
     from meshwright.cli.run_files import default_run_dir
 
     run_dir = prepared.run_dir or default_run_dir(options.file)
-    return _start_ranks(options.arguments(run_dir), nproc, max_restarts=options.max_restarts, tell=teller(run_dir))
+    again = FewerRanks(options, prepared, nproc, run_dir) if options.min_nproc is not None else None
+    told = teller(run_dir)
+    return _start_ranks(options.arguments(run_dir), nproc, max_restarts=options.max_restarts, tell=told, again=again)
 
 
 def _train_here(options: Options) -> int:

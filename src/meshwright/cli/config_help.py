@@ -31,7 +31,8 @@ class Table(BaseModel):
 _OTHER_WORDS = {
     "global_batch": "run.batch_size", "global_batch_size": "run.batch_size", "micro_batches": "run.num_micro_batches",
     "gradient_accumulation_steps": "run.num_micro_batches", "processes": "run.nproc", "seq": "data.seq_len",
-    "max_seq_length": "data.seq_len", "max_steps": "run.steps", "eval_steps": "eval.every", "eval_every": "eval.every",
+    "max_seq_length": "data.seq_len", "max_steps": "run.steps", "num_train_epochs": "run.epochs",
+    "num_epochs": "run.epochs", "max_epochs": "run.epochs", "eval_steps": "eval.every", "eval_every": "eval.every",
     "save_steps": "run.checkpoint_every", "learning_rate": "optimizer.lr", "lora_r": "adapter.r",
     "lora_alpha": "adapter.alpha", "report_to": "run.trackers", "target_modules": "adapter.targets",
 }  # fmt: skip

@@ -18,24 +18,29 @@ from meshwright.cli.ranks import check_launched
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_files import CHECKPOINTS, CONFIG
 from meshwright.cli.session import accelerate_trained, join, load_data
-from meshwright.cli.train_config import TrainConfig, parse_config, put_changes, put_strategy
-from meshwright.cli.train_corpus import Corpus, tokenizer_name
+from meshwright.cli.train_config import TrainConfig
+from meshwright.cli.train_corpus import Corpus
 from meshwright.cli.train_model import optimizer_of
-from meshwright.cli.train_options import Prepared, find_all, number_of_processes, strategy_of
-from meshwright.cli.validation import Result, open_validation, perplexity
-from meshwright.data.chat import is_tokenizer_folder, transformers_tokenizer
-from meshwright.errors import ConfigError, ModelError
-from meshwright.nn.batches import call_model
-from meshwright.planner.config_models import config_path
+from meshwright.cli.train_options import (
+    Prepared,
+    find_all,
+    number_of_processes,
+    parse_config,
+    put_changes,
+    put_strategy,
+    strategy_of,
+)
+from meshwright.cli.validation import Draws, Result, Writer, open_validation, perplexity
+from meshwright.errors import ConfigError
 from meshwright.runtime import rank, same_on_every_rank, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole
 from meshwright.store import CheckpointStore, TrainingState
-from meshwright.store.entries import unwrapped
 from meshwright.store.manifest import MANIFEST
 from meshwright.training.accelerated import Accelerated
 
 _OF_A_RUN = ("seed", "device", "memory_limit", "memory_limit_gb", "batch_size", "save_frozen")
 _OF_EVAL = ("batches", "batch_size", "ema")
+_OF_SAMPLES = ("samples", "sample_tokens", "every")
 _SEQ_LEN = 1024  # of a folder's model, or what it can take
 _LONGEST = ("max_position_embeddings", "n_positions")
 
@@ -160,6 +165,7 @@ class EvalOptions:
             content["eval"] = {key: content["eval"].get(key) for key in _OF_EVAL if key in content["eval"]} | given
         else:
             content["eval"] |= {"keep_best": False, "patience": None}
+            content["eval"] = {key: each for key, each in content["eval"].items() if key not in _OF_SAMPLES}
         if self.seq is not None:
             content["data"]["seq_len"] = self.seq
         config = self.trained.config(content)
@@ -269,7 +275,8 @@ def generate(options: GenerateOptions) -> int:
     corpus = prepared.corpus
     assert isinstance(corpus, Corpus), "nothing else was named"
     with same_on_every_rank():
-        writer = Writer(corpus, config, folder, options)
+        draws = Draws(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+        writer = Writer(corpus, config, folder, draws, uses_template=options.uses_template)
         encoded = [writer.encode(prompt) for prompt in options.prompts]
     sample = torch.zeros(1, min(corpus.seq_len, 32), dtype=torch.long)
     accelerated = accelerate_trained(prepared, None, sample, 1)
@@ -289,83 +296,3 @@ def _print_texts(options: GenerateOptions, texts: Sequence[str]) -> None:
         return
     for prompt, text in pairs:
         typer.echo(f"> {prompt}\n{text}" if len(pairs) > 1 else text)
-
-
-class Writer:
-    """Turns prompts into tokens, and what a model makes of them into text.
-
-    Args:
-        corpus: Has the tokenizer, and the length that a model without ``generate`` can read.
-        config: The training file.
-        folder: The folder its paths start at.
-        options: The command line.
-    """
-
-    def __init__(self, corpus: Corpus, config: TrainConfig, folder: Path, options: GenerateOptions) -> None:
-        self._corpus, self._options = corpus, options
-        self._window = corpus.seq_len
-        model = config_path(config.model.source, folder)
-        found = folder / tokenizer_name(config.data, model if model is None or model.is_dir() else model.parent)
-        self._hf = transformers_tokenizer(found) if is_tokenizer_folder(found) else None
-
-    def encode(self, prompt: str) -> list[int]:
-        """Return a prompt's tokens: a user's message where the tokenizer has a chat template."""
-        if self._hf is not None and self._hf.chat_template and self._options.uses_template:
-            messages = [{"role": "user", "content": prompt}]
-            found = self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return [int(each) for each in self._hf(found, add_special_tokens=False)["input_ids"]]
-        ids = self._corpus.tokenizer.encode(prompt.encode()).tolist()
-        return ids or [self._corpus.tokenizer.end_of_text]
-
-    @torch.no_grad()
-    def continued(self, accelerated: Accelerated, ids: list[int]) -> str:
-        """Return the text that follows; collective, and equal on every rank."""
-        torch.manual_seed(self._options.seed)  # replicas draw alike
-        given = torch.tensor([ids], device=accelerated.device)
-        made = self._by_model(accelerated, given) if self._generates(accelerated) else self._by_hand(accelerated, given)
-        return self._corpus.tokenizer.decode(made[0, len(ids) :].tolist())
-
-    @staticmethod
-    def _generates(accelerated: Accelerated) -> bool:
-        return hasattr(unwrapped(accelerated.model), "generation_config")
-
-    def _by_model(self, accelerated: Accelerated, ids: torch.Tensor) -> torch.Tensor:
-        options, end = self._options, self._corpus.tokenizer.end_of_text
-        draws: dict[str, Any] = {"do_sample": False}
-        if options.temperature:
-            draws = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
-        model: Any = accelerated.model
-        return model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.max_new_tokens,
-            pad_token_id=end, eos_token_id=end, **draws,
-        )  # fmt: skip
-
-    def _by_hand(self, accelerated: Accelerated, ids: torch.Tensor) -> torch.Tensor:
-        for _ in range(self._options.max_new_tokens):
-            inputs = accelerated.prepare_input(ids[:, -self._window :], accelerated.device)
-            output = call_model(accelerated.model, inputs, "unpack_dict" if isinstance(inputs, dict) else None)
-            token = self._drawn(_logits(output)[:, -1].float())
-            ids = torch.cat([ids, token], 1)
-            if int(token) == self._corpus.tokenizer.end_of_text:
-                break
-        return ids
-
-    def _drawn(self, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits[:, : self._corpus.vocab_size]
-        if not self._options.temperature:
-            return logits.argmax(-1, keepdim=True)
-        shares, order = (logits / self._options.temperature).softmax(-1).sort(descending=True)
-        shares = shares.masked_fill(shares.cumsum(-1) - shares >= self._options.top_p, 0)
-        return order.gather(-1, torch.multinomial(shares, 1))
-
-
-def _logits(output: Any) -> torch.Tensor:
-    found = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
-    if isinstance(found, torch.Tensor) and found.dim() == 3:
-        return found
-    raise ModelError(
-        "The model returns no logits to draw tokens from",
-        expected="a tensor of shape (samples, tokens, vocabulary), or an output with logits",
-        got=f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(output).__name__,
-        fix="name a language model; meshwright eval has the loss of others",
-    )

@@ -6,6 +6,7 @@ import io
 import math
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.run_failures import RunFailures
-from meshwright.cli.run_files import EVAL, METRICS, NORMS, PLAN, PROFILE, MetricsFile, report_unwritten
+from meshwright.cli.run_files import EVAL, METRICS, NORMS, PLAN, PROFILE, SAMPLES, MetricsFile, report_unwritten
 from meshwright.cli.session import Session
 from meshwright.cli.trackers import RunInfo, Trackers
 from meshwright.cli.train_corpus import Corpus
-from meshwright.cli.validation import Result
+from meshwright.cli.validation import Result, Sample
 from meshwright.data import ByteTokenizer
 from meshwright.errors import readable_bytes
 from meshwright.planner import plan_table
@@ -120,6 +121,7 @@ def duration(seconds: float | None) -> str:
 # --- During the run
 
 _SMOOTHING = 0.9
+_PROMPT_WIDTH = 40
 _LINES_BELOW = 4  # the bar, the line, and room for a prompt
 _SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "expert_imbalance")
 
@@ -145,6 +147,9 @@ class Observer:
         self._validations = None
         if session.validation is not None:
             self._validations = MetricsFile(session.run_dir / EVAL, session.state.step)
+        self._samples = None
+        if session.samples is not None:
+            self._samples = MetricsFile(session.run_dir / SAMPLES, session.state.step)
         self._norms = None
         if self._run.norms_every is not None:
             self._norms = MetricsFile(session.run_dir / NORMS, session.state.step)
@@ -171,7 +176,7 @@ class Observer:
         self._print_instead(self._progress.above)
         self._progress.stop()
         self._metrics.close()
-        for file in (self._validations, self._norms):
+        for file in (self._validations, self._samples, self._norms):
             if file is not None:
                 file.close()
         self._trackers.close()
@@ -223,6 +228,19 @@ class Observer:
         self._trackers.log({f"eval/{name}": value for name, value in figures.items()}, result.step)
         self._console.print(result.line(), soft_wrap=True, highlight=False, markup=False)
 
+    def show_samples(self, samples: Sequence[Sample]) -> None:
+        """Record what the model has written, and show it."""
+        assert self._samples is not None
+        step = self._session.state.step
+        self._samples.append(
+            {"step": step, "samples": [{"prompt": each.prompt, "text": each.text} for each in samples]}
+        )
+        self._trackers.texts(samples, step)
+        for each in samples:
+            prompt = textwrap.shorten(each.prompt, _PROMPT_WIDTH, placeholder=" …")
+            text = f"sample at step {step}: {prompt!r} → {each.text!r}"
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def show_norms(self, norms: Mapping[str, tuple[float, float | None]]) -> None:
         """Record the norms of every layer's weights and gradients."""
         assert self._norms is not None
@@ -246,7 +264,7 @@ class Observer:
     def rewind(self, step: int) -> None:
         """Drop all records after a step."""
         self._metrics.rewind(step)
-        for file in (self._validations, self._norms):
+        for file in (self._validations, self._samples, self._norms):
             if file is not None:
                 file.rewind(step)
         self._first_step, self._smoothed = step + 1, None

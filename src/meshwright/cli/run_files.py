@@ -96,6 +96,7 @@ def write_whole(
 # anomalies.jsonl    one object per step that was skipped, undone, or ended the run: its loss and its samples
 # failures.jsonl     one object per event that has interrupted the run, and per time that it went on
 # eval.jsonl         one object per validation
+# samples.jsonl      one object per validation, if eval.samples: prompts and their continuations
 # norms.jsonl        one object every run.norms_every steps: norms of weights and gradients by layer
 # profile/           of run.profile: a trace and a memory snapshot per rank, and summary.txt
 # checkpoints/       see meshwright.store
@@ -109,8 +110,8 @@ def write_whole(
 CONFIG, STRATEGY, METRICS, CHECKPOINTS, PLAN, MODEL_CONFIG, ADAPTERS = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "plan.txt", "model_config.json", "adapters.json",
 )  # fmt: skip
-ANOMALIES, EVAL, BEST, NORMS, PROFILE, FAILURES = (
-    "anomalies.jsonl", "eval.jsonl", "best", "norms.jsonl", "profile", "failures.jsonl",
+ANOMALIES, EVAL, BEST, NORMS, PROFILE, FAILURES, SAMPLES = (
+    "anomalies.jsonl", "eval.jsonl", "best", "norms.jsonl", "profile", "failures.jsonl", "samples.jsonl",
 )  # fmt: skip
 _RUNS = Path("runs")
 

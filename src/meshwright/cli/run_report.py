@@ -87,6 +87,9 @@ def report(run_dir: Path, out: Path | None) -> int:
     return 0
 
 
+_FOLLOWING = ("went on", "lost")  # what followed from a failure that has a line of its own
+
+
 def page(name: str, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> str:
     """Return the HTML page of a run.
 
@@ -95,7 +98,7 @@ def page(name: str, records: Sequence[Mapping[str, Any]], events: Sequence[Mappi
         records: Lines of ``metrics.jsonl``.
         events: Lines of ``failures.jsonl``.
     """
-    found, failures = goodput(records), [each for each in events if each["what"] != "went on"]
+    found, failures = goodput(records), [each for each in events if each["what"] not in _FOLLOWING]
     went_on = [each for each in events if each["what"] == "went on"]
     rows = [
         ("steps", f"{records[-1].get('step')}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -36,9 +37,9 @@ from meshwright.cli.run_files import (
 from meshwright.cli.train_corpus import Corpus
 from meshwright.cli.train_data import Loaded
 from meshwright.cli.train_options import Options, Prepared, prepare, unless_given
-from meshwright.cli.validation import Validation, carried_over, open_validation
+from meshwright.cli.validation import Draws, TextSamples, Validation, Writer, carried_over, open_validation
 from meshwright.cost.cluster import half_peak_flops_per_s
-from meshwright.data import IndexOrder, RepeatedStream
+from meshwright.data import IndexOrder, MixedOrder, RepeatedStream
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.nn.initial_values import Recording, remember
@@ -94,6 +95,8 @@ class Session:
     """None where samples are no tokens."""
     validation: Validation | None
     """None where there are no data for it."""
+    samples: TextSamples | None
+    """None where no prompts are named."""
     callbacks: Callbacks
     source: str
     """What the run has begun with."""
@@ -110,6 +113,7 @@ def open_session(options: Options) -> Session:
     prepared = join(lambda: _prepared(options))
     run_dir, restarted = _run_dir(options, prepared)
     data = load_data(prepared)
+    prepared = _with_steps(prepared, data)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     resumes = _resumes(options, prepared, store, restarted=restarted)
     accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
@@ -122,6 +126,7 @@ def open_session(options: Options) -> Session:
         source = "a checkpoint" if snapshots is None or not snapshots.have_moved else "snapshots of another layout"
         _resume(prepared, accelerated, store, state)
     validation = open_validation(prepared, data.kept_aside, accelerated, state, run_dir)
+    samples = _samples(prepared, accelerated, options.file.resolve().parent)
     with same_on_every_rank():
         callbacks = Callbacks(prepared.config.run.callbacks, accelerated)
     data.start_at(state.samples_seen)
@@ -140,6 +145,7 @@ def open_session(options: Options) -> Session:
         peak_flops_per_s,
         tokens,
         validation,
+        samples,
         callbacks,
         source,
         lock,
@@ -160,6 +166,29 @@ def load_data(prepared: Prepared) -> Loaded:
     """Load the training data, and what of them is kept aside; collective."""
     seed, corpus = prepared.config.run.seed, prepared.corpus
     return corpus.load(seed, prepared.config.eval.holdout) if isinstance(corpus, Corpus) else corpus.load(seed)
+
+
+def _with_steps(prepared: Prepared, data: Loaded) -> Prepared:
+    """Count ``run.epochs`` in steps; collective."""
+    run, length = prepared.config.run, data.num_sequences()
+    if run.epochs is None:
+        return prepared
+    with same_on_every_rank():
+        if not length:
+            raise ConfigError(
+                "run.epochs needs data with a length",
+                expected="files, or a data function that returns something with __len__",
+                got=f"a stream of {prepared.config.data.source}",
+                fix="set run.steps instead",
+            )
+    steps = math.ceil(round(run.epochs * length / run.batch_size, 6))
+    text = f"{run.epochs:g} epochs of {length:,} sequences are {steps:,} steps"
+    if isinstance(data.order, MixedOrder) and isinstance(prepared.corpus, Corpus):
+        epochs = zip(prepared.corpus.parts, data.order.epochs(steps * run.batch_size), strict=True)
+        text += f"; by its weight, of {', '.join(f'{part.name} {each:.2g}' for part, each in epochs)} epochs"
+    print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+    config = prepared.config.model_copy(update={"run": run.model_copy(update={"steps": steps})})
+    return dataclasses.replace(prepared, config=config)
 
 
 def lock_run(run_dir: Path, *, is_new: bool) -> RunLock | None:
@@ -321,6 +350,18 @@ def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:
         extra={"config": prepared.config.model_dump_json()},
         frozen=prepared.config.run.save_frozen,
     )
+
+
+def _samples(prepared: Prepared, accelerated: Accelerated, folder: Path) -> TextSamples | None:
+    if not prepared.prompts:
+        return None
+    corpus, table = prepared.corpus, prepared.config.eval
+    assert isinstance(corpus, Corpus), "prompts of others are refused"
+    # As the model is trained: plain texts are continued even if the tokenizer comes with a template.
+    uses_template = corpus.chat is not None
+    with same_on_every_rank():
+        writer = Writer(corpus, prepared.config, folder, Draws(table.sample_tokens), uses_template=uses_template)
+    return TextSamples(table, prepared.prompts, writer, accelerated)
 
 
 def _snapshots(prepared: Prepared, accelerated: Accelerated, run_dir: Path) -> HostSnapshots | None:

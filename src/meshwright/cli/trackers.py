@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,9 @@ class Tracker(Protocol):
     def file(self, path: Path) -> None:
         """Take a document, such as the plan."""
 
+    def texts(self, samples: Sequence[tuple[str, str]], step: int) -> None:
+        """Take prompts and what the model has made of them."""
+
     def close(self) -> None:
         """Write what is pending."""
 
@@ -64,6 +68,9 @@ class _TensorBoard:
 
     def file(self, path: Path) -> None:
         self._writer.add_text(path.name, f"```\n{path.read_text(encoding='utf-8')}\n```")
+
+    def texts(self, samples: Sequence[tuple[str, str]], step: int) -> None:
+        self._writer.add_text("samples", f"```\n{_listed(samples)}\n```", step)
 
     def close(self) -> None:
         self._writer.close()
@@ -89,7 +96,13 @@ class _WandB:
         self._run.log(dict(figures), step=step)
 
     def file(self, path: Path) -> None:
-        self._run.save(str(path), base_path=str(path.parent), policy="now")
+        kept = Path(self._run.dir) / path.name  # wandb warns of files elsewhere: later versions would not be sent
+        shutil.copyfile(path, kept)
+        self._run.save(str(kept), base_path=str(kept.parent), policy="now")
+
+    def texts(self, samples: Sequence[tuple[str, str]], step: int) -> None:
+        rows = [[step, prompt, text] for prompt, text in samples]
+        self._run.log({"samples": self._wandb.Table(columns=["step", "prompt", "text"], data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -128,6 +141,9 @@ class _MLflow:
     def file(self, path: Path) -> None:
         self._client.log_artifact(self._run_id, str(path))
 
+    def texts(self, samples: Sequence[tuple[str, str]], step: int) -> None:
+        self._client.log_text(self._run_id, _listed(samples), f"samples/step-{step:08}.txt")
+
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
@@ -153,6 +169,9 @@ class _Trackio:
 
     def file(self, path: Path) -> None:
         pass  # it keeps figures alone
+
+    def texts(self, samples: Sequence[tuple[str, str]], step: int) -> None:
+        pass
 
     def close(self) -> None:
         self._trackio.finish()
@@ -218,6 +237,10 @@ class Trackers:
         """Send a document."""
         self._all(lambda each: each.file(path))
 
+    def texts(self, samples: Sequence[tuple[str, str]], step: int) -> None:
+        """Send prompts and what the model has made of them."""
+        self._all(lambda each: each.texts(samples, step))
+
     def rewind(self, step: int) -> None:
         """Begin anew after a step, for the steps behind it are repeated."""
         self.close()
@@ -247,6 +270,10 @@ def _quiet() -> Iterator[None]:
     """Keep what trackers print off standard output, which belongs to the run."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+def _listed(samples: Sequence[tuple[str, str]]) -> str:
+    return "\n\n".join(f"> {prompt}\n{text}" for prompt, text in samples)
 
 
 def _tables(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

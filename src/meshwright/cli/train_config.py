@@ -1,16 +1,13 @@
-"""Define, read and explain the training file: tables of keys, validated with every mistake named at once."""
+"""Define and explain the tables of a training file: keys with types, defaults and descriptions."""
 
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from meshwright.cli.config_help import HELP, Table, explained, keys_help
+from meshwright.cli.config_help import Table, keys_help
 from meshwright.errors import ConfigError
 from meshwright.lr_scheduler import Decay
 from meshwright.strategy import read_size
@@ -184,7 +181,7 @@ class DataTable(Table):
 
 
 class EvalTable(Table):
-    """Validation during the run; without source, mixture and holdout there is none."""
+    """Validation during the run, without source, mixture and holdout there is none; and samples of generated text."""
 
     source: str | list[str] | None = Field(default=None, description=f"data to validate on: {_SOURCES}")
     mixture: list[MixedTable] = Field(
@@ -203,6 +200,11 @@ class EvalTable(Table):
         default=None, description="validations without a lower loss after which the run ends; default: it does not"
     )
     ema: bool = Field(default=False, description="validate the moving average of the weights (method ema)")
+    samples: str | list[str] | None = Field(
+        default=None,
+        description="prompts that the model continues at every validation: a list of texts, or a file with one a line",
+    )
+    sample_tokens: _Count = Field(default=64, description="most tokens of each of these continuations")
 
     @property
     def is_on(self) -> bool:
@@ -214,10 +216,17 @@ class EvalTable(Table):
         given = [name for name in ("source", "mixture", "holdout") if getattr(self, name) not in (None, [])]
         if len(given) > 1:
             raise ValueError(f"one of source, mixture and holdout, not {' and '.join(given)}")
-        defaults = {name: field.default for name, field in type(self).model_fields.items()}
-        if not given and dict(self) != defaults:
+        changed = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        if not given and changed - (_OF_SAMPLES if self.samples is not None else set()):
             raise ValueError("something to validate on: source, mixture or holdout")
+        if self.samples is None and "sample_tokens" in changed:
+            raise ValueError("sample_tokens beside samples only")
+        if self.samples == []:
+            raise ValueError("samples with one prompt or more")
         return self
+
+
+_OF_SAMPLES = {"samples", "sample_tokens", "every", "ema"}  # what has a meaning without data to validate on
 
 
 class StrategyTable(Table):
@@ -324,6 +333,11 @@ class RunTable(Table):
     """Length, batch size and place of the run."""
 
     steps: _Count = Field(default=1000, description="optimizer steps of the whole run")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="passes over the training data, instead of steps; of a mixture: as many sequences as all sources "
+        "have together",
+    )
     batch_size: _Count = Field(default=8, description="sequences per step over all ranks")
     num_micro_batches: _Count = Field(default=1, description="parts into which each rank cuts its share of a batch")
     num_workers: _NonNegative = Field(
@@ -410,6 +424,12 @@ class RunTable(Table):
         return value
 
     @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("steps or epochs, not both")
+        return self
+
+    @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if self.memory_limit is not None and self.memory_limit_gb is not None:
             raise ValueError("memory_limit or memory_limit_gb, not both")
@@ -443,132 +463,6 @@ class TrainConfig(Table):
         run = content.get("run", {})
         is_adapted = content["adapter"].get("r") is not None and isinstance(run, dict)
         return {**content, "run": {"save_frozen": False, **run}} if is_adapted else content
-
-
-# --- Reading
-
-
-def read_config(
-    file: Path,
-    changes: Sequence[str] = (),
-    overrides: Mapping[str, Any] | None = None,
-    strategy: str | None = None,
-) -> TrainConfig:
-    """Read a training file.
-
-    Args:
-        file: TOML file.
-        changes: ``table.key=value`` texts, as ``--set`` takes them; later ones win.
-        overrides: Values by dotted key that take precedence over all; None leaves a key as it is.
-        strategy: As :func:`put_strategy` takes it; None leaves the file's.
-
-    Raises:
-        ConfigError: When the file cannot be read, or naming every key that is wrong.
-    """
-    content = _read_toml(file)
-    put_changes(content, changes)
-    put_strategy(content, strategy)
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            _put(content, key, value)
-    return parse_config(content, str(file))
-
-
-def put_changes(content: dict[str, Any], changes: Sequence[str]) -> None:
-    """Put ``table.key=value`` texts, as ``--set`` takes them, into the content of a training file.
-
-    Raises:
-        ConfigError: When one is no such text, or names a key within something that is no table.
-    """
-    for change in changes:
-        _put(content, *_parse_change(change))
-
-
-def put_strategy(content: dict[str, Any], strategy: str | None) -> None:
-    """Put the strategy of a command line, text or the path of a .json file, in place of the one in a training file."""
-    if strategy is None:
-        return
-    given = {"file": str(Path(strategy).absolute())} if strategy.endswith(".json") else {"methods": strategy}
-    kept = {key: each for key, each in dict(content.get("strategy", {})).items() if key == "cluster"}
-    content["strategy"] = kept | given
-
-
-def parse_config(content: Mapping[str, Any], where: str) -> TrainConfig:
-    """Validate the content of a training file.
-
-    Raises:
-        ConfigError: Naming every key that is wrong.
-    """
-    try:
-        return TrainConfig.model_validate(dict(content))
-    except ValidationError as error:
-        raise explained(error, where, TrainConfig) from None
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return _parsed(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read",
-            expected="a TOML file",
-            got=error.strerror or str(error),
-            fix="name a training file; examples/gpt2/stdlib.toml is one",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not TOML", expected="tables of key = value", got=str(error), fix=HELP) from None
-
-
-_DEEPEST = 100  # lists within lists: what is saved with a checkpoint may be of 255
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """Parse a TOML text; refuse integers beyond 64 bits, which TOML does not have, and lists in lists without end.
-
-    Raises:
-        ValueError: When it is no TOML, or one of these.
-    """
-    content = tomllib.loads(text)
-    left: list[tuple[Any, int]] = [(content, 0)]
-    while left:
-        value, depth = left.pop()
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError("an integer of more than 64 bits")
-        if depth > _DEEPEST:
-            raise ValueError(f"lists or tables that are nested more than {_DEEPEST} deep")
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        left += ((each, depth + 1) for each in inside)
-    return content
-
-
-def _parse_change(change: str) -> tuple[str, Any]:
-    key, equals, text = change.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(
-            "--set takes a key and a value",
-            expected="table.key=value, such as optimizer.lr=1e-3",
-            got=repr(change),
-            fix="write it as --set table.key=value",
-        )
-    try:
-        return key.strip(), _parsed(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return key.strip(), text.strip()  # shells strip quotes: run.device=cpu is meant as text
-
-
-def _put(content: dict[str, Any], key: str, value: Any) -> None:
-    *tables, last = key.split(".")
-    table = content
-    for depth, name in enumerate(tables):
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            raise ConfigError(
-                f"{key} cannot be set",
-                expected=f"{'.'.join(tables[: depth + 1])} to be a table",
-                got=repr(table),
-                fix="see meshwright train --help-config",
-            )
-    table[last] = value
 
 
 def config_help() -> str:

@@ -313,6 +313,29 @@ def _hold_conversations(parts: list[Part], bad_lines: BadLines) -> bool:
     return any(first is not None and is_conversation(first.value) for first in firsts)
 
 
+def find_prompts(table: EvalTable, folder: Path) -> tuple[str, ...]:
+    """Return the prompts that ``eval.samples`` lists, or the lines of the file that it names.
+
+    Raises:
+        DataError: When the file cannot be read, or has no line.
+    """
+    if table.samples is None or isinstance(table.samples, list):
+        return tuple(table.samples or ())
+    path = folder / Path(table.samples).expanduser()
+    try:
+        found = tuple(line for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, ValueError) as error:
+        found, got = (), getattr(error, "strerror", None) or str(error)
+    else:
+        got = "none"
+    if not found:
+        raise DataError(
+            f"eval.samples: there are no prompts in {path}", expected="a text file with a prompt on each line", got=got,
+            fix="correct the path, or write samples = ['a prompt', …]",
+        )  # fmt: skip
+    return found
+
+
 def tokenizer_name(table: DataTable, model_folder: Path | None) -> str:
     """Return the tokenizer that ``data.tokenizer`` means, of a model in a folder, if it lies in one."""
     if table.tokenizer != "auto":

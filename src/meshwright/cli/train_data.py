@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from meshwright.cli.references import call_reference, resolve_reference, takes
 from meshwright.cli.train_config import DataTable
-from meshwright.data import GlobalOrder, IndexOrder, RepeatedStream
+from meshwright.data import GlobalOrder, IndexOrder, MixedOrder, RepeatedStream
 from meshwright.errors import ConfigError, DataError
 from meshwright.nn.batches import usual_input_format
 from meshwright.runtime import check_equal, same_on_every_rank
@@ -35,6 +35,14 @@ class Loaded:
     def start_at(self, samples_seen: int) -> None:
         """Skip the samples that the run has seen before."""
         self.order.start = samples_seen
+
+    def num_sequences(self) -> int | None:
+        """Return the sequences of all sources together, an epoch; None for a stream without a length."""
+        if isinstance(self.order, MixedOrder):
+            return sum(each.num_samples for each in self.order.orders)
+        if isinstance(self.order, GlobalOrder):
+            return self.order.num_samples
+        return len(self.order.source) if isinstance(self.order.source, Sized) else None
 
     def loader_args(self, batch_size: int, num_workers: int = 0) -> dict[str, Any]:
         """Return the keywords for ``accelerate(dataloader_args=)``.

@@ -268,9 +268,16 @@ def _save(session: Session, watch: Watch, failures: RunFailures, *, is_last: boo
 
 
 def _validated(session: Session, observer: Observer | None, watch: Watch, *, is_last: bool) -> bool:
-    """Validate if it is time to; return whether the run shall end early. Collective."""
-    validation, step = session.validation, session.state.step
-    if validation is None or not (validation.is_due(step) or step == session.prepared.config.run.steps):
+    """Validate and write samples if it is time to; return whether the run shall end early. Collective."""
+    validation, step, config = session.validation, session.state.step, session.prepared.config
+    if step % config.eval.every and step != config.run.steps:
+        return False
+    if session.samples is not None:
+        with watch.paused():
+            texts = session.samples.write()
+        if observer is not None:
+            observer.show_samples(texts)
+    if validation is None:
         return False
     with watch.paused():
         result = validation.run(observer.show_validating if observer is not None else None)

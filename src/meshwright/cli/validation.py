@@ -1,24 +1,32 @@
-"""Validate a run on data of its own: the loss of each source, the best checkpoint, and when to stop early."""
+"""Validate a run: the loss of each source, the best checkpoint, when to stop early, and what the model writes."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import Dataset, Subset, default_collate
 
 from meshwright.cli.run_files import BEST
-from meshwright.cli.train_config import EvalTable
+from meshwright.cli.train_config import EvalTable, TrainConfig
+from meshwright.cli.train_corpus import Corpus, tokenizer_name
 from meshwright.cli.train_options import Prepared
 from meshwright.data import SampleRows
-from meshwright.errors import DataError
-from meshwright.runtime import preserved_rng, same_on_every_rank
+from meshwright.data.chat import is_tokenizer_folder, transformers_tokenizer
+from meshwright.errors import DataError, ModelError
+from meshwright.nn.batches import call_model
+from meshwright.nn.fsdp_units import reshard
+from meshwright.planner.config_models import config_path
+from meshwright.runtime import TOKEN_AXES, preserved_rng, same_on_every_rank
 from meshwright.store import CheckpointStore, TrainingState
+from meshwright.store.entries import unwrapped
 from meshwright.store.manifest import step_name
 from meshwright.training.accelerated import Accelerated
 
@@ -143,10 +151,6 @@ class Validation:
         self._best = CheckpointStore(run_dir / BEST, keep=1) if table.keep_best else None
         self.lowest, self.without_a_lower = _restored(state.extra.get(_STATE))
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a validation follows a step."""
-        return step % self._table.every == 0
-
     @property
     def is_over(self) -> bool:
         """Return whether the loss has not become lower for as long as the run is patient."""
@@ -175,8 +179,7 @@ class Validation:
     def _losses(self, shown: Callable[[int, int], None]) -> tuple[dict[str, float], dict[str, float]]:
         job, done, total = self._accelerated, 0, sum(len(source.batches) for source in self._sources)
         by_source, weights = {}, {}
-        averaged = job.ema.weights() if self._table.ema else contextlib.nullcontext()
-        with preserved_rng(), _not_training(job.model), averaged:
+        with evaluating(job, ema=self._table.ema):
             for source in self._sources:
                 parts = []
                 for batch in source.batches:
@@ -192,7 +195,18 @@ class Validation:
 
 
 @contextlib.contextmanager
-def _not_training(model: nn.Module) -> Any:
+def evaluating(job: Accelerated, *, ema: bool) -> Iterator[None]:
+    """Put a job's model into evaluation, with the moving average of its weights if asked; training goes on behind it.
+
+    It is collective.
+    """
+    averaged = job.ema.weights() if ema else contextlib.nullcontext()
+    with preserved_rng(), _not_training(job.model), averaged:
+        yield
+
+
+@contextlib.contextmanager
+def _not_training(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -251,3 +265,151 @@ def open_validation(
             accelerated.ema  # noqa: B018 - says what is missing
         cut = [batches_of(name, dataset, size, table.batches) for name, dataset in sources]
     return Validation(table, cut, accelerated, state, run_dir)
+
+
+# --- What a model writes: ``meshwright generate``, and ``eval.samples`` of a run
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Keep how the tokens of a text are drawn."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Writer:
+    """Turns prompts into tokens, and what a model makes of them into text.
+
+    Args:
+        corpus: Has the tokenizer, and the length that a model without ``generate`` can read.
+        config: The training file.
+        folder: The folder its paths start at.
+        draws: How tokens are drawn.
+        uses_template: Whether a prompt is a user's message where the tokenizer has a chat template.
+    """
+
+    def __init__(
+        self, corpus: Corpus, config: TrainConfig, folder: Path, draws: Draws, *, uses_template: bool = True
+    ) -> None:
+        self._corpus, self._draws, self._uses_template = corpus, draws, uses_template
+        self._window = corpus.seq_len
+        model = config_path(config.model.source, folder)
+        found = folder / tokenizer_name(config.data, model if model is None or model.is_dir() else model.parent)
+        self._hf = transformers_tokenizer(found) if is_tokenizer_folder(found) else None
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return a prompt's tokens: a user's message where the tokenizer has a chat template."""
+        if self._hf is not None and self._hf.chat_template and self._uses_template:
+            messages = [{"role": "user", "content": prompt}]
+            found = self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return [int(each) for each in self._hf(found, add_special_tokens=False)["input_ids"]]
+        ids = self._corpus.tokenizer.encode(prompt.encode()).tolist()
+        return ids or [self._corpus.tokenizer.end_of_text]
+
+    @torch.no_grad()
+    def continued(self, accelerated: Accelerated, ids: list[int]) -> str:
+        """Return the text that follows; collective, and equal on every rank."""
+        torch.manual_seed(self._draws.seed)  # replicas draw alike
+        given = torch.tensor([ids], device=accelerated.device)
+        made = self._by_model(accelerated, given) if self._generates(accelerated) else self._by_hand(accelerated, given)
+        reshard(accelerated.model)  # otherwise weights gathered here would outlive a change of the shards
+        return self._corpus.tokenizer.decode(made[0, len(ids) :].tolist())
+
+    @staticmethod
+    def _generates(accelerated: Accelerated) -> bool:
+        # transformers' models that write nothing have None there.
+        can = getattr(unwrapped(accelerated.model), "generation_config", None) is not None
+        return can and not _needs_whole_windows(accelerated)
+
+    def _by_model(self, accelerated: Accelerated, ids: torch.Tensor) -> torch.Tensor:
+        draws, end = self._draws, self._corpus.tokenizer.end_of_text
+        how: dict[str, Any] = {"do_sample": False}
+        if draws.temperature:
+            how = {"do_sample": True, "temperature": draws.temperature, "top_p": draws.top_p}
+        model: Any = accelerated.model
+        return model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=draws.max_new_tokens,
+            pad_token_id=end, eos_token_id=end, **how,
+        )  # fmt: skip
+
+    def _by_hand(self, accelerated: Accelerated, ids: torch.Tensor) -> torch.Tensor:
+        is_whole = _needs_whole_windows(accelerated)
+        for _ in range(self._draws.max_new_tokens):
+            given = ids[:, -self._window :]
+            last = given.shape[1] - 1
+            if is_whole:  # a causal model sees nothing of what stands behind
+                given = functional.pad(given, (0, self._window - given.shape[1]), value=0)
+            inputs = accelerated.prepare_input(given, accelerated.device)
+            output = call_model(accelerated.model, inputs, "unpack_dict" if isinstance(inputs, dict) else None)
+            token = self._drawn(_logits(output)[:, last].float())
+            ids = torch.cat([ids, token], 1)
+            if int(token) == self._corpus.tokenizer.end_of_text:
+                break
+        return ids
+
+    def _drawn(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits[:, : self._corpus.vocab_size]
+        if not self._draws.temperature:
+            return logits.argmax(-1, keepdim=True)
+        shares, order = (logits / self._draws.temperature).softmax(-1).sort(descending=True)
+        shares = shares.masked_fill(shares.cumsum(-1) - shares >= self._draws.top_p, 0)
+        return order.gather(-1, torch.multinomial(shares, 1))
+
+
+def _needs_whole_windows(accelerated: Accelerated) -> bool:
+    """Return whether the model reads sequences of the trained length alone, and keeps no keys and values.
+
+    Where ranks divide the tokens of a sequence, none has the keys and values of all that came before; compiled code is
+    compiled again for other lengths, and kernels of 8 bits take multiples of theirs.
+    """
+    mesh, strategy = accelerated.mesh, accelerated.strategy
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)) if mesh is not None else {}
+    divided = any(sizes.get(axis, 1) > 1 for axis in TOKEN_AXES)
+    divided |= bool(getattr(strategy.get("tensor_parallel"), "sequence", False))
+    return divided or not {"compile", "fp8"}.isdisjoint(strategy.names)
+
+
+def _logits(output: Any) -> torch.Tensor:
+    found = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if isinstance(found, torch.Tensor) and found.dim() == 3:
+        return found
+    raise ModelError(
+        "The model returns no logits to draw tokens from",
+        expected="a tensor of shape (samples, tokens, vocabulary), or an output with logits",
+        got=f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(output).__name__,
+        fix="name a language model; meshwright eval has the loss of others",
+    )
+
+
+class Sample(NamedTuple):
+    """A prompt, and what the model has made of it."""
+
+    prompt: str
+    text: str
+
+
+class TextSamples:
+    """Writes texts with a model during its training; every method is collective.
+
+    Args:
+        table: The table ``[eval]``.
+        prompts: What is continued.
+        writer: Continues it.
+        accelerated: The job.
+    """
+
+    def __init__(self, table: EvalTable, prompts: Sequence[str], writer: Writer, accelerated: Accelerated) -> None:
+        self._table, self._writer, self._accelerated = table, writer, accelerated
+        with same_on_every_rank():
+            if table.ema:
+                accelerated.ema  # noqa: B018 - says what is missing
+            self._prompts = [(prompt, writer.encode(prompt)) for prompt in prompts]
+
+    def write(self) -> list[Sample]:
+        """Return the continuations by the weights as they are, or their moving average where that is validated."""
+        with evaluating(self._accelerated, ema=self._table.ema):
+            return [Sample(prompt, self._writer.continued(self._accelerated, ids)) for prompt, ids in self._prompts]

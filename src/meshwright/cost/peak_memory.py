@@ -19,7 +19,7 @@ from meshwright.cost.rank_memory import (
     whole_weights,
     whole_weights_bytes,
 )
-from meshwright.cost.step import Step, element_bytes
+from meshwright.cost.step import Block, Step, element_bytes, gathered_itemsize, padded_bytes
 
 AVERAGING = ("data", "sequence", "context")
 """The axes over which plain data parallelism averages gradients, that of the name of its traffic first."""
@@ -51,7 +51,14 @@ def copied_out(step: Step) -> list[tuple[int, int]]:
     if step.gathered == "model":
         return [(first, 0), (outside + sum(blocks) + flat, _saved_before_the_last_block(step))]
     ahead = 1 if is_freed_at_once(step) else 2
+    flat += max(_put_together(step, block) for block in step.blocks)
     return [(first, 0), (outside + flat + sum(blocks[:ahead]), _saved_before_the_last_block(step))]
+
+
+def _put_together(step: Step, block: Block) -> int:
+    """Return the bytes of gathered weights that exist once more while their parts, cut inside, are put together."""
+    cut = (p for p in block.parameters if p.sharded and p.shard_dim)
+    return sum(padded_bytes(step, each, gathered_itemsize(step, each)) for each in cut)
 
 
 def exchanged_in_memory(step: Step) -> int:

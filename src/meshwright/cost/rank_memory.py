@@ -358,15 +358,15 @@ def _is_scalar(state: StateTensor) -> bool:
     return not state.dims and state.numel_apart == 1
 
 
-def local_shape(shape: tuple[int, ...], parts: int, index: int) -> tuple[int, ...]:
-    """Return the shape of chunk ``index`` of ``parts`` along dim 0, as ``torch.chunk`` and FSDP2 cut it.
+def local_shape(shape: tuple[int, ...], parts: int, index: int, dim: int = 0) -> tuple[int, ...]:
+    """Return the shape of chunk ``index`` of ``parts`` along a dim, as ``torch.chunk`` and FSDP2 cut it.
 
     A scalar stays whole.
     """
     if not shape or parts == 1:
         return shape
-    rows = math.ceil(shape[0] / parts)
-    return (max(0, min(shape[0], rows * (index + 1)) - rows * index), *shape[1:])
+    rows = math.ceil(shape[dim] / parts)
+    return (*shape[:dim], max(0, min(shape[dim], rows * (index + 1)) - rows * index), *shape[dim + 1 :])
 
 
 def shape_on(
@@ -376,7 +376,7 @@ def shape_on(
     where = where or {}
     if axis is None or not parameter.sharded:
         return parameter.shape
-    return local_shape(parameter.shape, step.size(axis), step.index(axis, where))
+    return local_shape(parameter.shape, step.size(axis), step.index(axis, where), parameter.shard_dim)
 
 
 def _local_bytes(step: Step, parameter: Parameter, placement: Placement, where: Mapping[str, int]) -> int:

@@ -172,6 +172,7 @@ class Parameter:
     states: tuple[StateTensor, ...] = ()  # what the optimizer will keep for it
     updating: Updating | None = None  # what it holds for a moment; None: nothing
     sharded: bool = True  # False: left whole on every rank although others are sharded
+    shard_dim: int = 0  # the dim that a sharding axis divides
     tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
     expert: tuple[int | None, int] | None = None  # its expert's number in a list (None: stacked), of how many
     trained_on: tuple[int, ...] | None = None  # outside the blocks of a pipeline: the ranks that train it; None: all
@@ -211,6 +212,7 @@ class Op:
     batch: int = 1
     num_bytes: int = 0
     backward_bytes: int | None = None  # of a move; None: twice what forward moves
+    of_weights: bool = False  # of a move: it casts weights, which costs the same for any number of samples
     functions: int = 0  # of a move: elements to which it applies a function that takes a CPU longer than their bytes
     dtype: ProductDtype = HALF
     causal: bool = False  # of an attention: half of the scores are not computed
@@ -460,14 +462,11 @@ def gathered_itemsize(step: Step, parameter: Parameter) -> int:
 
 
 def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
-    """Return the bytes of a parameter, or its gradient, in a collective over the sharding axis.
-
-    Every rank sends equally many rows.
-    """
-    parts = step.size(step.shard_axis)
-    if not parameter.shape:
+    """Return the bytes of a parameter, or its gradient, in a collective: every rank sends equally many rows."""
+    parts, dim, shape = step.size(step.shard_axis), parameter.shard_dim, parameter.shape
+    if not shape:
         return itemsize
-    return math.ceil(parameter.shape[0] / parts) * parts * math.prod(parameter.shape[1:]) * itemsize
+    return math.ceil(shape[dim] / parts) * parts * math.prod((*shape[:dim], *shape[dim + 1 :])) * itemsize
 
 
 # --- Collectives at the boundaries of tensor, sequence and expert parallelism.

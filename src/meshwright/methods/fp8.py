@@ -18,6 +18,7 @@ from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.methods.fp8_torchao import Fp8Trace, require_torchao, scales_ahead, to_torchao
 from meshwright.nn import find_blocks
 from meshwright.nn.fp8 import BUFFERS, DelayedScaling, Fp8Options, to_fp8, update_scales
+from meshwright.nn.module_structure import features, is_linear, is_transposed
 from meshwright.runtime.torch_internals.ddp import IGNORED
 from meshwright.runtime.torch_internals.modules import parameters_of
 
@@ -26,10 +27,11 @@ from meshwright.runtime.torch_internals.modules import parameters_of
 class Choice:
     """The linear layers to replace, and the names of all others, by reason."""
 
-    layers: dict[str, nn.Linear] = field(default_factory=dict)
+    layers: dict[str, nn.Module] = field(default_factory=dict)
     excluded: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     subclasses: list[str] = field(default_factory=list)
+    transposed: list[str] = field(default_factory=list)
 
     @property
     def num_weights(self) -> dict[nn.Parameter, int]:
@@ -43,7 +45,12 @@ class Choice:
 
 
 def choose_layers(
-    model: nn.Module, include: Sequence[str] | None, exclude: Sequence[str] | None, multiple: int
+    model: nn.Module,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    multiple: int,
+    *,
+    conv1d: bool = True,
 ) -> Choice:
     """Choose linear layers by the names in ``include`` and ``exclude``, and by their dims.
 
@@ -52,17 +59,20 @@ def choose_layers(
         include: Substrings of which a name must have one; None takes all names.
         exclude: Substrings of which a name may have none.
         multiple: Number that must divide both dims of a weight.
+        conv1d: Whether transformers' Conv1D may be among them.
     """
     choice = Choice()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or parameters_of(module).get("weight") is None:
+        if not is_linear(module) or parameters_of(module).get("weight") is None:
             continue  # without a weight: another rank of a pipeline has it
         wanted = include is None or any(part in name for part in include)
         if not wanted or any(part in name for part in exclude or ()):
             choice.excluded.append(name)
-        elif type(module) is not nn.Linear:
+        elif type(module) is not nn.Linear and not is_transposed(module):
             choice.subclasses.append(name)  # may compute something else, which a replacement would lose
-        elif any(size % multiple for size in module.weight.shape):
+        elif is_transposed(module) and not conv1d:
+            choice.transposed.append(name)
+        elif any(size % multiple for size in features(module)):
             choice.misshapen.append(name)
         else:
             choice.layers[name] = module
@@ -81,11 +91,13 @@ def require_layers(choice: Choice, multiple: int) -> None:
         f"{len(choice.excluded)} left out by include and exclude" * bool(choice.excluded),
         f"{join_names(choice.misshapen, 4)} with other dims" * bool(choice.misshapen),
         f"{join_names(choice.subclasses, 4)} of classes derived from nn.Linear" * bool(choice.subclasses),
+        f"{join_names(choice.transposed, 4)} of class Conv1D, whose weights mxfp8 would have to copy"
+        * bool(choice.transposed),
     ]
     raise ModelError(
         "fp8: no layer of the model can be computed in 8 bits",
-        expected=f"nn.Linear layers whose weight has dims that are multiples of {multiple}",
-        got="; ".join(reason for reason in reasons if reason) or "no nn.Linear at all",
+        expected=f"nn.Linear (or transformers' Conv1D) layers whose weight has dims that are multiples of {multiple}",
+        got="; ".join(reason for reason in reasons if reason) or "no linear layer at all",
         fix="correct include and exclude, choose dims that are such multiples, or leave fp8 out",
     )
 
@@ -97,16 +109,18 @@ def heads(model: nn.Module, choice: Choice) -> list[str]:
     return [
         name
         for name, layer in choice.layers.items()
-        if not name.startswith(blocks) and layer.out_features in sizes and layer.out_features != layer.in_features
+        if not name.startswith(blocks) and (made := features(layer))[1] in sizes and made[1] != made[0]
     ]
 
 
 def describe_choice(choice: Choice, recipe: str, multiple: int, *, verbose: bool) -> list[str]:
     """Describe a choice to the user, one sentence each."""
-    others = len(choice.excluded) + len(choice.misshapen) + len(choice.subclasses)
+    others = len(choice.excluded) + len(choice.misshapen) + len(choice.subclasses) + len(choice.transposed)
     lines = [f"fp8: {len(choice.layers)} of {len(choice.layers) + others} linear layers multiply in 8 bits ({recipe})"]
     if choice.misshapen:
         lines.append(f"fp8: left as they are, with dims not multiples of {multiple}: {join_names(choice.misshapen, 4)}")
+    if choice.transposed:
+        lines.append(f"fp8: left as they are, of class Conv1D, by {recipe}: {join_names(choice.transposed, 4)}")
     if verbose:
         lines.append(f"fp8: in 8 bits: {', '.join(choice.layers)}")
     return lines
@@ -197,7 +211,9 @@ Parts = Annotated[tuple[str, ...], BeforeValidator(_to_tuple)]
 
 
 class Fp8(Method):
-    """``nn.Linear`` layers whose three matrix products, one of forward and two of backward, run in 8 bits.
+    """Linear layers whose three matrix products, one of forward and two of backward, run in 8 bits.
+
+    They are ``nn.Linear`` and transformers' Conv1D.
 
     Their parameters, names and results' types stay; what is between the layers stays in the model's precision.
 
@@ -306,7 +322,8 @@ class Fp8(Method):
 
     def choice(self, model: nn.Module, tensor_ranks: int) -> Choice:
         """Choose the layers of a plain model to replace; each of ``tensor_ranks`` parts must have fitting dims."""
-        return choose_layers(model, self.include, self.exclude, self._multiple * tensor_ranks)
+        multiple = self._multiple * tensor_ranks
+        return choose_layers(model, self.include, self.exclude, multiple, conv1d=self.recipe != "mxfp8")
 
     @property
     def _multiple(self) -> int:
@@ -338,6 +355,14 @@ class Fp8(Method):
             self._check_gathers(job, choice)
 
     def _check_gathers(self, job: Job, choice: Choice) -> None:
+        transposed = [name for name, layer in choice.layers.items() if is_transposed(layer)]
+        if transposed:
+            raise StrategyError(
+                "fp8: all_gather=True does not fit the model",
+                expected="layers of class nn.Linear, whose scales torchao knows ahead",
+                got=f"layers of class Conv1D: {join_names(transposed, 4)}",
+                fix="leave all_gather out, or exclude these layers",
+            )
         uses = [id(parameter) for _, parameter in job.model.named_parameters(remove_duplicate=False)]
         tied = [name for name, layer in choice.layers.items() if uses.count(id(layer.weight)) > 1]
         if tied:

@@ -7,14 +7,18 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from meshwright.errors import StrategyError
 from meshwright.nn import wrap_method
-from meshwright.nn.fp8 import Fp8Linear, Fp8Options, to_fp8, to_plain
+from meshwright.nn.fp8 import Fp8Layer, Fp8Options, to_fp8, to_plain
+from meshwright.nn.module_structure import features, is_transposed
 from meshwright.runtime.torch_internals.dtensor import LOCAL_SHARD
 from meshwright.runtime.torch_internals.fsdp import PRECOMPUTED_SCALE
 
@@ -43,11 +47,11 @@ def require_torchao(recipe: str) -> Any:
         ) from error
 
 
-def to_torchao(layers: Iterable[nn.Linear], recipe: str, *, rows: int, emulate: bool, all_gather: bool) -> None:
+def to_torchao(layers: Iterable[nn.Module], recipe: str, *, rows: int, emulate: bool, all_gather: bool) -> None:
     """Convert layers in place to multiply in 8 bits by a recipe of torchao.
 
     Args:
-        layers: Layers of the class ``nn.Linear`` itself.
+        layers: Layers of the class ``nn.Linear`` itself, or, but for ``mxfp8``, transformers' Conv1D.
         recipe: ``tensorwise``, ``rowwise`` or ``mxfp8``.
         rows: Input rows are padded with zeros to a multiple of this number.
         emulate: Multiply in the input's type.
@@ -59,7 +63,7 @@ def to_torchao(layers: Iterable[nn.Linear], recipe: str, *, rows: int, emulate: 
         wrap_method(layer, "forward", functools.partial(filled_up, rows))
 
 
-def _to_float8(recipe: str, emulate: bool, all_gather: bool) -> Callable[[nn.Linear], None]:
+def _to_float8(recipe: str, emulate: bool, all_gather: bool) -> Callable[[nn.Module], None]:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -67,7 +71,10 @@ def _to_float8(recipe: str, emulate: bool, all_gather: bool) -> Callable[[nn.Lin
         Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=all_gather
     )
 
-    def change(layer: nn.Linear) -> None:
+    def change(layer: nn.Module) -> None:
+        if is_transposed(layer):
+            _multiply_with(Float8Linear.from_float(_stand_in(layer), config=chosen), layer)
+            return
         made = Float8Linear.from_float(layer, config=chosen)
         # In place, so that hooks stay, and references to the layer, such as in a plan of tensor_parallel, stay valid.
         layer.__class__ = Float8Linear
@@ -77,19 +84,43 @@ def _to_float8(recipe: str, emulate: bool, all_gather: bool) -> Callable[[nn.Lin
     return change
 
 
-def _to_mx(emulate: bool) -> Callable[[nn.Linear], None]:
+def _to_mx(emulate: bool) -> Callable[[nn.Module], None]:
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-    made = MXFP8Linear(
-        32, 32, kernel_preference=KernelPreference.EMULATED if emulate else KernelPreference.AUTO, device="meta"
-    )
+    kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+    made = MXFP8Linear(32, 32, kernel_preference=kernels, device="meta")
 
-    def change(layer: nn.Linear) -> None:
+    def change(layer: nn.Module) -> None:
         layer.__class__ = MXFP8Linear
         layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
 
     return change
+
+
+def _stand_in(layer: nn.Module) -> Any:
+    """Return what torchao reads of an ``nn.Linear``, of a layer whose weight is (in, out)."""
+    inputs, outputs = features(layer)
+    return SimpleNamespace(in_features=inputs, out_features=outputs, weight=layer.weight, bias=layer.bias)
+
+
+def _multiply_with(made: nn.Module, layer: nn.Module) -> None:
+    """Let torchao's layer compute in place of one whose weight is (in, out), with the transpose of that.
+
+    Args:
+        made: torchao's layer, of which the forward alone is used. It gets parameters that hold nothing.
+        layer: A layer of transformers' class Conv1D.
+    """
+    on_meta = functools.partial(torch.empty, device="meta")
+    made.weight = nn.Parameter(on_meta(features(layer)[::-1]))
+    made.bias = None if layer.bias is None else nn.Parameter(on_meta(features(layer)[1]))
+
+    def around(forward: Callable[[Any], Any], input: Any) -> Any:
+        own: dict[str, torch.Tensor] = {**dict(layer.named_parameters(recurse=False))}
+        own["weight"] = own["weight"].t()
+        return functional_call(made, own, (input,))
+
+    wrap_method(layer, "forward", around)
 
 
 def filled_up(rows: int, forward: Callable[[Any], Any], input: Any) -> Any:
@@ -136,7 +167,7 @@ class Fp8Trace:
 
     def __init__(
         self,
-        layers: Mapping[str, nn.Linear],
+        layers: Mapping[str, nn.Module],
         options: Fp8Options | None,
         num_weights: Mapping[nn.Parameter, int],
         rows: int,
@@ -148,15 +179,16 @@ class Fp8Trace:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Enter one forward with the 8-bit layers; the model is as before afterwards."""
+        plain = {layer: type(layer) for layer in self.layers.values()}
         try:
-            for layer in self.layers.values():
+            for layer in plain:
                 if self._options is not None:
                     to_fp8(layer, self._options)
                 else:
                     wrap_method(layer, "forward", functools.partial(filled_up, self._rows))
             yield
         finally:
-            for layer in self.layers.values():
-                if isinstance(layer, Fp8Linear):
+            for layer, cls in plain.items():
+                if isinstance(layer, Fp8Layer):
                     to_plain(layer)
-                layer.__class__ = nn.Linear
+                layer.__class__ = cls

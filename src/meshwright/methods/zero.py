@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from meshwright.comm.compression import route
 from meshwright.cost import Step, axis_parts
@@ -40,7 +41,16 @@ from meshwright.methods.job import (
     guards_are_on,
     sum_over,
 )
-from meshwright.methods.zero_config import Gathers, Units, ZeroMethod, not_beside, shard_cost, unit_of, units_of
+from meshwright.methods.zero_config import (
+    Gathers,
+    Units,
+    ZeroMethod,
+    not_beside,
+    shard_cost,
+    shard_dim,
+    unit_of,
+    units_of,
+)
 from meshwright.nn import (
     CollectiveLog,
     align_deferred_gradients,
@@ -54,6 +64,7 @@ from meshwright.nn import (
     reshard_units,
     wrap_method,
 )
+from meshwright.optim import local_tensor
 from meshwright.runtime import HostCopy, groups_along, mesh_of_parts
 from meshwright.runtime.torch_internals.autograd import BACKWARD_HOOKS, backward_hooks_of
 from meshwright.runtime.torch_internals.dtensor import side_by_side
@@ -181,8 +192,9 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
             parameter.data = parameter.data.contiguous()
     is_nearby = not isinstance(reshard_after_forward, bool) and 1 < reshard_after_forward < job.size(job.shard_axis)
     num_nearby, reshard_after_forward = int(reshard_after_forward), is_nearby or reshard_after_forward
-    ignored = units.ignored | _shard_experts(config, job, reshard_after_forward)
-    _shard_units(config, job, units, ignored, blocks, reshard_after_forward)
+    placed = functools.partial(_placed, 1 if is_nearby else job.size(job.shard_axis))
+    ignored = units.ignored | _shard_experts(config, job, reshard_after_forward, placed)
+    _shard_units(config, job, units, ignored, blocks, reshard_after_forward, placed)
     if is_nearby:
         _keep_nearby(job, num_nearby)
     if job.birth is not None:
@@ -203,7 +215,9 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     job.micro_batch = _micro_batch_context(model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 
-def _shard_experts(config: ZeroMethod, job: Job, reshard_after_forward: bool | int) -> set[nn.Parameter]:
+def _shard_experts(
+    config: ZeroMethod, job: Job, reshard_after_forward: bool | int, placed: Callable[[nn.Parameter], Shard]
+) -> set[nn.Parameter]:
     """Shard experts over the ranks that have the same ones; return their parameters if every rank has its own."""
     if job.experts is None:
         return set()
@@ -217,7 +231,13 @@ def _shard_experts(config: ZeroMethod, job: Job, reshard_after_forward: bool | i
     # Inputs of experts include the router's weights, which are not to be cast.
     policy = dataclasses.replace(policy, cast_forward_inputs=False)
     for module in job.experts.modules:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)  # type: ignore[arg-type]
+        fully_shard(
+            module,
+            mesh=mesh,  # type: ignore[arg-type]
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=placed,
+        )
     return set()
 
 
@@ -228,6 +248,7 @@ def _shard_units(
     ignored: set[nn.Parameter],
     blocks: list[str],
     reshard_after_forward: bool | int,
+    placed: Callable[[nn.Parameter], Shard],
 ) -> None:
     """Call ``fully_shard`` on every unit, inner before outer, and last on the model."""
     inside_experts = job.experts.inside() if job.experts is not None else set()
@@ -243,6 +264,7 @@ def _shard_units(
             mp_policy=MixedPrecisionPolicy() if is_complex else precision,  # no half precision is complex
             ignored_params=ignored or None,
             reshard_after_forward=reshard_after_forward if path else False,
+            shard_placement_fn=placed,
             offload_policy=_offload_policy(job, unit_of(f"{path}.", blocks) if path else ""),
         )
 
@@ -254,6 +276,11 @@ def _shard_units(
         if not isinstance(module, FSDPModule) and module not in inside_experts:
             shard_unit([module], path)
     shard_unit([job.model], None)
+
+
+def _placed(parts: int, parameter: nn.Parameter) -> Shard:
+    """Return how a parameter is cut for so many ranks; see :func:`~meshwright.methods.zero_config.shard_dim`."""
+    return Shard(shard_dim(local_tensor(parameter).shape, parts))
 
 
 def _keep_nearby(job: Job, number: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -437,6 +437,28 @@ def _of_one_dtype(
     return found
 
 
+# --- The dim that is cut.
+
+_STACKED = 3  # dims
+
+
+def shard_dim(shape: Sequence[int], parts: int) -> int:
+    """Return the dim along which a parameter is sharded.
+
+    FSDP2 cuts dim 0, the last ranks' shards being smaller or empty. Of stacked matrices (experts: number, in, out) with
+    fewer of them than ranks, that leaves whole matrices to some ranks and nothing to all others, and pads what is
+    gathered and reduced to as many matrices as there are ranks. So these are cut inside of the matrices, where that
+    gives equal parts. FSDP2 copies them once more as they are gathered and reduced.
+
+    Args:
+        shape: Of the parameter, or of the part that a tensor or expert axis leaves to a rank.
+        parts: Number of ranks.
+    """
+    if len(shape) != _STACKED or shape[0] >= parts:
+        return 0
+    return next((dim for dim in range(1, _STACKED) if shape[dim] and shape[dim] % parts == 0), 0)
+
+
 # --- ``cost``
 
 _HALF_BYTES = 2
@@ -457,11 +479,11 @@ def shard_cost(config: ZeroMethod, step: Step, *, gathers: Gathers, reduce_once:
     """
     if step.stages is not None:
         gathers, reduce_once = "once", True
-    step = _with_precision(config, step)
+    step, parts = _with_precision(config, step), step.size(step.shard_axis)
     beside_wider_buffers = step.compute_itemsize == _HALF_BYTES and step.buffers_itemsize is None
     whole = (KEPT_IN_HALF,) if beside_wider_buffers else ()
     step = step.replace(
-        blocks=tuple(_marked(config, block, whole) for block in step.blocks),
+        blocks=tuple(_marked(config, block, whole, 1 if gathers == "nearby" else parts) for block in step.blocks),
         parameters=Placement(step.shard_axis, step.parameters.itemsize),
         gradients=Placement(step.shard_axis, step.gradients.itemsize),
         optimizer=Placement(step.shard_axis, step.optimizer.itemsize),
@@ -482,14 +504,22 @@ def _with_precision(config: ZeroMethod, step: Step) -> Step:
     return step.replace(compute_itemsize=param, reduce_itemsize=reduce)
 
 
-def _marked(config: ZeroMethod, block: Block, whole: tuple[str, ...]) -> Block:
-    """Return the block with scalars, and the parameters of some classes, marked as whole."""
+def _marked(config: ZeroMethod, block: Block, whole: tuple[str, ...], parts: int) -> Block:
+    """Return the block with scalars, and the parameters of some classes, marked as whole; and what is cut of others.
+
+    Args:
+        config: The method's keys.
+        block: A block.
+        whole: Classes whose parameters stay whole.
+        parts: Number of ranks among which parameters may be cut along another dim than 0; 1: none.
+    """
     references = (*config.atorch_ignored_cls, *whole)
 
     def marked(parameter: Parameter) -> Parameter:
         indivisible = not parameter.shape or not parameter.numel
         ignored = indivisible or any(names_class(reference, parameter.owners) for reference in references)
-        return dataclasses.replace(parameter, sharded=parameter.sharded and not ignored)
+        dim = shard_dim(parameter.shape, parts)
+        return dataclasses.replace(parameter, sharded=parameter.sharded and not ignored, shard_dim=dim)
 
     return dataclasses.replace(block, parameters=tuple(map(marked, block.parameters)))
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.nn.module_structure import is_transposed, subclass_like
 from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.operators import scaled_mm
 from meshwright.runtime.torch_internals.optim import foreach_add_, foreach_copy_, foreach_zero_
@@ -165,10 +166,10 @@ class Fp8Options:
     keep_weight: bool
 
 
-class Fp8Linear(nn.Linear):
-    """``nn.Linear`` whose products of forward and backward run in 8 bits; made by :func:`to_fp8`.
+class Fp8Layer(nn.Module):
+    """A linear layer whose products of forward and backward run in 8 bits; made by :func:`to_fp8`.
 
-    Output, gradients, parameters and their names are those of ``nn.Linear``, autocast included. The bias is added in
+    Output, gradients, parameters and their names are those of the plain layer, autocast included. The bias is added in
     the output's type. Buffers hold the bits of fp32 numbers in int32, so that casting a model leaves them as they are:
 
     - ``fp8_amax_history`` (3, amax_history_len): largest absolute values of input, weight and output gradient in the
@@ -183,7 +184,10 @@ class Fp8Linear(nn.Linear):
 
     # Recomputation needs the buffers as forward has left them, so SameBuffers must not reset them.
     repeats_alike: ClassVar[bool] = True
+    is_transposed: ClassVar[bool] = False  # whether the weight is (in, out)
 
+    weight: torch.Tensor
+    bias: Any
     fp8: Fp8Options
     fp8_amax_history: torch.Tensor
     fp8_scale: torch.Tensor
@@ -196,13 +200,14 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…, in_features) -> (…, out_features)."""
         if input.numel() == 0:  # no largest value: an expert without tokens
-            return super().forward(input)
+            plain: torch.Tensor = super().forward(input)  # type: ignore[misc]
+            return plain
         dtype, records = _computing_dtype(input), torch.is_grad_enabled()
         input_MK = input.reshape(-1, input.shape[-1])
         with torch.no_grad():
             cast_MK = self.cast(input_MK, INPUT, record=records)
-            cast_NK = self._cast_weight(record=records)
-        output: torch.Tensor = _Product.apply(input_MK, self.weight, *cast_MK, *cast_NK, self, dtype)
+            cast_weight = self._cast_weight(record=records)
+        output: torch.Tensor = _Product.apply(input_MK, self.weight, *cast_MK, *cast_weight, self, dtype)
         output = output.view(*input.shape[:-1], output.shape[-1])
         return output if self.bias is None else output + self.bias.to(dtype)
 
@@ -230,9 +235,23 @@ class Fp8Linear(nn.Linear):
             self._cast_from = source, fresh.inverse
         return Scaled(kept.view(self.fp8.recipe.dtype(WEIGHT)), self._cast_from[1])
 
+
+class Fp8Linear(Fp8Layer, nn.Linear):
+    """``nn.Linear`` in 8 bits, with a weight (out, in)."""
+
     def extra_repr(self) -> str:
         """Describe the layer as ``nn.Linear`` does, with the format."""
         return f"{super().extra_repr()}, fp8={self.fp8.recipe.fp8_format}"
+
+
+class Fp8Conv1D(Fp8Layer):
+    """The part in 8 bits of transformers' Conv1D, whose weight is (in, out); see :func:`to_fp8`."""
+
+    is_transposed: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        """Describe the layer as the plain one does, which has a text of its own, with the format."""
+        return f"{super().__repr__().removesuffix(')')}, fp8={self.fp8.recipe.fp8_format})"
 
 
 def _computing_dtype(input: torch.Tensor) -> torch.dtype:
@@ -241,47 +260,53 @@ def _computing_dtype(input: torch.Tensor) -> torch.dtype:
 
 
 class _Product(Function):
-    """``input @ weight.t()`` in 8 bits; backward casts the gradient and multiplies it with both."""
+    """``input @ weight.t()`` in 8 bits; backward casts the gradient and multiplies it with both.
+
+    Without ``.t()`` where the weight is (in, out). What a product reads by columns is then what it reads by rows
+    otherwise, so one layer casts and transposes as much as the other.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         input_MK: torch.Tensor,
-        weight_NK: torch.Tensor,
+        weight: torch.Tensor,
         input8_MK: torch.Tensor,
         input_inverse: torch.Tensor,
-        weight8_NK: torch.Tensor,
+        weight8: torch.Tensor,
         weight_inverse: torch.Tensor,
-        layer: Fp8Linear,
+        layer: Fp8Layer,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        ctx.layer, ctx.dtypes = layer, (input_MK.dtype, weight_NK.dtype)
+        ctx.layer, ctx.dtypes = layer, (input_MK.dtype, weight.dtype)
         of_input, of_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *((input8_MK, input_inverse) if of_weight else (None, None)),
             # Without keep_weight, save the weight itself: FSDP2 gathers it again for backward.
-            *((weight8_NK, weight_inverse) if of_input and layer.fp8.keep_weight else (None, None)),
-            weight_NK if of_input and not layer.fp8.keep_weight else None,
+            *((weight8, weight_inverse) if of_input and layer.fp8.keep_weight else (None, None)),
+            weight if of_input and not layer.fp8.keep_weight else None,
         )
-        right_KN = Scaled(weight8_NK.t(), weight_inverse)
+        cast_weight = Scaled(weight8, weight_inverse)
+        right_KN = _by_columns(cast_weight) if layer.is_transposed else _flipped(cast_weight)
         return product(Scaled(input8_MK, input_inverse), right_KN, dtype, fast=True, emulate=layer.fp8.emulate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input8_MK, input_inverse, weight8_NK, weight_inverse, weight_NK = ctx.saved_tensors
-        layer: Fp8Linear = ctx.layer
+        input8_MK, input_inverse, weight8, weight_inverse, weight = ctx.saved_tensors
+        layer: Fp8Layer = ctx.layer
         emulate = layer.fp8.emulate
         cast_MN = layer.cast(gradient_MN, GRADIENT, record=True)
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            cast_NK = (
-                Scaled(weight8_NK, weight_inverse) if weight_NK is None else layer.cast(weight_NK, WEIGHT, record=False)
-            )
-            of_input = product(cast_MN, _by_columns(cast_NK), ctx.dtypes[0], fast=False, emulate=emulate)
+            known = Scaled(weight8, weight_inverse)
+            known = known if weight is None else layer.cast(weight, WEIGHT, record=False)
+            right_NK = _flipped(known) if layer.is_transposed else _by_columns(known)
+            of_input = product(cast_MN, right_NK, ctx.dtypes[0], fast=False, emulate=emulate)
         if ctx.needs_input_grad[1]:
             cast_MK = Scaled(input8_MK, input_inverse)
-            of_weight = product(transposed(cast_MN), _by_columns(cast_MK), ctx.dtypes[1], fast=False, emulate=emulate)
+            left, right = (cast_MK, cast_MN) if layer.is_transposed else (cast_MN, cast_MK)
+            of_weight = product(transposed(left), _by_columns(right), ctx.dtypes[1], fast=False, emulate=emulate)
         return of_input, of_weight, None, None, None, None, None, None
 
 
@@ -290,17 +315,24 @@ def _by_columns(scaled: Scaled) -> Scaled:
     return Scaled(transposed(scaled).values.t(), scaled.inverse)
 
 
-def to_fp8(linear: nn.Linear, options: Fp8Options) -> Fp8Linear:
-    """Make a plain ``nn.Linear`` multiply in 8 bits, in place.
+def _flipped(scaled: Scaled) -> Scaled:
+    """Return the transpose of a row-major matrix: column-major, without a copy."""
+    return Scaled(scaled.values.t(), scaled.inverse)
+
+
+def to_fp8(linear: nn.Module, options: Fp8Options) -> Fp8Layer:
+    """Make a plain linear layer multiply in 8 bits, in place.
 
     Args:
-        linear: A layer of class ``nn.Linear`` itself; both dims of its weight are multiples of 16.
+        linear: A layer of class ``nn.Linear`` itself, or transformers' Conv1D; both dims of its weight are multiples of
+            16.
         options: Options of the layer.
     """
-    assert type(linear) is nn.Linear, "a subclass may have a forward of its own"
-    device, recipe = linear.weight.device, options.recipe
-    linear.__class__ = Fp8Linear
-    assert isinstance(linear, Fp8Linear)
+    is_plain = type(linear) is nn.Linear
+    assert is_plain or is_transposed(linear), "a subclass may have a forward of its own"
+    device, recipe = linear.get_parameter("weight").device, options.recipe
+    linear.__class__ = Fp8Linear if is_plain else subclass_like(type(linear), Fp8Conv1D)
+    assert isinstance(linear, Fp8Layer)
     linear.fp8, linear._cast_from = options, None
     shapes = {
         "fp8_amax_history": (3, recipe.amax_history_len),
@@ -319,16 +351,16 @@ def to_fp8(linear: nn.Linear, options: Fp8Options) -> Fp8Linear:
     return linear
 
 
-def to_plain(linear: Fp8Linear) -> None:
+def to_plain(linear: Fp8Layer) -> None:
     """Undo :func:`to_fp8`, in place."""
     for name in BUFFERS:
         delattr(linear, name)
     del linear.fp8, linear._cast_from
-    linear.__class__ = nn.Linear  # type: ignore[assignment]
+    linear.__class__ = type(linear).__bases__[1]  # the plain class, behind the one in 8 bits
 
 
 @torch.no_grad()
-def update_scales(layers: Sequence[Fp8Linear], group: dist.ProcessGroup | None = None) -> None:
+def update_scales(layers: Sequence[Fp8Layer], group: dist.ProcessGroup | None = None) -> None:
     """End a step: move its largest values into the histories, and update the scales every ``interval`` steps.
 
     Call it once before every optimizer step. It does not wait for the device, and the number of its kernels does not

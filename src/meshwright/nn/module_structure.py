@@ -40,6 +40,23 @@ def subclass_like(cls: type[nn.Module], mixin: type[M]) -> type[M]:
     return _subclasses[cls, mixin]
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is torch's linear layer, or transformers' Conv1D."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a linear layer's weight is (in, out), as in transformers' Conv1D (GPT-2)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Return the input and output features of a linear layer."""
+    weight = module.get_parameter("weight")
+    rows, columns = weight.shape
+    return (rows, columns) if is_transposed(module) else (columns, rows)
+
+
 def class_names(module: nn.Module) -> list[str]:
     """Return the qualified names of a module's class and its bases below nn.Module, most derived first."""
     return [class_name(cls) for cls in type(module).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module]

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.runtime.torch_internals.modules import buffers_of
-from meshwright.runtime.torch_internals.optim import foreach_copy_
-from meshwright.runtime.torch_internals.recomputation import (
+from meshwright.runtime.torch_internals.autograd import (
     StopRecomputation,
     current_saved_tensors_hooks,
     set_script_profiling,
 )
+from meshwright.runtime.torch_internals.modules import buffers_of
+from meshwright.runtime.torch_internals.optim import foreach_copy_
 from meshwright.runtime.torch_internals.tensors import flatten_dense, unflatten_dense, version_of
 
 # Smaller buffers are always copied: batch normalisation writes its statistics without a new version.

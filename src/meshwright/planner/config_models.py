@@ -195,10 +195,19 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
 
 # [Note: one front end] A model by its name or dimensions is the configuration with these dimensions, built on ``meta``
 # and traced like any other: ``llama-3-8b`` and ``hf:`` its config.json are one prediction. The keys that dimensions do
-# not say (dropout, the activation) are those of transformers' class, as in a config.json that leaves them out. Formulas
+# not say are those of transformers' class, as in a config.json that leaves them out; but a GPT has no dropout and GELU
+# as one kernel, as those that are trained today, where GPT2Config would have masks and eight kernels. Formulas
 # (``family_workload.py``) find the candidates of a search, whichever way the model was named, and what is found is
 # traced. They stand in where transformers is not installed and for shapes that it has no class for; and they describe
 # runs of others, whose kernels are not ours.
+
+
+_AS_TODAY = {
+    "activation_function": "gelu_pytorch_tanh",  # the same function as GPT-2's gelu_new, in one kernel
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 
 
 @functools.lru_cache(maxsize=8)
@@ -237,6 +246,7 @@ def config_of_shape(shape: Shape) -> Any | None:
             n_head=shape.heads,
             n_inner=shape.ffn_width,
             n_positions=shape.positions or shape.seq,
+            **_AS_TODAY,
             **outside,
         )
     inside = {

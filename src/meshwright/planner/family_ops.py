@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.cost import FP8, HALF, Op, ProductDtype, Scaling
-from meshwright.planner.model_shapes import BLOCK, Shape
+from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters
 
 # Scores, softmax and their product with the values: the part that Megatron-LM's ``selective`` recomputes.
 ATTENTION = "CoreAttention"
@@ -23,8 +23,13 @@ _COPIES = 4 * 2  # two gathers and two sums of a block, each read and written
 # and heads are turned; and for each step of a ring, whose part results are merged in fp32. Counted in traces of Llama 3
 # 8B under 2 to 8 ranks.
 _AROUND_EXCHANGES, _RING_STEP = 2.6, 1.3
-# Bytes per element that an eager norm saves beside its input: it in fp32, and in half precision before the weight.
+# Bytes per element that an eager norm saves: its input in fp32, and in half precision what the weight multiplies.
 _PLAIN_NORM_SAVED = 6
+# The same in fp32, under autocast. A product's input is cast from it (3): for queries, keys and values each by itself,
+# and for gate and up; and rotary positions, which stay in fp32, promote queries and keys.
+_WIDE_NORM, _WIDE_NORM_SAVED, _WIDE_ROTARY = 14, 8, 18
+_WIDE = 2  # a sum of residuals, or a norm of one kernel, moves so many bytes more for each byte of half precision
+_CAST, _CASTS = 3, 5
 _NARROW = (FP8, "fp4")
 
 
@@ -53,6 +58,8 @@ class Implementation:
             collectives hand on parts rank by rank, and the tokens of several samples do not lie so.
         scaling: How tensors are scaled for products in 8 or 4 bits (a key of ``cost.device_time.CASTS``).
         casts_weights: Whether every micro-batch casts weights; False: once a step, or they were gathered so.
+        autocasts: Whether each product casts its fp32 weight and input for itself, as autocast lets it where weights
+            are not gathered: residual sums and norms are in fp32 then.
         saves_narrow: Whether products in 8 bits or fewer save their inputs so, as Transformer Engine does.
         fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.
         logit_bytes: Bytes per logit: saved for backward, and needed beside them at the start of backward; None: those
@@ -79,6 +86,7 @@ class Implementation:
     copies_divided: bool = False
     scaling: Scaling = "tensorwise"
     casts_weights: bool = True
+    autocasts: bool = False
     saves_narrow: bool = False
     fused_loss: bool = False
     logit_bytes: tuple[int, int] | None = None
@@ -176,6 +184,7 @@ def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     second = (_matmul(run, routed, f // t, h, PER_OP),) if shape.gated else ()
     return (
         _moves(shape, run),
+        *_weight_casts(_matrices(shape, run), run, (BLOCK, PER_OP)),
         _matmul(run, tokens, (h + 2 * kv) // t, h),
         *_attention_ops(shape, run, (ATTENTION, BLOCK)),
         _matmul(run, tokens, h, h // t, PER_OP),
@@ -191,6 +200,21 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
     each = _moved_per_block(shape, run) // kernels
     behind = round(each * run.impl.backward_moves) if _is_chain(shape, run) else None
     return Op("move", num_bytes=each, backward_bytes=behind, count=kernels, inside=names, needed_in=names)
+
+
+def _matrices(shape: Shape, run: FamilyRun) -> int:
+    """Return the number of elements of a block's matrices on one rank."""
+    return sum(each.numel for each in inside_parameters(shape) if len(each.shape) == 2) // run.tensor
+
+
+def _weight_casts(numel: int, run: FamilyRun, names: tuple[str, ...] = (), rank: int | None = None) -> tuple[Op, ...]:
+    """Return what autocast reads and writes of fp32 weights, and of their gradients."""
+    if not run.impl.autocasts:
+        return ()
+    each = numel * (4 + 2)
+    # Their launches are among those that the other kernels of a family stand for.
+    cast = Op("move", num_bytes=each, backward_bytes=each, of_weights=True, launches=0.0, on_rank=rank)
+    return (dataclasses.replace(cast, inside=names, needed_in=names),)
 
 
 def _is_chain(shape: Shape, run: FamilyRun) -> bool:
@@ -240,7 +264,9 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
     if run.impl.compiled:
         plain = (2 * 2 + 2) * h
     elif _is_chain(shape, run):
-        plain += 2 * (_PLAIN_NORM - 2) * h
+        plain += 2 * ((_WIDE_NORM if run.impl.autocasts else _PLAIN_NORM) - 2) * h
+    if run.impl.autocasts and not run.impl.compiled:
+        plain += (2 * _WIDE + _CASTS * _CAST if _is_chain(shape, run) else 2 * (2 * _WIDE + _CAST)) * h
     if run.impl.dropout:
         plain += h  # masks of one byte, written by the kernel that adds the residual
     if run.impl.divides_blocks_alone and run.sequence > 1:
@@ -258,7 +284,9 @@ def _moved_by_heads(shape: Shape, run: FamilyRun) -> int:
     if not shape.gated:
         return 2 * h
     if run.impl.plain_norms and not run.impl.compiled:
-        return _PLAIN_ROTARY * (h + kv) + (2 * (h + kv) if kv < h and run.impl.repeats_heads else 0)
+        return (_WIDE_ROTARY if run.impl.autocasts else _PLAIN_ROTARY) * (h + kv) + (
+            2 * (h + kv) if kv < h and run.impl.repeats_heads else 0
+        )
     return 2 * (h + kv)
 
 
@@ -268,11 +296,8 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     These are the 34 s b h of Korthikanti et al. 2022 for GPT.
     """
     h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
-    plain = 2 * h * size  # the input, and the sum in the middle
+    plain, entering = _saved_by_norms(shape, run)
     narrow = run.impl.saves_narrow and run.dtype in _NARROW
-    if run.impl.plain_norms and not run.impl.compiled and shape.gated and size < 4:
-        plain += 2 * _PLAIN_NORM_SAVED * h
-    entering = 2 * h * (1 if narrow else size)  # both norms' outputs, which split layers take
     split = (h + 2 * kv) * size * (
         2 if run.impl.copies_heads else 1
     ) + h * size  # queries, keys, values; attention's output
@@ -292,7 +317,24 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
         split += 4 * shape.heads  # the logarithm of each row's sum
     entering_parts = 1 if run.impl.keeps_gathered else run.plain_parts
     whole = run.tokens * plain // run.plain_parts + run.tokens * entering // entering_parts
+    whole += _matrices(shape, run) * run.itemsize if run.impl.autocasts else 0
     return whole + run.tokens * split // run.tensor + scores
+
+
+def _saved_by_norms(shape: Shape, run: FamilyRun) -> tuple[int, int]:
+    """Return the bytes per token of the input, the sum in the middle and what norms make of both; and of their outputs.
+
+    Split layers take these outputs.
+    """
+    h, size, wide = shape.hidden, run.itemsize, run.impl.autocasts
+    narrow = run.impl.saves_narrow and run.dtype in _NARROW
+    entering = 2 * h * (1 if narrow else size)
+    if _is_chain(shape, run) and size < 4:  # what they save stands for the input and the sum
+        casts = _CASTS * h * size if wide else entering
+        return 2 * h * (_WIDE_NORM_SAVED if wide else _PLAIN_NORM_SAVED), casts
+    if wide:
+        return h * (size + 4 if run.impl.compiled else 2 * 4), entering
+    return 2 * h * size, entering
 
 
 def results_bytes(shape: Shape, run: FamilyRun) -> int:
@@ -337,6 +379,7 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
     return (
         Op("move", num_bytes=4 * tokens * h * size // run.plain_parts, count=1, on_rank=first),
         Op("move", num_bytes=norm * tokens * h * size // run.plain_parts, on_rank=last),
+        *_weight_casts(v * h, run, rank=last),
         Op("matmul", tokens, v, h, dtype=dtype, on_rank=last),  # type: ignore[arg-type]
         Op("move", num_bytes=tokens * v * forward, backward_bytes=tokens * v * backward, on_rank=last),
     )
@@ -347,6 +390,8 @@ def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
     run = run.outside
     logits = run.tokens * (shape.vocab // run.tensor)
     hidden = 2 * run.token_bytes(shape.hidden)
+    if run.impl.autocasts:
+        hidden += shape.vocab // run.tensor * shape.hidden * run.itemsize
     usual = (run.itemsize, run.itemsize) if run.impl.fused_loss else (run.itemsize + 8, 4)
     saved, beside = run.impl.logit_bytes or usual
     return OutsideSaved(hidden + logits * saved, logits * beside)

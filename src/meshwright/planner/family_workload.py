@@ -300,6 +300,8 @@ class FamilyWorkload:
         narrow: Fp8 | None = find_method(strategy, lambda each: each.product_dtype == FP8)
         precision = find_method(strategy, lambda each: each.role is Role.PRECISION)
         widens = precision is not None and precision.compute_dtypes(sharded=False).output is not None
+        is_gathered = resolved.shard_axis is not None
+        autocasts = not is_gathered and precision is not None and precision.compute_dtypes(sharded=False).autocast
         impl = dataclasses.replace(
             _with_wide_logits(self.implementation) if widens else self.implementation,
             keeps_gathered=True,  # as tensor_parallel's layers do
@@ -309,6 +311,7 @@ class FamilyWorkload:
             fused_loss=self.implementation.fused_loss or self.fused_loss,
             scaling=narrow.recipe if narrow is not None else self.implementation.scaling,
             casts_weights=narrow is None or not narrow.all_gather,
+            autocasts=bool(autocasts),
         )
         return FamilyRun(
             micro_batch=math.ceil(self.batch_size / (replicas * micro_batches)),

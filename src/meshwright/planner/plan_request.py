@@ -155,11 +155,16 @@ class PlanRequest:
         assert known.limit_bytes is not None
         limit, is_free = known.limit_bytes, known.limit_is_free
 
-        def search_within(within: int) -> Found:
+        def search_within(within: int, seconds: float | None) -> Found:
             outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
-            found = search(outline, space=default_space(outline), **options)
-            # What is too large stays as the formulas have it: the model would refuse a pipeline of which no cut fits.
-            return dataclasses.replace(found, too_large=tuple(_in_full(plan, outline) for plan in found.too_large))
+            found = search(outline, space=default_space(outline), **{**options, "limit_s": seconds})
+            # What is too large stays as the formulas have it, since the model would refuse a pipeline of which no cut
+            # fits, and so does what there is no time to trace.
+            return dataclasses.replace(
+                found,
+                plans=tuple(_in_full(plan, outline) for plan in found.plans),
+                too_large=tuple(_in_full(plan, outline) for plan in found.too_large),
+            )
 
         return search_and_trace(search_within, known, limit, self.objective, self.top, self.limit_s)  # type: ignore[arg-type]
 

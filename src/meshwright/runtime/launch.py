@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -113,6 +113,7 @@ def launch(
     *,
     max_restarts: int = 0,
     tell: Callable[[Failure], None] | None = None,
+    again: Callable[[Failure], Attempt | None] | None = None,
     preload: Sequence[str] = (),
 ) -> int:
     """Run ``python ARGUMENTS…`` as ``nproc`` local ranks and wait for them; all of them again when one fails.
@@ -125,6 +126,8 @@ def launch(
         nproc: Number of processes.
         max_restarts: Number of times that all ranks are started again.
         tell: Called with each failure, while the ranks end; by default a line names the signal that has ended a rank.
+        again: Called with each failure that a restart follows, once the ranks have ended; returns what is started
+            then, such as fewer ranks. None, or returning None: the same again.
         preload: Modules that ranks need, imported once.
 
     Returns:
@@ -136,12 +139,12 @@ def launch(
     """
     start_server(nproc, preload)
     process = multiprocessing.get_context(_START_METHOD).Process  # type: ignore[attr-defined]
-    launch_id, status = f"meshwright-{uuid.uuid4()}", 0
+    launch_id, status, now = f"meshwright-{uuid.uuid4()}", 0, Attempt(arguments, nproc)
     with _StopRequests() as stops:
         for attempt in range(max_restarts + 1):
             store, port = loopback_store()
-            given = _environment(nproc, port, attempt, max_restarts, launch_id)
-            ranks = [process(target=_be_rank, args=(given(rank), list(arguments))) for rank in range(nproc)]
+            given = _environment(now, port, attempt, max_restarts, launch_id)
+            ranks = [process(target=_be_rank, args=(given(rank), list(now.arguments))) for rank in range(now.nproc)]
             memory_kills = _memory_kills()
             try:
                 for each in ranks:
@@ -161,6 +164,8 @@ def launch(
             del store
             if stops.received or status in (128 + each for each in _STOPS):
                 break
+            if again is not None and attempt < max_restarts:
+                now = again(failure) or now
     return stops.status(max(status, 1))
 
 
@@ -221,6 +226,16 @@ _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """The command line and the number of the ranks of one attempt."""
+
+    arguments: Sequence[str]
+    nproc: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those that make a process a rank."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """The first rank that failed in an attempt."""
 
@@ -256,11 +271,12 @@ def _tell_signal(failure: Failure) -> None:
 
 
 def _environment(
-    nproc: int, port: int, attempt: int, max_restarts: int, launch_id: str
+    now: Attempt, port: int, attempt: int, max_restarts: int, launch_id: str
 ) -> Callable[[int], dict[str, str]]:
     """Return the variables of a rank, as torchrun sets them."""
     everywhere = {
-        "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+        **now.environment,
+        "WORLD_SIZE": str(now.nproc), "LOCAL_WORLD_SIZE": str(now.nproc), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": launch_id,

@@ -9,7 +9,7 @@ from meshwright import runtime
 from meshwright.compat.bmtrain.block import CheckpointBlock
 from meshwright.compat.bmtrain.block_list import TransformerBlockList
 from meshwright.compat.bmtrain.pipeline_block_list import PipelineTransformerBlockList
-from meshwright.runtime.torch_internals.recomputation import set_script_profiling
+from meshwright.runtime.torch_internals.autograd import set_script_profiling
 from tests.compat.bmtrain.pipeline_models import stages
 
 DIM, LAYERS, STEPS, PER_RANK = 6, 5, 10, 4

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from meshwright.cost import BackwardAt
 from meshwright.cost.activations import BackwardPart
 from meshwright.errors import StrategyError
 
+M = TypeVar("M")
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
@@ -160,7 +161,7 @@ def in_flight_peaks(
         for kind, stage, _ in row:
             in_flight[stage] += _CHANGE[kind]
             moments.add(tuple(in_flight.items()))
-        found.append(tuple(m for m in sorted(moments) if not any(_less(m, other) for other in moments)))
+        found.append(_largest(moments, _less))
     return tuple(found)
 
 
@@ -191,7 +192,7 @@ def backward_moments(
                 done[stage] += kind != "W"
                 halfway[stage] += _HALFWAY[kind]
             in_flight[stage] += _CHANGE[kind]
-        found.append(tuple(m for m in sorted(moments) if not any(_is_covered(m, other) for other in moments)))
+        found.append(_largest(moments, _is_covered))
     return tuple(found)
 
 
@@ -200,6 +201,19 @@ def _of_one_stage(name: str, stages_left: int, micro_batches: int) -> tuple[Back
     later = first if first < micro_batches else first - 1
     accumulated = (BackwardAt(0, (later,), (True,)),) if later else ()
     return (BackwardAt(0, (first,), (False,)), *accumulated)
+
+
+def _largest(moments: Collection[M], is_below: Callable[[M, M], bool]) -> tuple[M, ...]:
+    """Return the moments that are below no other, sorted.
+
+    ``is_below`` is a partial order in which what is below comes first when sorted. So each is compared with the largest
+    that come behind it alone, which are few where a schedule repeats itself.
+    """
+    kept: list[M] = []
+    for each in sorted(moments, reverse=True):  # type: ignore[type-var]
+        if not any(is_below(each, other) for other in kept):
+            kept.append(each)
+    return tuple(reversed(kept))
 
 
 def _is_covered(one: BackwardAt, other: BackwardAt) -> bool:

@@ -39,7 +39,6 @@ from meshwright.methods.tensor.split_plan import (
     LATENT,
     LINEAR,
     PlannedLayer,
-    is_linear,
     matches,
     own_plan,
     planned,
@@ -47,6 +46,7 @@ from meshwright.methods.tensor.split_plan import (
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, BlockProof, SequenceTrial, first_hidden, with_argument
 from meshwright.methods.tensor.split_search import FoundPlan, find_plan
+from meshwright.nn import is_linear
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 

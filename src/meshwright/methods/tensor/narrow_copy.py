@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from meshwright.methods.tensor.block_trials import Adjustment
-from meshwright.methods.tensor.split_plan import PlannedLayer, features, planned
+from meshwright.methods.tensor.split_plan import PlannedLayer, planned
 from meshwright.methods.tensor.split_search import Entry, FoundPlan
-from meshwright.nn import find_blocks
+from meshwright.nn import features, find_blocks
 
 _LARGE = 2**24  # parameters of a block
 _SMALL_HEAD, _SMALL_WIDTH = 8, 16

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.model_split import Split, let_exchange_tokens
-from meshwright.methods.tensor.split_plan import EXPERTS, LATENT, PlannedLayer, is_transposed, rotated_features
+from meshwright.methods.tensor.split_plan import EXPERTS, LATENT, PlannedLayer, rotated_features
 from meshwright.methods.tensor.split_proof import part_of
-from meshwright.nn import RankOrder, keep_rank_order, move_to, without_fast_path, wrap_method
+from meshwright.nn import RankOrder, is_transposed, keep_rank_order, move_to, without_fast_path, wrap_method
 from meshwright.runtime.torch_internals.modules import PARAMETERS
 from meshwright.runtime.torch_internals.pytree import tree_map
 

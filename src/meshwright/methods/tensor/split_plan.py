@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
+from meshwright.nn import features, is_linear, is_transposed
 
 
 @dataclass(frozen=True)
@@ -81,23 +82,6 @@ def style_of(path: str, module: nn.Module, name: str) -> Style:
         )
     _check_kind(path, module, name)
     return STYLES[name]
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is torch's linear layer, or transformers' Conv1D."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear layer's weight is (in, out), as in transformers' Conv1D (GPT-2)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
-
-
-def features(module: nn.Module) -> tuple[int, int]:
-    """Return the input and output features of a linear layer."""
-    weight = module.get_parameter("weight")
-    rows, columns = weight.shape
-    return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
 def rotated_features(layer: PlannedLayer) -> int:

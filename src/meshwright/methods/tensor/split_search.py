@@ -29,9 +29,9 @@ from meshwright.methods.tensor.block_trials import (
     signature,
 )
 from meshwright.methods.tensor.split_checks import HEAD_COUNTS, undivided_heads, vocabulary_entries
-from meshwright.methods.tensor.split_plan import PlannedLayer, features, is_linear, is_transposed, planned
+from meshwright.methods.tensor.split_plan import PlannedLayer, planned
 from meshwright.methods.tensor.split_proof import BlockProof
-from meshwright.nn import call_with
+from meshwright.nn import call_with, features, is_linear, is_transposed
 from meshwright.runtime.torch_internals.autograd import split_sizes_of
 from meshwright.runtime.torch_internals.pytree import tree_leaves
 

@@ -37,13 +37,11 @@ from meshwright.methods.tensor.split_plan import (
     EXPERTS,
     LATENT,
     PlannedLayer,
-    is_linear,
-    is_transposed,
     rotated_features,
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog as SaveLog, TrafficLog, stand_in, tensor_bytes
-from meshwright.nn import move_to
+from meshwright.nn import is_linear, is_transposed, move_to
 from meshwright.runtime import check_equal
 from meshwright.runtime.torch_internals.modules import parameters_of
 from meshwright.runtime.torch_internals.pytree import tree_leaves

@@ -502,9 +502,17 @@ def _on(space: Space, axis: str, sizes: tuple[int, ...], methods: tuple[Choice, 
 _TRIES = 3
 """Searches by formulas: where nothing fits that was found, by their memory, the limit is lowered by as much."""
 
+_SEARCHING, _LEAST_S = 0.6, 1.0
+"""The part of the time that is left which a search by formulas may take, and the seconds that it has in any case."""
+
+_SAME_REASON = 3
+"""Traces that do not fit before any does, after which the limit is lowered: formulas are off by the same for most."""
+
+_UNTRACED = "formulas of the model's family predict this plan: the time was up before the model itself was traced"
+
 
 def search_and_trace(
-    search: Callable[[int], Found],
+    search: Callable[[int, float | None], Found],
     subject: Subject,
     limit_bytes: int,
     objective: Objective,
@@ -514,24 +522,25 @@ def search_and_trace(
     """Search by formulas, trace what is found, and rank it by what the traces say.
 
     Args:
-        search: Searches by formulas within so many bytes of a device.
+        search: Searches by formulas within so many bytes of a device and seconds of processor time (None: any).
         subject: The model that is traced.
         limit_bytes: Bytes that a device may hold.
         objective: What plans are ranked by.
         top: How many plans are kept.
-        limit_s: Seconds of processor time for the traces, after which those that are left stay untraced and are left
-            out; None: no limit.
+        limit_s: Seconds of processor time, after which the plans that are left stay untraced and are left out; None:
+            no limit. A search by formulas takes at most a part of what is left, so that there is time for traces.
 
     Returns:
-        What was found; None where no plan that formulas find fits by its trace.
+        What was found; None where no plan that formulas find fits by its trace. Where the time is up before any trace
+        ends, it is what the formulas have found, each plan with a gap that says so.
 
     Raises:
         StrategyError: When nothing fits by the formulas.
     """
-    started, within = time.perf_counter(), limit_bytes
+    started, within, limit = time.perf_counter(), limit_bytes, TimeLimit(limit_s)
     for _ in range(_TRIES):
-        found = search(within)
-        state, refused = _traced(found.plans, subject, objective, top, TimeLimit(limit_s))
+        found = search(within, None if limit.left_s is None else max(limit.left_s * _SEARCHING, _LEAST_S))
+        state, refused = _traced(found.plans, subject, objective, top, limit)
         if state.plans:
             return dataclasses.replace(
                 found,
@@ -543,6 +552,9 @@ def search_and_trace(
                 is_complete=found.is_complete and not state.stopped,
                 out_of_time=found.out_of_time or state.stopped,
             )
+        if state.stopped:
+            plans = tuple(dataclasses.replace(plan, gaps=(*plan.gaps, _UNTRACED)) for plan in found.plans[:top])
+            return dataclasses.replace(found, plans=plans, is_complete=False, out_of_time=True)
         if not state.too_large:
             return None
         least = state.too_large[0]
@@ -570,4 +582,6 @@ def _traced(
                 state.add(rank_of_plan(traced, objective), traced)
             else:
                 state.add_too_large(traced)
+                if len(state.too_large) == _SAME_REASON and not state.plans:
+                    break
     return state, refused

@@ -36,6 +36,8 @@ def scaled(step: Step, samples: int) -> Step:
 
 
 def _op(op: Op, samples: int) -> Op:
+    if op.of_weights:
+        return op
     if op.kind == "move":
         backward = None if op.backward_bytes is None else op.backward_bytes * samples
         return dataclasses.replace(op, num_bytes=op.num_bytes * samples, backward_bytes=backward)
@@ -83,7 +85,9 @@ def _as_vector(parameter: Parameter) -> Parameter:
     if not parameter.shape or any(state.dims not in (every, ()) for state in parameter.states):
         return parameter
     states = tuple(dataclasses.replace(s, dims=(0,)) if s.dims else s for s in parameter.states)
-    return dataclasses.replace(parameter, name="", shape=(1,), states=states, tensor_dim=None, trained_on=None)
+    return dataclasses.replace(
+        parameter, name="", shape=(1,), states=states, shard_dim=0, tensor_dim=None, trained_on=None
+    )
 
 
 # --- The cost of a candidate's parameters

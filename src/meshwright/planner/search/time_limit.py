@@ -36,6 +36,11 @@ class TimeLimit:
         """Return whether the time is up."""
         return time.process_time() > self._end
 
+    @property
+    def left_s(self) -> float | None:
+        """Return the seconds that are left, at least 0; None: for ever."""
+        return None if self._end == math.inf else max(self._end - time.process_time(), 0.0)
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Raise :class:`OutOfTimeError` as soon as a module is called after the time is up."""

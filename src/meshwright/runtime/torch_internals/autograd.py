@@ -1,4 +1,4 @@
-"""Autograd's engine and graph: the base of our autograd functions, the end of a backward pass, and hooks of tensors."""
+"""Autograd's engine and graph: the base of our functions, the end of a backward pass, hooks, and recomputation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ import torch
 from torch.autograd import Variable
 from torch.overrides import _get_current_function_mode_stack as current_function_modes
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 __all__ = [
     "BACKWARD_HOOKS",
     "EarlierFunction",
     "Function",
+    "StopRecomputation",
     "accumulation_hooks_of",
     "backward_hooks_of",
     "current_function_modes",
     "current_graph_task_id",
     "current_node",
+    "current_saved_tensors_hooks",
     "in_functorch_transform",
     "next_sequence_number",
     "num_dispatch_modes",
     "queue_callback",
     "sequence_number_of",
+    "set_script_profiling",
     "split_sizes_of",
 ]
 
@@ -55,6 +59,15 @@ num_dispatch_modes = torch._C._len_torch_dispatch_stack
 # Under ``torch.func`` transforms our own products must not be used: they know no batching rules.
 # ``torch.compiler`` and ``torch.func`` have no such question.
 in_functorch_transform = torch._C._are_functorch_transforms_active
+
+# TorchScript's profiling, and how torch's checkpoint stops a recomputation. Recomputed code must save the same tensors
+# in every run, but TorchScript profiles the first run of a function, and optimises later ones;
+# ``torch.jit.optimized_execution(False)`` leaves alone what is optimised already. A public switch would replace the
+# first; a checkpoint that stops cleanly inside of scripted functions would replace the rest.
+set_script_profiling = torch._C._jit_set_profiling_mode
+
+# The pack and unpack hooks that saved tensors go through now.
+current_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 # What ``torch.split`` saved in its node: tensor parallelism reads from it where a fused projection is cut.
 _SPLIT_SIZES = "_saved_split_sizes"
