@@ -59,7 +59,7 @@ def test_a_resumed_run_whose_steps_are_over_says_so(seen):
         ("plan", "--model", "gpt:layers=2,hidden=64,heads=2,vocab=100", "--cluster", "h100x2", "--global-batch", 4,
          "--seq", 32, "--strategy", "fsdp.json"),
         pytest.param(("checkpoint", "list", "run"), marks=pytest.mark.long),
-        ("eval", "run", "--data", "corpus.txt", "--nproc", 1),
+        pytest.param(("eval", "run", "--data", "corpus.txt", "--nproc", 1), marks=pytest.mark.long),
         pytest.param(("generate", "run", "--prompt", "bottles", "--nproc", 1), marks=pytest.mark.long),
     ],
     ids=lambda words: words[0],

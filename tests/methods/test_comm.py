@@ -100,6 +100,7 @@ CASES = [
 LOSS = 0.01  # of the first loss, at any step
 
 
+@pytest.mark.long
 def test_ten_steps_end_near_training_in_whole_numbers(ranks):
     """Bytes are counted inside, with gradient accumulation, recomputation and half precision."""
     for case, (apart, off, weights), (*_, others) in zip(CASES, *ranks(2).run(compare, CASES), strict=True):

@@ -179,13 +179,16 @@ def test_recipes_of_torchao(ranks, alone):
     assert first[0][0] != first[3][0]
 
 
-def test_layers_of_gpt2(ranks):
+TENSOR = ("parallel_mode", {"tensor": 2, "data": 1})
+OF_GPT2 = [[fp8()], [fp8(recipe="tensorwise"), "fsdp"]]
+MORE_OF_GPT2 = [[fp8(), "fsdp"], [fp8(), "tensor_parallel", TENSOR], [fp8(recipe="rowwise")]]
+
+
+@pytest.mark.parametrize(
+    "strategies", [OF_GPT2, pytest.param(MORE_OF_GPT2, marks=pytest.mark.long)], ids=["some", "more"]
+)
+def test_layers_of_gpt2(ranks, strategies):
     """Weights (in, out) give what their transposes give, under every recipe, sharded, whole and split."""
-    tensor = ("parallel_mode", {"tensor": 2, "data": 1})
-    strategies = [
-        [fp8()], [fp8(), "fsdp"], [fp8(), "tensor_parallel", tensor], [fp8(recipe="tensorwise"), "fsdp"],
-        [fp8(recipe="rowwise")],
-    ]  # fmt: skip
     runs = [(each, 1, change) for each in strategies for change in (None, as_conv1d)]
     found = ranks(2).run(train_all, runs)[0]
     for strategy, (losses, known, _), (theirs, others, wrong) in zip(strategies, found[::2], found[1::2], strict=True):

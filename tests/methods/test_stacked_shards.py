@@ -108,11 +108,11 @@ def train_all(runs):
 
 RUNS = {
     "fsdp": (["fsdp"], "sgd"),
-    "zero1": (["zero1"], "sgd", 2),
     "zero2": (["zero2", ("offload", "optimizer")], "sgd", 2),
-    "fsdp_checkpoint": (["fsdp", "checkpoint"], "sgd", 2),
 }
 MORE = {
+    "zero1": (["zero1"], "sgd", 2),
+    "fsdp_checkpoint": (["fsdp", "checkpoint"], "sgd", 2),
     "half": (["fsdp", ("half", "bf16")], "adamw"),
     "nearby": ([("fsdp", {"reshard_after_forward": 2})], "sgd"),
     "ema": (["fsdp", ("ema", {"decay": 0.9})], "sgd"),

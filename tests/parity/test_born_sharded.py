@@ -130,7 +130,7 @@ def check(every):
 
 
 BUILT = [
-    *(("plain", each) for each in ("fsdp", "tensor x pipeline")),
+    ("plain", "fsdp"),
     *zip(("llama", "t5"), ("offload", "pipeline"), strict=True),
 ]
 
@@ -180,7 +180,7 @@ STORED = [
 ]
 
 
-READ = [("llama", "tensor x zero"), ("vit", "fsdp")]
+READ = [("vit", "fsdp")]
 
 
 @pytest.mark.parametrize(("name", "layout"), some(STORED, READ))

@@ -176,6 +176,7 @@ MIDDLE = ("none", "full", "selective", "none")
 ADAGRAD = (torch.optim.Adagrad, {"lr": 0.1})
 
 
+@pytest.mark.long
 def test_the_loss_of_half_runs_in_fp32_and_views_keep_the_batch(ranks):
     cases = {
         "half": ("gpt", [("half", {"dtype": "bf16", "master_weights": False})]),

@@ -112,6 +112,7 @@ def test_how_many_are_asked_for_changes_no_best():
     assert "checkpoint" in one.strategy
 
 
+@pytest.mark.long
 def test_by_its_name_a_method_is_included_with_any_keys():
     call = {"model": "llama-2-13b", "cluster": "a100-40x4", "global_batch": 32, "top": 1}
     (best,) = planned(**call)

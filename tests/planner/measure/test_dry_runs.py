@@ -194,6 +194,7 @@ def beside():
     return kept
 
 
+@pytest.mark.long
 def test_what_functions_use_beside_the_model_stays_as_it_was(ranks):
     for kept in ranks(2).run(beside):
         assert kept == [(0, 0.0, 1.0, None)] * 6

@@ -108,6 +108,7 @@ def test_updates_in_host_memory_are_bounded_by_what_they_wait_for():
     assert found.num_predicted < len(best) / 2
 
 
+@pytest.mark.long
 def test_one_device_too_few_is_told_how_many_would_do():
     shape = parse_family("llama-3-8b")
     subject = FamilyWorkload(shape, find_cluster("h100x1"), 8, limit_bytes=3 * 2**30)
