@@ -280,7 +280,7 @@ def replica() -> None:
 
 
 def run(
-    way: str, ranks: int, seconds: float, faults: list[Fault], *, alone: bool = False
+    way: str, ranks: int, seconds: float, faults: list[Fault], *, alone: bool = False, snapshot_every: int = 1
 ) -> tuple[float, Steps, int, Path]:
     """Return the seconds of a run since its first step, its steps, how many failures have struck, and its folder."""
     folder = Path(tempfile.mkdtemp(prefix="goodput-"))
@@ -301,7 +301,7 @@ def run(
     else:
         (folder / "goodput.py").write_text(Path(__file__).read_text())
         (folder / "goodput.toml").write_text(CONFIG)
-        changes = ["run.snapshot.every=1"] if way == WAYS[0] and not alone else []
+        changes = [f"run.snapshot.every={snapshot_every}"] if way == WAYS[0] and not alone else []
         changes += ["run.checkpoint_every=1000000"] if alone else []
         command = [
             sys.executable, "-m", "meshwright", "train", str(folder / "goodput.toml"), "--nproc", str(ranks), "--out",
@@ -345,18 +345,21 @@ def drawn(seconds: float, every_s: float, ranks: int, seed: int) -> list[Fault]:
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row per way and number of ranks."""
     rows = []
-    ways = WAYS if importlib.util.find_spec("torchft") is not None else WAYS[:3]
+    ways = [way for way in WAYS if way != WAYS[3] or importlib.util.find_spec("torchft") is not None]
+    ways = [way for way in ways if not options.way or way in options.way]
     for ranks in options.ranks:
         ideal = {}
-        for way in ways[1:]:
+        for way in dict.fromkeys(WAYS[1] if each == WAYS[0] else each for each in ways):
             _, steps, _, _ = run(way, ranks, options.warm_s, [], alone=True)
             ideal[way] = statistics.median(taken for _, taken in steps.values())
-        ideal[WAYS[0]] = ideal[WAYS[1]]
+        ideal[WAYS[0]] = ideal.get(WAYS[1], 0.0)
         results: dict[str, list[tuple[float, int, int]]] = {way: [] for way in ways}
         for number in range(options.rounds):
             faults = drawn(options.seconds, options.every_s, ranks, 100 * ranks + number)
             for way in ways:
-                passed_s, steps, struck, folder = run(way, ranks, options.seconds, faults)
+                passed_s, steps, struck, folder = run(
+                    way, ranks, options.seconds, faults, snapshot_every=options.snapshot_every
+                )
                 results[way].append(((len(steps) - 1) * ideal[way] / passed_s, struck, len(faults)))
                 share = results[way][-1][0]
                 print(f"{ranks} ranks, {way}: {len(steps)} steps in {passed_s:.0f} s, goodput {share:.3f}, "
@@ -379,6 +382,8 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=60.0, help="mean time between two failures")
     parser.add_argument("--warm-s", type=float, default=15.0, help="of each run without failures")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--way", action="append", choices=WAYS, help="several times for several; default: all")
+    parser.add_argument("--snapshot-every", type=int, default=1, metavar="STEPS", help="between two snapshots")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--out", type=Path, default=None, help="JSON of the rows; a plot beside it as SVG")
     options = parser.parse_args()
