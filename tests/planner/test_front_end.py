@@ -134,9 +134,9 @@ def test_a_search_without_time_for_traces_shows_what_formulas_found():
     model = named_model(WIDE["llama"].replace("layers=3", "layers=4"), None, CLUSTER)  # which no test has traced
     limits = []
 
-    def search_within(limit, seconds):
+    def search_within(limit, limit_s, enough_s):
         limits.append(limit)
-        assert seconds > 0
+        assert limit_s > enough_s > 0
         outline = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, limit)
         return search(outline)
 

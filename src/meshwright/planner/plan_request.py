@@ -155,9 +155,9 @@ class PlanRequest:
         assert known.limit_bytes is not None
         limit, is_free = known.limit_bytes, known.limit_is_free
 
-        def search_within(within: int, seconds: float | None) -> Found:
+        def search_within(within: int, limit_s: float | None, enough_s: float | None) -> Found:
             outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
-            found = search(outline, space=default_space(outline), **{**options, "limit_s": seconds})
+            found = search(outline, space=default_space(outline), **{**options, "limit_s": limit_s}, enough_s=enough_s)
             # What is too large stays as the formulas have it, since the model would refuse a pipeline of which no cut
             # fits, and so does what there is no time to trace.
             return dataclasses.replace(

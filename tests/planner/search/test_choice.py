@@ -93,3 +93,6 @@ def test_when_the_time_is_up_the_best_so_far_counts_or_an_error_says_so():
     assert found.plans
     assert found.out_of_time
     assert not found.is_complete
+    found = search(subject, limit_s=1e9, enough_s=1e-9)  # it looks until there is a plan
+    assert found.plans
+    assert found.out_of_time

@@ -95,7 +95,7 @@ class Engine:
             bound, _, _, item = heapq.heappop(self._heap)
             if self._is_settled(bound):
                 self._heap.clear()
-            elif self.state.num_predicted + self._num_probes >= self.max_predictions or self.time_limit.is_over:
+            elif self.state.num_predicted + self._num_probes >= self.max_predictions or self._is_late:
                 self.state.stopped = True
             elif isinstance(item, Mesh):
                 self._bound_mesh(item, probed=True)
@@ -109,6 +109,10 @@ class Engine:
                 self._bound_closely(item)
             else:
                 self._predict(item)
+
+    @property
+    def _is_late(self) -> bool:
+        return self.time_limit.is_enough if self.state.plans else self.time_limit.is_over
 
     @property
     def _num_probes(self) -> int:

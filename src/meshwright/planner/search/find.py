@@ -174,6 +174,7 @@ def search(
     growing: Space | None = None,
     reach: float | None = None,
     limit_s: float | None = None,
+    enough_s: float | None = None,
 ) -> Found:
     """Find the strategies that do best among those that fit into memory.
 
@@ -196,6 +197,7 @@ def search(
         reach: Keep only the best plan of each family (see ``family_of``), of those that are at most so many times worse
             than the best of all; None: every plan counts.
         limit_s: Seconds of processor time after which the search ends with the best so far; None: no limit.
+        enough_s: Seconds after which it ends as soon as it has found anything; None: not before ``limit_s``.
 
     Raises:
         StrategyError: When nothing fits, with the smallest, what binds, and how many devices would do; when nothing can
@@ -211,7 +213,7 @@ def search(
     given = constrain(space or default_space(subject))
     decided = given.offload != ((),) or names_role(Role.OFFLOADING, (*excluded, *required))
     offload = () if decided else offloads(subject.world)
-    limit = TimeLimit(limit_s)
+    limit = TimeLimit(limit_s, enough_s)
     passes = _Passes(subject, cluster, node, objective, top, max_predictions, progress, limit, reach)
     with limit.watched():
         given, state = passes.first(given, may_lower=not names_role(Role.PRECISION, required))
@@ -228,7 +230,7 @@ def search(
         num_predicted=passes.num_predicted,
         seconds=time.perf_counter() - start,
         is_complete=not state.ever_stopped,
-        out_of_time=state.ever_stopped and limit.is_over,
+        out_of_time=state.ever_stopped and limit.is_enough,
     )
 
 
@@ -496,8 +498,7 @@ def _on(space: Space, axis: str, sizes: tuple[int, ...], methods: tuple[Choice, 
 
 
 # --- Tracing what a search by formulas has found. A formula predicts a strategy of a known family in a millisecond, a
-# trace of the model in a second: formulas choose among thousands of candidates, and the figures that a user sees are
-# those of the model itself, as of any other.
+# trace of the model in a second: formulas choose among thousands of candidates, and users see figures of the model.
 
 _TRIES = 3
 """Searches by formulas: where nothing fits that was found, by their memory, the limit is lowered by as much."""
@@ -512,7 +513,7 @@ _UNTRACED = "formulas of the model's family predict this plan: the time was up b
 
 
 def search_and_trace(
-    search: Callable[[int, float | None], Found],
+    search: Callable[[int, float | None, float | None], Found],
     subject: Subject,
     limit_bytes: int,
     objective: Objective,
@@ -522,24 +523,30 @@ def search_and_trace(
     """Search by formulas, trace what is found, and rank it by what the traces say.
 
     Args:
-        search: Searches by formulas within so many bytes of a device and seconds of processor time (None: any).
+        search: Searches by formulas within bytes of a device and seconds; it ends after others once it has found any.
         subject: The model that is traced.
         limit_bytes: Bytes that a device may hold.
         objective: What plans are ranked by.
         top: How many plans are kept.
         limit_s: Seconds of processor time, after which the plans that are left stay untraced and are left out; None:
-            no limit. A search by formulas takes at most a part of what is left, so that there is time for traces.
+            no limit. A search takes a part of what is left, and all of it where nothing has been found by then.
 
     Returns:
         What was found; None where no plan that formulas find fits by its trace. Where the time is up before any trace
         ends, it is what the formulas have found, each plan with a gap that says so.
 
     Raises:
-        StrategyError: When nothing fits by the formulas.
+        StrategyError: When nothing fits by the formulas, or nothing was found in time.
     """
     started, within, limit = time.perf_counter(), limit_bytes, TimeLimit(limit_s)
     for _ in range(_TRIES):
-        found = search(within, None if limit.left_s is None else max(limit.left_s * _SEARCHING, _LEAST_S))
+        left_s = max(limit.left_s or _LEAST_S, _LEAST_S)
+        try:
+            found = search(within, *((left_s, left_s * _SEARCHING) if limit_s is not None else (None, None)))
+        except StrategyError as error:
+            if limit.is_over:
+                raise out_of_time(limit) from error
+            raise
         state, refused = _traced(found.plans, subject, objective, top, limit)
         if state.plans:
             return dataclasses.replace(
@@ -553,13 +560,19 @@ def search_and_trace(
                 out_of_time=found.out_of_time or state.stopped,
             )
         if state.stopped:
-            plans = tuple(dataclasses.replace(plan, gaps=(*plan.gaps, _UNTRACED)) for plan in found.plans[:top])
-            return dataclasses.replace(found, plans=plans, is_complete=False, out_of_time=True)
+            return _untraced(found, top, {*(str(plan.strategy) for plan in state.too_large), *dict(refused)})
         if not state.too_large:
             return None
         least = state.too_large[0]
         within = int(within * min((least.limit_bytes or 0) / least.needed_bytes, 1.0))
     return None
+
+
+def _untraced(found: Found, top: int, ruled_out: Collection[str]) -> Found | None:
+    """Return what formulas have found, less what traces have ruled out; None where nothing is left."""
+    left = [plan for plan in found.plans if str(plan.strategy) not in ruled_out][:top]
+    plans = tuple(dataclasses.replace(plan, gaps=(*plan.gaps, _UNTRACED)) for plan in left)
+    return dataclasses.replace(found, plans=plans, is_complete=False, out_of_time=True) if plans else None
 
 
 def _traced(

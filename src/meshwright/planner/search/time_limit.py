@@ -24,10 +24,12 @@ class TimeLimit:
 
     Args:
         seconds: How long; None: for ever.
+        enough_s: Seconds after which who has found anything stops; None: not before the time is up.
     """
 
-    def __init__(self, seconds: float | None = None) -> None:
+    def __init__(self, seconds: float | None = None, enough_s: float | None = None) -> None:
         self.seconds = seconds
+        self._enough = math.inf if enough_s is None else time.process_time() + enough_s
         self._end = math.inf if seconds is None else time.process_time() + seconds
         self.place = ""  # the module that was about to run as time was up
 
@@ -35,6 +37,11 @@ class TimeLimit:
     def is_over(self) -> bool:
         """Return whether the time is up."""
         return time.process_time() > self._end
+
+    @property
+    def is_enough(self) -> bool:
+        """Return whether who has found anything stops."""
+        return self.is_over or time.process_time() > self._enough
 
     @property
     def left_s(self) -> float | None:
