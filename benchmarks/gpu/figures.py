@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from peers.case import LLAMA_SIZES, loss_func
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
 from gpu.checks import world
@@ -86,7 +88,7 @@ def _measured(session: Session, size: str, variant: str) -> dict[str, Any]:
     }  # fmt: skip
     if plan is not None:
         figures |= _beside(plan, step_time_s, peak_bytes)
-    return figures
+    return figures | _where_it_goes(step, session)
 
 
 def _strategy(variant: str, session: Session) -> list[Any]:
@@ -109,6 +111,37 @@ def _beside(plan: Any, step_time_s: float, peak_bytes: int) -> dict[str, Any]:
         planned_s = plan.forecast.time.step_time_s
         found |= {"planned_step_time_s": planned_s, "time_off": planned_s / step_time_s - 1}
     return found
+
+
+_KERNELS = {
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
+    "attention": ("flash", "fmha", "sdpa", "cudnn"),
+    "optimizer": ("multi_tensor", "fused_adam", "adam"),
+    "compiled": ("triton",),
+    "copies": ("memcpy", "memset"),
+}
+
+
+def _where_it_goes(step: Callable[[], torch.Tensor], session: Session) -> dict[str, Any]:
+    """Time of one step's kernels by kind, of the longest ones, and in which no kernel runs."""
+    if session.tiny:
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        step()
+        synchronize_device(session.device)
+    ran = [each for each in traced.events() if each.device_type.name == "CUDA" and not each.is_user_annotation]
+    spans = sorted((each.time_range.start, each.time_range.end, each.name) for each in ran)
+    of_kind: dict[str, float] = defaultdict(float)
+    of_name: dict[str, float] = defaultdict(float)
+    busy_until = spans[0][0] if spans else 0.0
+    for start, end, name in spans:
+        kind = next((kind for kind, words in _KERNELS.items() if any(word in name.lower() for word in words)), "other")
+        of_kind[f"{kind}_s"] += (end - start) * 1e-6
+        of_name[name[:80]] += (end - start) * 1e-6
+        of_kind["idle_s"] += max(start - busy_until, 0.0) * 1e-6
+        busy_until = max(busy_until, end)
+    longest = sorted(of_name.items(), key=lambda each: -each[1])[:16]
+    return {"kernels": dict(of_kind), "longest": [{"name": name, "time_s": time_s} for name, time_s in longest]}
 
 
 def _flops(model: nn.Module, batch: int, seq_len: int) -> float:
