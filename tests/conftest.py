@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -47,6 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is collected: what is imported stays
     settings.load_profile("any" if config.getoption("--parity") == "all" else "same")
     config.addinivalue_line("markers", "long: only with --parity=all, as in make parity; a shorter test does like it")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--device``, do not read files of which nothing runs: a machine with GPUs may lack what they import."""
+    if config.getoption("--device") == "cpu" or collection_path.suffix != ".py":
+        return None
+    return None if on_device.holds(collection_path) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -57,6 +57,11 @@ def why_not(device: str) -> str | None:
     )
 
 
+def holds(path: Path) -> bool:
+    """Return whether a file has tests that run on a GPU."""
+    return str(path.relative_to(Path(__file__).parent)) in FILES
+
+
 def runs_there(device: str, path: Path, name: str) -> bool:
     """Return whether a test runs on a GPU.
 
@@ -65,9 +70,8 @@ def runs_there(device: str, path: Path, name: str) -> bool:
         path: Of its file.
         name: Of its function.
     """
-    file = str(path.relative_to(Path(__file__).parent))
     left_out = {**ON_HOST, **(NOT_ON_STAND_IN if device == "stand-in" else {})}
-    return file in FILES and f"{file}::{name}" not in left_out
+    return holds(path) and f"{path.relative_to(Path(__file__).parent)}::{name}" not in left_out
 
 
 @contextlib.contextmanager

@@ -207,6 +207,8 @@ class Half(HalfPrecisionMethod):
         dtype = torch_dtype(self.dtype)
         prepare_input, loss_func = job.prepare_input, job.loss_func
         job.prepare_input = lambda data, device: cast_floating(prepare_input(data, device), dtype)
+        # Callers of the loss hold what they pass to it: outputs in half precision would stay beside the wide ones.
+        job.prepare_output = lambda outputs: cast_floating(outputs, torch.float32)
         job.loss_func = lambda inputs, outputs: loss_func(inputs, cast_floating(outputs, torch.float32))
         self.widen(job)
         self.scale_loss(job)

@@ -261,6 +261,7 @@ class Job:
     device: torch.device
     loss_func: Callable[[Any, Any], Any]
     prepare_input: Callable[[Any, torch.device], Any]
+    prepare_output: Callable[[Any], Any] | None = None  # before the loss sees it; what it replaces need not stay
     mesh_axes: MeshAxes = field(default_factory=MeshAxes)
     find_unused_parameters: bool = False
     ddp_options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of DDP, where it averages

@@ -281,6 +281,7 @@ class HostWeights(MasterWeights):
         self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # gradients that the device may still copy from
         self._window = bucket_bytes  # most bytes of these
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # gradients that have arrived
+        self._rooms: dict[torch.Tensor, torch.Tensor] = {}  # where they are widened, step after step
         self._sent: set[torch.Tensor] = set()  # parameters whose new weights were sent since the last step began
         self.buckets = [self._bucket(each) for each in _cut([p for p in parameters if p in offloaded], bucket_bytes)]
         own = [p for p in parameters if p in resident]
@@ -341,11 +342,14 @@ class HostWeights(MasterWeights):
             return
         host, event = self._arriving.pop(parameter)
         event.synchronize()
-        gradient = host.to(self._type_of(parameter))
         if parameter in self._sums:
-            self._sums[parameter] += gradient
-        else:
-            self._sums[parameter] = gradient
+            self._sums[parameter] += host
+        elif host.dtype == self._type_of(parameter):
+            self._sums[parameter] = host
+        else:  # fresh memory takes the system longer to hand out than the whole update takes
+            room = self._rooms.get(parameter)
+            room = torch.empty_like(host, dtype=self._type_of(parameter)) if room is None else room
+            self._sums[parameter] = self._rooms[parameter] = room.copy_(host)
 
     @torch.no_grad()
     def collect_gradients(self) -> None:

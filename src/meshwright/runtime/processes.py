@@ -500,6 +500,12 @@ def synchronize() -> None:
         return
     device = _settings.device if _settings is not None else torch.device("cpu")
     synchronize_device(device)
+    if dist.group.WORLD is not None and "gloo" in str(dist.get_backend_config()):
+        # Its work is done, so that hosts need only meet. NCCL would want memory, which a full device has none of.
+        options = BarrierOptions()  # type: ignore[attr-defined]
+        options.device = torch.device("cpu")
+        dist.group.WORLD.barrier(options).wait()
+        return
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     synchronize_device(device)
 

@@ -330,8 +330,11 @@ class Accelerated:
         return loss
 
     def _loss_of(self, inputs: Any) -> torch.Tensor:
-        output = call_model(self.model, inputs, self._model_input_format)
-        return first_loss(self._loss_func(inputs, output), trains=True)
+        return first_loss(self._loss_func(inputs, self._output_of(inputs)), trains=True)
+
+    def _output_of(self, inputs: Any) -> Any:
+        output, prepare = call_model(self.model, inputs, self._model_input_format), self._job.prepare_output
+        return output if prepare is None else prepare(output)
 
     def _loss_func(self, inputs: Any, output: Any) -> Any:
         """Return the job's loss; its backward multiplies by the loss scale where there is one."""
@@ -406,10 +409,8 @@ class Accelerated:
         if self._loss_weight is not None:
             (divisor,), check = loss_divisors(self._job, self._loss_weight, [inputs], SAMPLED, shares)
             check()
-        output = call_model(self.model, inputs, self._model_input_format)
-        loss = mean_over(
-            self._job.mesh_axes, divided(first_loss(self._job.loss_func(inputs, output)), divisor), SAMPLED
-        )
+        loss = first_loss(self._job.loss_func(inputs, self._output_of(inputs)))
+        loss = mean_over(self._job.mesh_axes, divided(loss, divisor), SAMPLED)
         reshard(self.model)  # otherwise weights gathered here would outlive a change of the shards
         return loss
 
