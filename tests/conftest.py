@@ -64,7 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, lambda item: not item.get_closest_marker("long"))
     device = config.getoption("--device")
     if device != "cpu":
-        _keep(config, items, lambda item: on_device.runs_there(device, item.path, item.name.partition("[")[0]))
+        _keep(config, items, lambda item: _runs_on(device, item))
+
+
+def _runs_on(device: str, item: pytest.Item) -> bool:
+    has_ranks = "ranks" in getattr(item, "fixturenames", ())
+    return on_device.runs_there(device, item.path, item.name.partition("[")[0], has_ranks=has_ranks)
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:

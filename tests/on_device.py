@@ -20,14 +20,57 @@ from typing import Any
 
 DEVICES = ("cpu", "cuda", "stand-in")
 FILES: tuple[str, ...] = (
+    "comm/test_compression.py",
+    "inspect/test_summaries_model.py",
     "loss/test_fused_next_token.py",
+    "loss/test_linear_head.py",
+    "loss/test_vocabulary_parallel.py",
     "lr_scheduler/test_linear_warmup.py",
+    "methods/test_birth.py",
+    "methods/test_comm.py",
+    "methods/test_compile.py",
+    "methods/test_composition.py",
+    "methods/test_dtypes.py",
+    "methods/test_fp8.py",
+    "methods/test_job_parameters.py",
+    "methods/test_offload.py",
+    "methods/test_offload_activations.py",
+    "methods/test_optimizer_step.py",
+    "methods/test_outer.py",
     "nn/test_fp8.py",
+    "nn/test_known_results.py",
+    "nn/test_model_layout.py",
+    "nn/test_recompute_buffers.py",
     "optim/adam/test_bucket_update.py",
     "optim/galore/test_galore.py",
+    "optim/outer/test_outer_optimizer.py",
+    "optim/outer/test_presets_streaming.py",
+    "optim/outer/test_replica_group.py",
+    "optim/test_adafactor.py",
+    "optim/test_dtensors_closures.py",
+    "optim/test_dtensors_local_step.py",
+    "optim/test_eight_bit_adamw.py",
+    "optim/test_guarded_step.py",
+    "optim/test_guarded_step_clip.py",
+    "optim/test_guarded_step_loads.py",
     "optim/test_lamb.py",
+    "optim/test_mixed_precision.py",
     "optim/test_mixed_precision_scaler.py",
+    "optim/test_offloaded_optimizer_weights.py",
+    "store/test_model_file.py",
+    "store/test_optimizer.py",
+    "store/test_reshape.py",
+    "store/test_shards.py",
+    "training/test_accelerate.py",
+    "training/test_accelerated.py",
 )
+RANKS = (
+    "optim/test_adafactor.py",
+    "optim/test_eight_bit_adamw.py",
+    "optim/test_guarded_step_clip.py",
+    "optim/test_mixed_precision.py",
+)
+"""Those of them whose tests with several ranks run, too."""
 _TOO_EARLY = "what it is given is made when the file is read, before there is a device"
 _NO_GENERATOR = "it draws numbers from a GPU's generator"
 ON_HOST = {
@@ -62,16 +105,18 @@ def holds(path: Path) -> bool:
     return str(path.relative_to(Path(__file__).parent)) in FILES
 
 
-def runs_there(device: str, path: Path, name: str) -> bool:
+def runs_there(device: str, path: Path, name: str, *, has_ranks: bool = False) -> bool:
     """Return whether a test runs on a GPU.
 
     Args:
         device: The GPU or the stand-in.
         path: Of its file.
         name: Of its function.
+        has_ranks: Whether it asks for ranks.
     """
+    file = str(path.relative_to(Path(__file__).parent))
     left_out = {**ON_HOST, **(NOT_ON_STAND_IN if device == "stand-in" else {})}
-    return holds(path) and f"{path.relative_to(Path(__file__).parent)}::{name}" not in left_out
+    return file in (RANKS if has_ranks else FILES) and f"{file}::{name}" not in left_out
 
 
 @contextlib.contextmanager

@@ -178,6 +178,8 @@ def _is_from_the_engine() -> bool:
 
 
 def _note(what: str) -> None:
+    if Graph.capturing is not None:
+        raise RuntimeError(f"stand-in: operation not permitted when stream is capturing ({what})")
     if _Device.ledger is not None:
         _Device.ledger.note(what)
 
@@ -204,6 +206,17 @@ def _is_cuda(device: Any) -> bool:
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one operation, and take it up in a graph that is being recorded."""
+    graph = Graph.capturing
+    if graph is None:
+        return _run(func, args, kwargs)
+    graph.keep(args, kwargs)
+    out = _run(func, args, kwargs)
+    graph.note(func, args, kwargs, out)
+    return out
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one operation on what its tensors hold, note whether it waits, and wrap its results."""
     name = func._schema.name.split("::")[-1]
     if "device" in kwargs and (_Device.makes_buckets or _is_from_the_engine()):
@@ -446,6 +459,66 @@ class Event:
         return 1.0
 
 
+class Graph:
+    """A CUDA graph: operations that are run again on the same memory.
+
+    A GPU runs nothing while it records. Here it is run, and what it wrote into older memory is put back afterwards.
+    """
+
+    capturing: ClassVar[Graph | None] = None
+
+    def __init__(self, **_: Any) -> None:
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+        self._made: set[int] = set()  # storages of results
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # older memory, and a copy of it
+
+    def keep(self, *given: Any) -> None:
+        """Copy what an operation may write to."""
+        for storage, tensor in _storages(given).items():
+            if storage not in self._made and storage not in self._before:
+                flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+                self._before[storage] = flat, flat.clone()
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Take an operation up that was run."""
+        self._made |= _storages(out).keys() - _storages((args, kwargs)).keys()
+        self._operations.append((func, args, kwargs, out))
+
+    def put_back(self) -> None:
+        """Undo what the recording has done."""
+        for flat, before in self._before.values():
+            flat.copy_(before)
+        self._before.clear()
+
+    def replay(self) -> None:
+        """Run all operations again, into the memory in which their results were."""
+        with torch.no_grad():
+            for func, args, kwargs, out in self._operations:
+                given, again = _storages((args, kwargs)), _run(func, args, kwargs)
+                for old, new in zip(_tensors(out), _tensors(again), strict=True):
+                    if old.untyped_storage()._cdata not in given:
+                        old.copy_(new)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return _elems(*(each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)))
+
+
+def _storages(tree: Any) -> dict[int, torch.Tensor]:
+    return {each.untyped_storage()._cdata: each for each in _tensors(tree)}
+
+
+@contextlib.contextmanager
+def _capture(graph: Graph, **_: Any) -> Iterator[None]:
+    Graph.capturing = graph
+    try:
+        yield
+    finally:
+        Graph.capturing = None
+        with torch.no_grad():
+            graph.put_back()
+
+
 @contextlib.contextmanager
 def _of_stream(stream: Any) -> Iterator[None]:
     yield
@@ -476,7 +549,8 @@ def _patches(local_rank: int) -> dict[str, Any]:
         "get_per_process_memory_fraction": lambda device=None: 1.0, "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None, "get_rng_state": lambda device=None: state.clone(),
         "set_rng_state": lambda new, device=None: None, "is_bf16_supported": lambda including_emulation=True: True,
-        "is_current_stream_capturing": lambda: False, "_sleep": lambda cycles: None,
+        "is_current_stream_capturing": lambda: Graph.capturing is not None, "_sleep": lambda cycles: None,
+        "CUDAGraph": Graph, "graph": _capture,
     }  # fmt: skip
 
 

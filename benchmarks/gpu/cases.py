@@ -98,6 +98,7 @@ CASES = (
     Case("nccl", "right", "checks:exchange", "methods over two GPUs, by NCCL", ("nccl",), limit_s=120, ranks=2, gpus=2),
     Case("optimizers", "right", "checks:optimizers", "every optimizer beside the CPU's numbers"),
     Case("checkpoint", "right", "checks:checkpoint", "a checkpoint saved while training goes on, and loaded"),
+    Case("captured", "fast", "figures:captured", "steps of a small model replayed as one CUDA graph"),
     Case("out_of_memory", "right", "checks:out_of_memory", "errors for want of memory that training survives"),
     Case("commands", "right", "checks:commands", "meshwright train, whole, resumed and killed", limit_s=180),
     _llama("1B", "tuned", 70, 120),

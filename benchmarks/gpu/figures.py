@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peers.case import LLAMA_SIZES, loss_func
+from tests import tiny
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import meshwright as mw
 from gpu.checks import world
-from gpu.worker import Session
+from gpu.worker import Session, Wrong
 from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.methods.tokens.ring_attention import Block
 from meshwright.planner.measure.calibration import calibrate
@@ -27,7 +28,7 @@ _TINY = {
     "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
 _BATCH = {"1B": 4, "3B": 2, "8B": 2}
-_LARGER = {"1B": 16, "3B": 8, "8B": 8}  # where logits are not kept and blocks are compiled
+_LARGER = {"1B": 16, "3B": 8, "8B": 6}  # where logits are not kept and blocks are compiled
 _WARM_STEPS, _STEPS, _MOST_S = 3, 6, 12.0
 _STEPS_AT_A_TIME = 4  # the host may run ahead in them, as in a loop that reads no number
 _OPTIM = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
@@ -61,7 +62,7 @@ def _measured(session: Session, size: str, variant: str) -> dict[str, Any]:
     in_bf16 = variant.startswith(("bf16", "raw_bf16"))
     batches = _LARGER if in_bf16 or variant == "tuned" else _BATCH
     batch, seq_len = (4, 16) if session.tiny else (batches[size], 2048)
-    num_micro_batches = 2 if size == "8B" and in_bf16 else None  # weights are updated as seldom as in long runs
+    num_micro_batches = 4 if size == "8B" and in_bf16 else None  # weights are updated as seldom as in long runs
     batch *= num_micro_batches or 1
     config = LlamaConfig(**(_TINY if session.tiny else LLAMA_SIZES[size]), use_cache=False)
     torch.manual_seed(0)
@@ -224,6 +225,35 @@ def experts(session: Session) -> None:
 
     # transformers' grouped products ask for a histogram that torch has on GPUs alone.
     session.each(("ours",) if session.tiny else _METHODS, run)
+
+
+_BLOCKS, _BATCHES = 24, 12
+
+
+def captured(session: Session) -> None:
+    """Steps of a small GPT that are replayed as one graph, beside ordinary ones: equal losses, and less time."""
+
+    def run(name: str) -> dict[str, Any]:
+        strategy: list[Any] = [] if name == "fp32" else [("half", "bf16")]
+        ids = torch.randint(0, 257, (_BATCHES, 8, 64))
+        losses, times = [], []
+        with world(session):
+            for is_recorded in (False, True):
+                torch.manual_seed(0)
+                job = mw.accelerate(
+                    tiny.gpt2.GPT2(257, 64, 64, 2 if session.tiny else _BLOCKS, 4), torch.optim.AdamW,
+                    loss_func=tiny.loss_func, strategy=strategy, optim_args=_OPTIM, max_grad_norm=1.0, sample_batch=ids[0],
+                )  # fmt: skip
+                step = mw.CapturedStep(job) if is_recorded else job.step
+                losses.append([float(step(each).loss) for each in ids])
+                batch = ids[0].to(session.device)
+                times.append(statistics.median(_times(lambda: step(batch).loss, session)[0]))  # noqa: B023
+        off = max(abs(one / other - 1) for one, other in zip(*losses, strict=True))
+        if not off < 1e-3 or losses[0][-1] == losses[0][0]:
+            raise Wrong(f"losses of replayed steps differ by {off:.2g}")
+        return {"ordinary_s": times[0], "replayed_s": times[1], "ratio": times[1] / times[0], "losses_off": off}
+
+    session.each(("fp32", "half"), run)
 
 
 # --- Kernels, and the machine

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from meshwright.strategy.value import Strategy as Strategy
     from meshwright.training.accelerate import accelerate as accelerate, clip_grad_norm as clip_grad_norm
     from meshwright.training.accelerated import Accelerated as Accelerated, StepResult as StepResult
+    from meshwright.training.captured_step import CapturedStep as CapturedStep
     from meshwright.training.resilient import resilient as resilient
     from meshwright.version import __version__ as __version__
 else:

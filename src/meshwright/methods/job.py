@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from meshwright.cost import AVERAGING, axis_parts
-from meshwright.errors import ConfigError, ModelError, StrategyError
+from meshwright.errors import ConfigError, ModelError, StrategyError, UnsoundStepError
 from meshwright.methods.birth import Birth
 from meshwright.nn import abandon_units, rank_orders
 from meshwright.optim import (
@@ -555,3 +555,31 @@ def _late(model: nn.Module, parameter: torch.Tensor, before: torch.Size | None) 
         fix="replace or resize layers before accelerate; for a model that trains already, save its weights, build it "
         "anew with the change, load them, and accelerate that",
     )
+
+
+# --- Steps that must not reach the weights
+
+
+@contextlib.contextmanager
+def restored_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable[[], None]]:
+    """Copy buffers, and yield a function that restores them: running statistics never lose a nan again.
+
+    An :class:`UnsoundStepError` restores them, too.
+
+    Args:
+        model: Its buffers are copied on entry.
+        needed: False copies nothing.
+    """
+    copies = {name: buffer.clone() for name, buffer in model.named_buffers()} if needed else {}
+
+    @torch.no_grad()
+    def restore() -> None:
+        now = dict(model.named_buffers())
+        for name, before in copies.items():
+            now[name].copy_(before)
+
+    try:
+        yield restore
+    except UnsoundStepError:
+        restore()
+        raise

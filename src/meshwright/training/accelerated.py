@@ -1,8 +1,7 @@
 """Train a model that ``accelerate`` returned.
 
 :class:`Accelerated` has the step: micro-batches forward and backward, the mean loss over all ranks, clipping, the
-verdict on loss spikes, update, schedule. The means over a global batch, and what becomes of a step that must not reach
-the weights, follow below it.
+verdict on loss spikes, update, schedule. The means over a global batch follow below it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from meshwright.data.loader import real_counts
-from meshwright.errors import ConfigError, DataError, UnsoundStepError
+from meshwright.errors import ConfigError, DataError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
 from meshwright.methods.job import (
     MAX_EXACT_SUM,
@@ -33,6 +32,7 @@ from meshwright.methods.job import (
     guards_are_on,
     mean_over,
     parameters_in,
+    restored_buffers,
     sum_over,
 )
 from meshwright.nn import reshard
@@ -395,6 +395,17 @@ class Accelerated:
         return self._guard.num_skipped_steps if self._guard is not None else 0
 
     @property
+    def waits_in_steps(self) -> bool:
+        """True where the host reads numbers of a step: for a loss scale, skipped steps, weighted losses, or sums."""
+        has_scale = self._guard is not None and self._guard.scaler is not None
+        return has_scale or self._may_skip or self._loss_weight is not None or self._mean_loss.carries
+
+    @property
+    def is_profiled(self) -> bool:
+        """True inside :meth:`profile`."""
+        return self._profile is not None
+
+    @property
     def _guard(self) -> GuardedOptimizer | None:
         return guard_of(self.optim)
 
@@ -499,6 +510,11 @@ class MeanLoss:
         self._numbers, self._sent, self._sums = numbers, None, ()
         return lambda: self._sums
 
+    @property
+    def carries(self) -> bool:
+        """True where numbers are added up beside the loss."""
+        return self._numbers is not None
+
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the mean over the ranks that take samples of one step; collective.
 
@@ -561,31 +577,3 @@ def divided(loss: torch.Tensor, divisor: Divisor) -> torch.Tensor:
     if isinstance(divisor, torch.Tensor):
         return (loss.nan_to_num().where(divisor.isinf(), loss) / divisor).to(loss.dtype)
     return loss / divisor
-
-
-# --- Steps that must not reach the weights
-
-
-@contextlib.contextmanager
-def restored_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable[[], None]]:
-    """Copy buffers, and yield a function that restores them: running statistics never lose a nan again.
-
-    An :class:`UnsoundStepError` restores them, too.
-
-    Args:
-        model: Its buffers are copied on entry.
-        needed: False copies nothing.
-    """
-    copies = {name: buffer.clone() for name, buffer in model.named_buffers()} if needed else {}
-
-    @torch.no_grad()
-    def restore() -> None:
-        now = dict(model.named_buffers())
-        for name, before in copies.items():
-            now[name].copy_(before)
-
-    try:
-        yield restore
-    except UnsoundStepError:
-        restore()
-        raise
