@@ -242,7 +242,8 @@ def captured(session: Session) -> None:
                 torch.manual_seed(0)
                 job = mw.accelerate(
                     tiny.gpt2.GPT2(257, 64, 64, 2 if session.tiny else _BLOCKS, 4), torch.optim.AdamW,
-                    loss_func=tiny.loss_func, strategy=strategy, optim_args=_OPTIM, max_grad_norm=1.0, sample_batch=ids[0],
+                    loss_func=tiny.loss_func, strategy=strategy, optim_args=_OPTIM, max_grad_norm=1.0,
+                    sample_batch=ids[0],
                 )  # fmt: skip
                 step = mw.CapturedStep(job) if is_recorded else job.step
                 losses.append([float(step(each).loss) for each in ids])
