@@ -4,7 +4,7 @@ A test that asks for no ranks finds the device as torch's default: what it makes
 by themselves, as ranks of a machine with GPUs do; those of one pool share the first GPU, and exchange by way of the
 host. What they answer is moved to the host, so that a test compares it with a plain process on the CPU.
 
-``FILES`` are the files that run so: those that were seen to pass on the stand-in.
+``FILES`` are the files that run so: those that were seen to pass on the stand-in. docs/cuda.md tells what a GPU said.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ FILES: tuple[str, ...] = (
     "methods/test_optimizer_step.py",
     "methods/test_outer.py",
     "nn/test_fp8.py",
-    "nn/test_known_results.py",
     "nn/test_model_layout.py",
     "nn/test_recompute_buffers.py",
     "optim/adam/test_bucket_update.py",
@@ -69,13 +68,23 @@ RANKS = (
     "optim/test_eight_bit_adamw.py",
     "optim/test_guarded_step_clip.py",
     "optim/test_mixed_precision.py",
+    "methods/test_offload_activations.py",
 )
 """Those of them whose tests with several ranks run, too."""
 _TOO_EARLY = "what it is given is made when the file is read, before there is a device"
+_OF_HOST = "it makes tensors of the host beside those of the device"
 _NO_GENERATOR = "it draws numbers from a GPU's generator"
 ON_HOST = {
     "loss/test_fused_next_token.py::test_each_position_predicts_the_next_token": _TOO_EARLY,
     "loss/test_fused_next_token.py::test_a_guess_costs_the_logarithm_of_the_vocabulary": _TOO_EARLY,
+    "inspect/test_summaries_model.py::test_wrappers_are_left_out_of_names_and_parts_of_a_name_stay": _OF_HOST,
+    "inspect/test_summaries_model.py::test_an_empty_parameter_and_a_sparse_gradient": _OF_HOST,
+    "inspect/test_summaries_model.py::test_nothing_and_joined_summaries": _OF_HOST,
+    "nn/test_fp8.py::test_hardware_products_are_given_the_same_numbers": "tensor cores sum in fewer bits (make gpu)",
+    "nn/test_fp8.py::test_operands_lie_as_the_tensor_cores_want_them": _OF_HOST,
+    "nn/test_fp8.py::test_types_and_shapes_are_those_of_a_plain_layer": "its autocast is that of a CPU",
+    "optim/outer/test_outer_optimizer.py::test_what_is_refused": _OF_HOST,
+    "optim/test_guarded_step_clip.py::test_the_step_is_that_of_gradients_clipped_before": "it hides CUDA's kernels",
 }
 """Tests of these files that no GPU runs, each with the reason."""
 NOT_ON_STAND_IN = {
@@ -129,7 +138,25 @@ def default_device(device: str) -> Iterator[None]:
             stack.enter_context(_stand_in())
         stack.enter_context(_repeatable(device))
         stack.enter_context(torch.device("cuda", 0))
+        stack.enter_context(_generators_of_the_host())
         yield
+
+
+def _generators_of_the_host() -> contextlib.AbstractContextManager[Any]:
+    """Let a generator of the host draw there what a test then has on the device: it is the same on both."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Drawn(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            generator = kwargs.get("generator")
+            makes = not any(isinstance(each, torch.Tensor) for each in args) and kwargs.get("device") is None
+            if generator is None or generator.device.type != "cpu" or not makes:
+                return func(*args, **kwargs)
+            return func(*args, **kwargs, device="cpu").to("cuda")
+
+    return Drawn()
 
 
 @contextlib.contextmanager

@@ -106,7 +106,8 @@ def environment() -> dict[str, str]:
     """This process's, without what makes it a rank."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in ranks}
-    return {**kept, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def meshwright(*arguments: object, folder: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -60,6 +60,17 @@ def test_a_gpt_holds_what_is_predicted(ranks):
     assert abs(off) < 0.03
 
 
+def with_many_classes():
+    torch.manual_seed(0)
+    ids = torch.randint(0, 2048, (4 * BATCH, SEQ))
+    build = functools.partial(gpt2.GPT2, 2048, SEQ, dim=32, num_layers=1, num_heads=2)
+    return off_by(build, ids, [("half", "bf16")], loss_func=loss_func)
+
+
+def test_outputs_in_half_precision_do_not_stay_beside_wide_ones(ranks):
+    assert abs(ranks(1).run(with_many_classes)[0]) < 0.03
+
+
 class Frozen(nn.Module):
     """A backbone that does not train, under a head that does."""
 
