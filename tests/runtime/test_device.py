@@ -1,7 +1,9 @@
+import os
+
 import pytest
 import torch
 
-from meshwright.runtime import memory_limit_bytes, preserved_rng
+from meshwright.runtime import memory_limit_bytes, preserved_rng, use_share_of_cores
 
 
 @pytest.mark.parametrize("initialized", [False, True])
@@ -34,3 +36,26 @@ def test_the_limit_is_what_a_driver_says_is_free(monkeypatch, free, held, fracti
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(held * GIB))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
     assert memory_limit_bytes(torch.device("cuda", 1), 4) == limit * GIB
+
+
+@pytest.mark.parametrize(
+    ("environment", "local", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 4, 4),
+        ({"OMP_NUM_THREADS": "1"}, 4, None),  # the user's
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "none"}, 4, None),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 1, None),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 16, None),
+    ],
+)
+def test_a_rank_uses_its_cores_where_torchrun_chose_one(monkeypatch, environment, local, threads):
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    chosen = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    assert use_share_of_cores(local) == threads
+    assert chosen == ([] if threads is None else [threads])

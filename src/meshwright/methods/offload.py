@@ -21,6 +21,7 @@ from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.zero_config import ZeroMethod, unit_of, units_of
 from meshwright.nn import find_blocks, require_blocks
 from meshwright.optim import Disk, HostWeights, copies_for
+from meshwright.runtime import settings, use_share_of_cores
 from meshwright.strategy import Strategy
 
 
@@ -308,6 +309,9 @@ class Offload(Method):
             job.notices.append(
                 "offload: gradients stay on the device until the update, since ranks average them after backward"
             )
+
+        if job.device.type == "cuda" and (threads := use_share_of_cores(settings().local_world_size)):
+            job.notices.append(f"offload: the host updates with {threads} threads a rank, where torchrun had left one")
 
         def host_weights() -> HostWeights:
             chosen = choose(job, offloaded)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         seed_replica as seed_replica,
         spread_seed as spread_seed,
         synchronize_device as synchronize_device,
+        use_share_of_cores as use_share_of_cores,
     )
     from meshwright.runtime.mesh import (
         AXES as AXES,

@@ -123,8 +123,25 @@ def machine_name(device: torch.device) -> str:
     """Return the name of the GPU, or of the CPU with its cores, to tell figures of one machine from another's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_cpu_name()}, {cores} cores"
+    return f"{_cpu_name()}, {_num_cores()} cores"
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def use_share_of_cores(local_world_size: int) -> int | None:
+    """Let this rank compute on its part of the cores where torchrun alone has chosen one, as it does without a word.
+
+    Returns:
+        The number of threads; None where nothing was changed.
+    """
+    is_torchruns = os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    threads = _num_cores() // max(local_world_size, 1)
+    if not is_torchruns or local_world_size < 2 or threads < 2 or torch.get_num_threads() != 1:
+        return None
+    torch.set_num_threads(threads)
+    return threads
 
 
 def _cpu_name() -> str:
