@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from meshwright.cli import app, train_loop
+from meshwright.cli import app, eval_and_generate, train_loop
 from meshwright.cli.eval_and_generate import EvalOptions, GenerateOptions, Trained, evaluate, generate
 from meshwright.cli.train_options import Options
+from meshwright.optim.dtensors import local_tensor
 from tests.cli import helpers, test_finetune
 from tests.cli.helpers import as_program
 from tests.pool import RemoteFailure
@@ -134,6 +135,30 @@ def test_the_average_of_the_weights_is_evaluated_where_the_run_did(ranks, folder
     assert abs(weights - expected) > 1e-3 * expected
     with pytest.raises(RemoteFailure, match="no moving average of the weights"):
         ranks(1).run(evaluated_without_one, folder)
+
+
+def loaded_by_generate(folder, averaged):
+    """What ``generate`` says it has loaded, and the weights."""
+    found = []
+    plain = eval_and_generate.Writer.continued
+    with as_program(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            eval_and_generate.Writer, "continued",
+            lambda writer, job, ids: (
+                found.append({name: local_tensor(value).clone() for name, value in job.model.state_dict().items()}),
+                plain(writer, job, ids),
+            )[1],
+        )  # fmt: skip
+        generate(GenerateOptions(of("averaged", "fsdp"), PROMPTS[:1], 2, 0.0, 1.0, 3, True, True, averaged))
+    return found[0]
+
+
+def test_the_average_of_the_weights_speaks_where_the_run_validates_it(ranks, folder):
+    if not (folder / "averaged").exists():
+        ranks(2).run(trained_with_average, folder)
+    usual, plain, average = (ranks(1).run(loaded_by_generate, folder, each)[0] for each in (None, False, True))
+    assert all(torch.equal(usual[name], average[name]) for name in usual)
+    assert any(not torch.equal(plain[name], average[name]) for name in usual)
 
 
 def evaluated_without_one(folder):

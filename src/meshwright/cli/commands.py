@@ -531,6 +531,15 @@ def generate_command(
     template: Annotated[
         bool, typer.Option("--template/--no-template", metavar="", help="Use the tokenizer's chat template, if any.")
     ] = True,
+    ema: Annotated[
+        bool | None,
+        typer.Option(
+            "--ema/--no-ema",
+            metavar="",
+            help="Take the moving average of the weights.",
+            show_default="as the run validates",
+        ),
+    ] = None,
     strategy: _Strategy = None,
     nproc: _Nproc = None,
     changes: _Changes = None,
@@ -542,7 +551,7 @@ def generate_command(
     from meshwright.cli.failures import exit_status
 
     trained = Trained(path, strategy, nproc, tuple(changes or ()), traceback)
-    options = GenerateOptions(trained, tuple(prompts), max_new_tokens, temperature, top_p, seed, template, as_json)
+    options = GenerateOptions(trained, tuple(prompts), max_new_tokens, temperature, top_p, seed, template, as_json, ema)
     _leave_with(exit_status(lambda: _here_or_on_ranks(options, generate), show_traceback=traceback))
 
 

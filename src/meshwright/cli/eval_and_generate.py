@@ -114,9 +114,9 @@ class Trained:
         reads = self.run() is None or not config.run.save_frozen
         return find_all(config, folder, strategy, optimizer, run_dir=None, reads_weights=reads)
 
-    def load(self, accelerated: Accelerated, config: TrainConfig) -> TrainingState:
+    def load(self, accelerated: Accelerated, config: TrainConfig, *, averaged: bool) -> TrainingState:
         """Load the newest checkpoint that is whole, or the one that is named, if this is a run; collective."""
-        state = TrainingState(accelerated.model, frozen=config.run.save_frozen, averaged=config.eval.ema)
+        state = TrainingState(accelerated.model, frozen=config.run.save_frozen, averaged=averaged)
         run = self.run()
         if run is None:
             return state
@@ -124,7 +124,7 @@ class Trained:
         store = CheckpointStore(self.path if self.path != run and not is_one else run / CHECKPOINTS)
         info = store.load(state, self.path if is_one else None)
         if rank() == 0:
-            average = ", the moving average of its weights" if config.eval.ema else ""
+            average = ", the moving average of its weights" if averaged else ""
             typer.echo(f"meshwright: {info.path}, after step {info.step}{average}", err=True)
         return state
 
@@ -199,7 +199,7 @@ def evaluate(options: EvalOptions) -> int:
         sample = default_collate([data.dataset[0]])
     size = config.eval.batch_size or config.run.batch_size
     accelerated = accelerate_trained(prepared, data, sample, size)
-    state = options.trained.load(accelerated, config)
+    state = options.trained.load(accelerated, config, averaged=config.eval.ema)
     # The average has been loaded in place of the weights: there is none beside them.
     loaded = config.model_copy(update={"eval": config.eval.model_copy(update={"ema": False})})
     validation = open_validation(replace(prepared, config=loaded), data.kept_aside, accelerated, state, Path())
@@ -245,6 +245,13 @@ class GenerateOptions:
     seed: int
     uses_template: bool
     as_json: bool
+    averaged: bool | None = None
+    """Whether to take the moving average of the weights; None: as the run validates."""
+
+    def takes_average(self) -> bool:
+        """Return whether the moving average of the weights speaks."""
+        validates = self.trained.content()[0]["eval"].get("ema", False)
+        return bool(validates) if self.averaged is None else self.averaged
 
     def config(self) -> tuple[TrainConfig, Path]:
         """Return the training file to generate with, and the folder its paths start at."""
@@ -265,6 +272,7 @@ class GenerateOptions:
             "--max-new-tokens", str(self.max_new_tokens), "--temperature", str(self.temperature),
             "--top-p", str(self.top_p), "--seed", str(self.seed),
             *([] if self.uses_template else ["--no-template"]), *(["--json"] if self.as_json else []),
+            *([] if self.averaged is None else ["--ema" if self.averaged else "--no-ema"]),
         ]  # fmt: skip
 
 
@@ -280,7 +288,7 @@ def generate(options: GenerateOptions) -> int:
         encoded = [writer.encode(prompt) for prompt in options.prompts]
     sample = torch.zeros(1, min(corpus.seq_len, 32), dtype=torch.long)
     accelerated = accelerate_trained(prepared, None, sample, 1)
-    options.trained.load(accelerated, config)
+    options.trained.load(accelerated, config, averaged=options.takes_average())
     accelerated.model.eval()
     texts = [writer.continued(accelerated, ids) for ids in encoded]
     if rank() == 0:
