@@ -5,6 +5,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from meshwright import ModelError
 from meshwright.optim import clip_grad_norm_, clip_grad_value_, total_norm
+from meshwright.optim.dtensors import local_norms
 
 SHAPES = [(7, 5), (1, 3), (16,), (), (3, 4)]
 NORMS = [1.0, 2.0, 3.0, float("inf")]
@@ -50,6 +51,16 @@ def test_norm_and_clip_over_shards_equal_those_of_one_process(ranks, world, mesh
 def test_half_gradients_are_summed_in_fp32():
     gradient = torch.full((100_000,), 1.0, dtype=torch.bfloat16)
     assert total_norm([gradient]).item() == pytest.approx(100_000**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_norms_of_long_tensors_are_exact(norm_type, dtype):
+    parts = [torch.randn(2**22 + 5).to(dtype), torch.randn(64, 2**12, 16).to(dtype).mT, torch.randn(7).to(dtype)]
+    found = local_norms(parts, norm_type)
+    expected = [torch.linalg.vector_norm(part.double(), norm_type) for part in parts]
+    torch.testing.assert_close(torch.stack(found).double(), torch.stack(expected), rtol=2e-6, atol=0.0)
+    assert {each.dtype for each in found} == {torch.float64 if dtype == torch.float64 else torch.float32}
 
 
 def test_small_gradients_are_left_alone_and_none_is_passed_over():

@@ -23,14 +23,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.optim import SGD, NAdam, Optimizer, RAdam
-from torch.optim.adadelta import Adadelta
-from torch.optim.adagrad import Adagrad
-from torch.optim.adam import Adam
-from torch.optim.adamax import Adamax
-from torch.optim.adamw import AdamW
-from torch.optim.rmsprop import RMSprop
-from torch.optim.rprop import Rprop
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from meshwright.errors import ConfigError, ModelError
 from meshwright.runtime import world_size
@@ -45,6 +38,7 @@ from meshwright.runtime.torch_internals.optim import (
     init_group_of,
 )
 
+_ROW = 2**14  # elements of long tensors whose norm is taken at a time
 Layout = tuple[DeviceMesh, tuple[int, ...]] | None
 """The mesh of a tensor and the mesh dims that split it; None for a plain tensor."""
 
@@ -223,9 +217,17 @@ def numbers_of(part: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 def local_norms(parts: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
     """Compute one norm per tensor, in fp32 (fp64 if any tensor is fp64). No tensor may be empty."""
-    if {part.dtype for part in parts} == {torch.float32}:
-        return foreach_norm(parts, norm_type)  # a fifth faster than with a dtype
-    return foreach_norm(parts, norm_type, dtype=_norm_type_of(parts))
+    dtype = None if {part.dtype for part in parts} == {torch.float32} else _norm_type_of(parts)  # None is faster
+    if any(part.device.type == "cpu" and part.numel() > 4 * _ROW for part in parts):
+        return tuple(_norm_by_rows(part, norm_type, dtype) for part in parts)
+    return foreach_norm(parts, norm_type, dtype=dtype)
+
+
+def _norm_by_rows(part: torch.Tensor, norm_type: float, dtype: torch.dtype | None) -> torch.Tensor:
+    # A CPU adds a long tensor up in fp32, in one thread: of 2**26 numbers the norm is 0.5 % too small.
+    rows = part.reshape(-1).split(part.numel() // _ROW * _ROW or _ROW)
+    norms = [torch.linalg.vector_norm(row.view(-1, min(_ROW, row.numel())), norm_type, 1, dtype=dtype) for row in rows]
+    return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
 def _norm_type_of(parts: list[torch.Tensor]) -> torch.dtype:
@@ -270,11 +272,10 @@ def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> N
     """
     if not clip_value > 0:
         raise ValueError(f"clip_value is the largest element allowed. Expected a number above 0. Got {clip_value!r}.")
-    gradients = [gradient for _, gradient in _with_gradients(parameters)]
-    for gradient in gradients:
+    found = [gradient for _, gradient in _with_gradients(parameters)]
+    for gradient in found:
         layout_of(gradient)  # refuses unreduced partial sums
-    gradients = [local_tensor(gradient) for gradient in gradients]
-    if gradients:
+    if gradients := [*map(local_tensor, found)]:
         foreach_clamp_max_(gradients, clip_value)
         foreach_clamp_min_(gradients, -clip_value)
 
@@ -563,8 +564,7 @@ def check_steps_alone(optimizer: Optimizer) -> Optimizer:
     step = getattr(type(optimizer), "step", None)  # without one it is no optimizer, and is refused elsewhere
     parameters = inspect.signature(step).parameters if step is not None else {}
     needed = [name for name in list(parameters)[1:] if parameters[name].default is inspect.Parameter.empty]
-    needed = [name for name in needed if parameters[name].kind not in _VARIABLE]
-    if needed:
+    if needed := [name for name in needed if parameters[name].kind not in _VARIABLE]:
         raise ConfigError(
             f"{type(optimizer).__name__} needs a closure that computes the loss anew, and a step computes it once",
             expected="an optimizer whose step() works without arguments",
