@@ -1,4 +1,4 @@
-"""How long a model takes to be there, sharded and with stored weights: ours, and the ways that others take.
+"""Time how long a model takes to be there, sharded and with stored weights: ours, and the ways that others take.
 
     python benchmarks/born_sharded.py [--ranks 2 4] [--layers 22] [--turns 3] [--folder DIR] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How long a checkpoint holds up training: written at once, and in the background.
+"""Time how long a checkpoint holds up training: written at once, and in the background.
 
     python benchmarks/checkpoint_stall.py [--parameters 100e6] [--saves 4] [--folder DIR] [--json FILE]
 

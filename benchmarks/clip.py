@@ -1,4 +1,4 @@
-"""What clipping and the optimizer's step cost beside the fused kernel alone, with gradients of a real model.
+"""Time clipping and the optimizer's step beside the fused kernel alone, with gradients of a real model.
 
 2 processes train the GPT of ``overhead.py``, or one of GPT-2's size, under ``data`` and ``fsdp``. After every
 backward pass one of these runs, in turn and over the same parameters: torch's ``_fused_adamw_`` on local tensors

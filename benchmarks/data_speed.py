@@ -1,4 +1,4 @@
-"""How fast batches of tokens come: our loader beside ``datasets`` with torch's DataLoader, litdata and streaming.
+"""Time batches of tokens: our loader beside ``datasets`` with torch's DataLoader, litdata and streaming.
 
 One process reads the sources of Python's standard library, as bytes, from the format of each: rows of SEQ tokens in a
 shuffled order, BATCH at a time. All take turns of the same number of batches, so that a machine whose speed drifts

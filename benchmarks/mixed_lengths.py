@@ -1,4 +1,4 @@
-"""What torch's caching allocator reserves for samples of one length, and for samples of many, without a GPU.
+"""Count what torch's caching allocator reserves for samples of one length, and for samples of many, without a GPU.
 
     python benchmarks/mixed_lengths.py [--model Qwen-7B] [--most 2048,8192] [--samples 160]
 

@@ -1,4 +1,4 @@
-"""What every offload choice holds on the device, the host and the disk: measured beside what the plan predicts.
+"""Measure what every offload choice holds on the device, the host and the disk, beside what the plan predicts.
 
 On one process, with the example's GPT-2 on random tokens. ``--largest`` looks for the largest model that trains on the
 CUDA device at hand with each choice, by bisection over the number of blocks; it needs a GPU and takes minutes.

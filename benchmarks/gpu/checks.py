@@ -1,4 +1,4 @@
-"""What is right: the tests' own cases on a GPU, and what only a GPU can show."""
+"""Check what is right: the tests' own cases on a GPU, and what only a GPU can show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast it is: steps of Llamas beside raw torch and the plan, kernels, and what a calibration finds."""
+"""Time steps of Llamas beside raw torch and the plan, kernels, and what a calibration finds."""
 
 from __future__ import annotations
 

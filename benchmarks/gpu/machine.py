@@ -1,4 +1,4 @@
-"""What a machine offers, asked for in a process of its own: whoever starts the cases holds nothing of a GPU."""
+"""Ask for what a machine offers in a process of its own: whoever starts the cases holds nothing of a GPU."""
 
 from __future__ import annotations
 

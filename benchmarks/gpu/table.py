@@ -1,4 +1,4 @@
-"""What was found, as a page of Markdown."""
+"""Write what was found as a page of Markdown."""
 
 from __future__ import annotations
 
