@@ -10,6 +10,7 @@ import meshwright as mw
 from meshwright.cost import memory
 from meshwright.methods import gradient_averaging as replicas
 from meshwright.optim import local_tensor
+from meshwright.optim.loaded_weights import masters_of
 from meshwright.planner import measured_state
 from meshwright.store import CheckpointStore, TrainingState
 from tests import tiny
@@ -216,7 +217,9 @@ def train(name, strategy, mode, micro=1):
         norms.append(done.grad_norm.item())
     step = step_of(result)
     predicted = memory(step, result._job.coordinate)
-    idle = sum(local_tensor(each).nbytes for each in result._job.experts.parameters() if each.grad is None)
+    masters = masters_of(result.model)  # gradients of masters take the place of those of their parameters
+    updated = [masters.of.get(each, each) if masters else each for each in result._job.experts.parameters()]
+    idle = sum(local_tensor(each).nbytes for each in updated if each.grad is None)
     for kind, size in measured_state(result.model, result.optim).items():
         size += idle if kind == "gradients" else 0  # of experts that no token chose in the last step
         assert getattr(predicted, kind) == size, (kind, getattr(predicted, kind), size)

@@ -108,7 +108,8 @@ def loss_func(inputs, output):
 def trained(name, strategy, micro_batches=1, optim=FUSED, batch_size=BATCH):
     """Return this rank's job after a step, and its batch."""
     torch.manual_seed(0)
-    data = torch.randn(16, 3, 32, 32) if name in IMAGES else torch.randint(0, 61, (16, SEQ))
+    count = max(16, batch_size)  # of fewer samples than a batch a step would take what there is
+    data = torch.randn(count, 3, 32, 32) if name in IMAGES else torch.randint(0, 61, (count, SEQ))
     with LiveBytes() as live:
         live.peak = math.inf  # until the first step is over
         result = mw.accelerate(

@@ -288,7 +288,8 @@ class Wide(nn.Module):
 def test_a_module_whose_logits_are_too_large_for_one_device_has_a_way_out():
     with torch.device("meta"):
         model = Wide()
-    asked = {"global_batch": 1, "seq": 2**17}
+    # 8 GiB of them in bf16, and as much of their gradients.
+    asked = {"global_batch": 1, "seq": 2**15, "memory_limit": "12 GiB"}
     with pytest.raises(mw.StrategyError, match=r"logits and what the loss makes.*module_replace with loss=True") as no:
         mw.plan(model, "h100x1", **asked)
     assert "smaller batch" not in str(no.value)

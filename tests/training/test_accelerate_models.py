@@ -138,10 +138,10 @@ def test_a_cluster_that_demands_it_gets_a_pipeline_or_tensor_parallelism(method,
 
 
 def wide(name):
-    """Of sizes that two ranks can divide; nothing of it is built."""
+    """Of sizes that two ranks can divide, and of one block, which makes no stages; nothing of it is built."""
     config = MODELS[name]().config
-    wider = {"gpt2": {"n_embd": 256, "n_layer": 4}}.get(
-        name, {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    wider = {"gpt2": {"n_embd": 256, "n_layer": 1}}.get(
+        name, {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1}
     )
     for key, value in (wider | ({} if name == "vit" else {"vocab_size": 64})).items():
         setattr(config, key, value)

@@ -142,7 +142,7 @@ OF_OPTIMIZER = {
         "meshwright/optim/adam/bucket_update.py:send",
     },
     # torch's own chooses elements by a mask.
-    "Rprop": {"meshwright/training/accelerated.py:step < rprop.py:_single_tensor_rprop"},
+    "Rprop": {"meshwright/training/accelerated.py:_step < rprop.py:_single_tensor_rprop"},
 }
 
 

@@ -43,15 +43,20 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     homes = _exports(package)
 
     def find(name: str) -> Any:
-        with paused_collection(to_stay=True):
-            home, attribute = homes.get(name) or _ALIASED_NAMES.get(package, {}).get(name) or (package, name)
-            if home != package:
-                value = getattr(importlib.import_module(home), attribute)
-                setattr(sys.modules[package], name, value)
-                return value
-            if not name.startswith("_") and importlib.util.find_spec(f"{package}.{attribute}"):
-                return importlib.import_module(f"{package}.{attribute}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home, attribute = homes.get(name) or _ALIASED_NAMES.get(package, {}).get(name) or (package, name)
+        is_module = home == package
+        if is_module:
+            # Pickle asks every loaded module for names that only one of them has: a miss touches no collector.
+            if name.startswith("_") or importlib.util.find_spec(f"{package}.{attribute}") is None:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            home = f"{package}.{attribute}"
+        with contextlib.nullcontext() if home in sys.modules else paused_collection(to_stay=True):
+            module = importlib.import_module(home)
+        if is_module:
+            return module
+        value = getattr(module, attribute)
+        setattr(sys.modules[package], name, value)
+        return value
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes, *_ALIASED_NAMES.get(package, {})})

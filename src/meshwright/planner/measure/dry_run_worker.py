@@ -24,8 +24,9 @@ def main(folder: Path) -> int:
     """Run what ``request.json`` asks for, and write the result, or the error of a rank, beside it."""
     request = json.loads((folder / "request.json").read_text())
     if not inside_launcher():
-        module = "meshwright.planner.measure.dry_run_worker"
-        return launch(["-m", module, str(folder)], request["nproc"], preload=[module])
+        # What this module imports, not itself: Python warns of a module that is imported before it is run.
+        command = ["-m", "meshwright.planner.measure.dry_run_worker", str(folder)]
+        return launch(command, request["nproc"], preload=["meshwright.planner.measure.dry_runs"])
     init_distributed()
     try:
         strategy = Strategy(str(folder / "strategy.json"))
