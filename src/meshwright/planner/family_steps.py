@@ -295,6 +295,10 @@ def _boundaries(shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: i
         for moment, kind, ends in itertools.product(("forward", "backward"), kinds, (False, True)):
             beside, last = (PER_OP, False) if kind == "all_gather" else ("", ends)
             add(kind, moment, whole * calls, "tensor", calls, beside, ends=last)
+        if run.impl.split_tokens and run.impl.divides_blocks_alone and not run.impl.keeps_gathered:
+            # Inputs of layers split by columns, again; and beside the products of those split by rows.
+            again = Boundary("all_gather", "backward", whole * calls, (BLOCK,), axis="tensor", count=calls, beside=True)
+            found += [again] * 2
     if sequence > 1:
         # Ranks exchange tokens for heads (Jacobs et al. 2023): queries, keys and values go out, and attention's output
         # comes back; their gradients do in backward.
