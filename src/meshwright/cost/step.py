@@ -339,7 +339,7 @@ class Traffic:
     calls: int = 1  # collectives per step that the bytes are cut into
     per_micro_batch: bool = False  # whether each micro-batch sends its part; False: all at the step's one moment
     hidden: bool = True  # whether it can run beside computation that does not wait for it
-    beside: bool = False  # of those that blocks wait for: run beside products, or cut up beside those they feed
+    beside: Literal["", "fed", "others"] = ""  # of inline ones: cut up beside products they feed, or beside others
 
 
 def axis_parts(name: str) -> tuple[str, ...]:
@@ -477,8 +477,7 @@ def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> lis
     """Return the collectives of boundaries in every micro-batch, by kind and moment; blocks wait for them."""
     sent: dict[tuple[CollectiveKind, Moment, bool], tuple[int, int]] = {}
     for each in boundaries:
-        key = each.kind, each.moment, each.beside
-        size, calls = sent.get(key, (0, 0))
+        size, calls = sent.get(key := (each.kind, each.moment, each.beside), (0, 0))
         sent[key] = size + each.num_bytes, calls + each.count
     return [
         Traffic(
@@ -489,7 +488,7 @@ def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> lis
             calls=calls * step.num_micro_batches,
             per_micro_batch=True,
             hidden=False,
-            beside=beside,
+            beside="others" if beside else "",
         )
         for (kind, moment, beside), (size, calls) in sent.items()
     ]

@@ -19,6 +19,7 @@ from pydantic import BeforeValidator
 from torch import nn
 
 from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, Step, send_boundaries
+from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
@@ -344,7 +345,8 @@ class TensorParallel(Method):
     ``*`` in a pattern stands for one part of a name. Styles: ``colwise``, ``colwise_gather_output``, ``rowwise``,
     ``rowwise_split_input``, ``embedding_rowwise``, ``embedding_colwise``, ``vocabulary_head``,
     ``replicated_with_grad_allreduce``, ``experts``, ``replicate``. ``"sequence": True`` lets each rank
-    keep a part of the tokens between the split layers of blocks (Korthikanti et al. 2022).
+    keep a part of the tokens between the split layers of blocks (Korthikanti et al. 2022). Layers split by columns
+    then save that part alone and gather it again in backward; ``"keep_gathered": True`` saves all tokens.
     """
 
     method_name: ClassVar[str] = "tensor_parallel"
@@ -358,6 +360,7 @@ class TensorParallel(Method):
     foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
 
     sequence: bool = False
+    keep_gathered: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
 
     @classmethod
@@ -380,6 +383,11 @@ class TensorParallel(Method):
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.sequence
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        return self.keep_gathered
+
     def traced_layers(
         self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy
     ) -> SplitTrace | None:
@@ -387,13 +395,14 @@ class TensorParallel(Method):
         ranks = sizes.get(AXIS, 1)
         if ranks == 1:
             return None
-        keeps = _splits_backward(strategy)
+        keeps = _keeps_gathered(strategy)
         return SplitTrace(model, self._split(model, sizes, sample, strategy), ranks, keeps_gathered=keeps)
 
     def text_arguments(self) -> dict[str, Any]:
         """Print the plan as a dictionary."""
         plan = {"plan": dict(self.plan)} if self.plan else {}
-        return plan | ({"sequence": True} if self.sequence else {})
+        sequence = {"sequence": True} if self.sequence else {}
+        return plan | sequence | ({"keep_gathered": True} if self.keep_gathered else {})
 
     def split(
         self,
@@ -433,6 +442,13 @@ class TensorParallel(Method):
 
     def check(self, job: Job) -> None:
         """Refuse models that cannot be split, and plans that the model or the axis cannot follow."""
+        if self.keep_gathered and not self.sequence:
+            raise StrategyError(
+                "tensor_parallel: keep_gathered is about tokens that are gathered, and every rank has all of them",
+                expected="keep_gathered with sequence=True",
+                got="keep_gathered=True alone",
+                fix="leave it out, or add sequence=True",
+            )
         if job.size(AXIS) > 1 and self.sequence:
             refuse_router_loss(job.model, "tensor_parallel with sequence=True")
         if job.size(AXIS) > 1 or self.plan:
@@ -453,7 +469,7 @@ class TensorParallel(Method):
         check_equal("The split of the layers", summary, "give every rank the same model and the same kind of samples")
         job.notices.append(summary)
         axis = TensorAxis(job.require_mesh()[AXIS])
-        split_layers(job.model, split, axis, job.device, keeps_gathered=_splits_backward(job.strategy))
+        split_layers(job.model, split, axis, job.device, keeps_gathered=_keeps_gathered(job.strategy))
         split.adjust(job.model)
         job.split = None  # it would keep the blocks of other pipeline ranks alive
         job.is_split = True
@@ -469,9 +485,9 @@ class TensorParallel(Method):
         return send_boundaries(step, AXIS)
 
 
-def _splits_backward(strategy: Strategy) -> bool:
-    """Return whether a schedule computes gradients of inputs and of weights apart. See [Note: gathered inputs]."""
-    return any(getattr(method, "splits_backward", False) for method in strategy.methods)
+def _keeps_gathered(strategy: Strategy) -> bool:
+    """Return whether a method of the strategy saves gathered inputs. See [Note: gathered inputs]."""
+    return any(getattr(method, "keeps_gathered", False) for method in strategy.methods)
 
 
 def _divided(block: Block, ranks: int) -> Block:

@@ -158,8 +158,8 @@ def trace_key(resolved: Resolved) -> tuple[object, ...]:
     """Return a key shared by strategies that divide the work alike."""
     every = in_phase_order(resolved.strategy)
     methods = (each for each in every if each.axis in INNER_AXES)
-    in_parts = any(getattr(each, "splits_backward", False) for each in every)
-    return *methods, *(size for size in resolved.axes if size[0] in INNER_AXES and size[1] > 1), in_parts
+    keeps = any(each.keeps_gathered for each in every)  # because of a pipeline's schedule, too
+    return *methods, *(size for size in resolved.axes if size[0] in INNER_AXES and size[1] > 1), keeps
 
 
 # --- The pass.
