@@ -61,13 +61,9 @@ def user_plan(row: Row) -> UserPlan:
 
 def _first_that_fits(case: Case, candidates: Sequence[str]) -> Plan:
     """Return the plan of the first of these recomputations that fits, or of the first of all."""
-    has_tensor = dict(case.strategy.get("parallel_mode").axes).get("tensor", 1) > 1  # type: ignore[union-attr]
-    first = _planned(case, candidates[0], keeps=has_tensor)
-    if first.fits:
-        return first
-    if has_tensor:  # compiled layers wait for what they gather again: where memory asks for it
-        first = _planned(case, candidates[0])
-    for recomputed in candidates[1:] if not first.fits else ():
+    first = _planned(case, candidates[0], keeps=True)
+    # Compiled layers wait for what they gather again: they do where memory asks for it.
+    for recomputed in candidates if not first.fits else ():
         try:
             plan = _planned(case, recomputed)
         except MeshwrightError:  # no share is enough
