@@ -363,6 +363,16 @@ class TensorParallel(Method):
     keep_gathered: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
 
+    def model_post_init(self, _: Any) -> None:
+        """Refuse to keep what is not gathered."""
+        if self.keep_gathered and not self.sequence:
+            raise StrategyError(
+                "tensor_parallel: keep_gathered is about tokens that are gathered, and every rank has all of them",
+                expected="keep_gathered with sequence=True",
+                got="keep_gathered=True alone",
+                fix="leave it out, or add sequence=True",
+            )
+
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
         """Try it without and with dividing the tokens between the layers."""
@@ -442,13 +452,6 @@ class TensorParallel(Method):
 
     def check(self, job: Job) -> None:
         """Refuse models that cannot be split, and plans that the model or the axis cannot follow."""
-        if self.keep_gathered and not self.sequence:
-            raise StrategyError(
-                "tensor_parallel: keep_gathered is about tokens that are gathered, and every rank has all of them",
-                expected="keep_gathered with sequence=True",
-                got="keep_gathered=True alone",
-                fix="leave it out, or add sequence=True",
-            )
         if job.size(AXIS) > 1 and self.sequence:
             refuse_router_loss(job.model, "tensor_parallel with sequence=True")
         if job.size(AXIS) > 1 or self.plan:
