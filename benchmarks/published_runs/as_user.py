@@ -61,8 +61,9 @@ def user_plan(row: Row) -> UserPlan:
 
 def _first_that_fits(case: Case, candidates: Sequence[str]) -> Plan:
     """Return the plan of the first of these recomputations that fits, or of the first of all."""
-    first = _planned(case, candidates[0])
-    for recomputed in candidates[1:] if not first.fits else ():
+    first = _planned(case, candidates[0], keeps=True)
+    # Compiled layers wait for what they gather again: they do where memory asks for it.
+    for recomputed in candidates if not first.fits else ():
         try:
             plan = _planned(case, recomputed)
         except MeshwrightError:  # no share is enough
@@ -72,14 +73,14 @@ def _first_that_fits(case: Case, candidates: Sequence[str]) -> Plan:
     return first
 
 
-def _planned(case: Case, recomputed: str) -> Plan:
+def _planned(case: Case, recomputed: str, *, keeps: bool = False) -> Plan:
     cluster = case.cluster
     # The latency of a source's network is its own; a user has that of the preset.
     plain = make_cluster(cluster.device, cluster.num_devices, cluster.devices_per_node)
     inter = dataclasses.replace(plain.inter, bytes_per_s=cluster.inter.bytes_per_s)
     cluster = dataclasses.replace(cluster, inter=inter)
     subject = FamilyModel(case.row.text("model"), case.shape).subject(cluster, _samples(case), None)
-    return subject.plan(user_strategy(case, recomputed), case.run.num_micro_batches)
+    return subject.plan(user_strategy(case, recomputed, keeps=keeps), case.run.num_micro_batches)
 
 
 def _samples(case: Case) -> int:
@@ -89,8 +90,14 @@ def _samples(case: Case) -> int:
     return case.run.micro_batch * case.run.num_micro_batches * replicas
 
 
-def user_strategy(case: Case, recomputed: str) -> Strategy:
-    """Return the strategy of a row in our methods, as a user writes it."""
+def user_strategy(case: Case, recomputed: str, *, keeps: bool = False) -> Strategy:
+    """Return the strategy of a row in our methods, as a user writes it.
+
+    Args:
+        case: The row.
+        recomputed: What is recomputed.
+        keeps: Whether layers keep the tokens that they gather.
+    """
     sizes = dict(case.strategy.get("parallel_mode").axes)  # type: ignore[union-attr]
     tensor, pipeline, context = (sizes.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
     nearby, others = sizes.get("zero", 1), sizes.get("data", 1)
@@ -101,7 +108,8 @@ def user_strategy(case: Case, recomputed: str) -> Strategy:
     axes = (("tensor", tensor), ("context", context), ("zero", nearby), ("data", others), ("pipeline", pipeline))
     stage = case.zero_stage
     methods: list[Any] = [("parallel_mode", {"axes": [each for each in axes if each[1] > 1]})]
-    methods += [("tensor_parallel", {"sequence": True})] if tensor > 1 else []
+    tokens = {"sequence": True} | ({"keep_gathered": True} if keeps else {})
+    methods += [("tensor_parallel", tokens)] if tensor > 1 else []
     methods += ["context_parallel"] if context > 1 else []
     methods += [("pipeline_parallel", _pipeline(case, pipeline))] if pipeline > 1 else []
     if recomputed == _SHARE:

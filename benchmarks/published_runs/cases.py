@@ -397,7 +397,7 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
                 whole_sum = each.kind == "reduce_scatter"
                 each = dataclasses.replace(each, calls=1, kind="all_reduce" if whole_sum else each.kind)
         if async_tensor and each.axis == "tensor":
-            each = dataclasses.replace(each, beside=True)
+            each = dataclasses.replace(each, beside="fed")
         traffic.append(each)
     added = 0
     if convention.adds_gradients:

@@ -84,6 +84,7 @@ _PLAIN = {
     "interval": "steps between two updates of the scales",
     "fp8_format": "`HYBRID`: e4m3 forward, e5m2 for gradients; `E4M3` everywhere",
     "sequence": "whether tokens are divided between the split layers, too",
+    "keep_gathered": "with `sequence`: whether all tokens are saved, instead of a part to gather again in backward",
     "plan": '`{"layers.*.up": "colwise"}`: how layers are split; the rest is found',
     "experts": "paths of the lists or stacks of experts, if they are not found",
     "skip_if_nonfinite": "bf16: steps whose gradients contain inf or nan are skipped",

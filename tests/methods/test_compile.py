@@ -30,6 +30,9 @@ CASES = {
         [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True}), "checkpoint"],
         1,
     ),
+    "tokens gathered again": (
+        2, "llama", [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True})], 2,
+    ),
     "heads": (2, "llama", [("compile", EAGER), ("parallel_mode", {"sequence": 2}), "sequence_parallel"], 1),
     "whole": (2, "plain", [("compile", {**EAGER, "whole": True})], 1),
     "whole fsdp": (2, "plain", [("compile", {**EAGER, "whole": True}), "fsdp"], 1),

@@ -219,3 +219,11 @@ def test_a_latent_attention_that_the_models_own_plan_leaves_whole_is_split_where
     assert _latent_attention(change=lambda attention: attention.register_module("gate", nn.Linear(2, 4))) == {}
     scale = nn.Parameter(torch.ones(4))
     assert _latent_attention(change=lambda attention: attention.register_parameter("scale", scale)) == {}
+
+
+def test_keeping_what_is_gathered_needs_tokens_to_gather():
+    with pytest.raises(mw.StrategyError, match="keep_gathered with sequence=True"):
+        mw.Strategy([("tensor_parallel", {"keep_gathered": True})])
+    strategy = mw.Strategy([("tensor_parallel", {"sequence": True, "keep_gathered": True})])
+    assert "keep_gathered=True" in str(strategy)
+    assert mw.Strategy(str(strategy)) == strategy

@@ -15,6 +15,7 @@ from tests.methods.test_parity import check_weights
 MESH = ("parallel_mode", {"tensor": 2})
 BOTH = ("parallel_mode", {"tensor": 2, "data": 2})
 SEQUENCE = ("tensor_parallel", {"sequence": True})
+KEPT = ("tensor_parallel", {"sequence": True, "keep_gathered": True})
 WHOLE = ("tensor_parallel", {"sequence": True, "plan": {"model.layers.*.mlp.experts": "replicate"}})
 """Every rank has all experts, and asks them a part of the tokens."""
 TWO_RANKS = [
@@ -53,6 +54,12 @@ TWO_RANKS = [
     ("gpt2", ["tensor_parallel", MESH, ("amp_native", "bf16")], "bf16", 1),
     ("extended, tied", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("extended", [SEQUENCE, MESH], "adamw", 1),
+    ("llama", [SEQUENCE, MESH], "sgd", 2),
+    ("llama", [KEPT, MESH], "sgd", 1),
+    ("llama", [SEQUENCE, MESH, ("amp_native", "bf16")], "bf16", 1),
+    ("llama", [SEQUENCE, MESH, ("checkpoint", {"policy": "selective"})], "sgd", 1),
+    ("llama", [SEQUENCE, MESH, ("offload", "activation")], "sgd", 1),
+    ("gpt2", [SEQUENCE, MESH, "fp8"], "bf16", 1),
 ]
 FOUR_RANKS = [
     ("gpt2", ["tensor_parallel", BOTH, "fsdp"], "sgd", 1),
@@ -60,6 +67,9 @@ FOUR_RANKS = [
     ("qwen3 moe", ["tensor_parallel", BOTH, "zero2"], "adamw", 1),
     ("llama", [SEQUENCE, BOTH, "fsdp", "checkpoint"], "sgd", 2),
     ("gptoss", [SEQUENCE, BOTH, "fsdp"], "sgd", 1),
+    ("llama", [SEQUENCE, BOTH, "fsdp"], "sgd", 2),
+    ("gpt2", [SEQUENCE, BOTH, "zero2"], "adamw", 1),
+    ("bert", [SEQUENCE, ("parallel_mode", {"tensor": 2, "zero": 2}), "zero1"], "sgd", 1),
     ("plain", ["tensor_parallel", BOTH], "sgd", 1),
     ("tied", ["tensor_parallel", BOTH], "sgd", 1),
     ("extended, tied", ["tensor_parallel", BOTH, "fsdp"], "sgd", 2),

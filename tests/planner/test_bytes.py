@@ -284,6 +284,30 @@ def test_tokens_that_tensor_ranks_divide_beside_stages_and_axes_that_cut_them_to
     check(ranks(4).run(compared, cases)[0])
 
 
+def test_gathered_inputs_are_saved_in_part_and_gathered_again(ranks):
+    tokens, kept = (("tensor_parallel", {"sequence": True} | keys) for keys in ({}, {"keep_gathered": True}))
+    mesh = ("parallel_mode", {"tensor": 2})
+    cases = {"llama": ("llama", [mesh, tokens]), "kept": ("llama", [mesh, kept])}
+    found = ranks(2).run(compared, cases)[0]
+    check(found, 0.01)
+
+
+@pytest.mark.long
+def test_so_they_are_beside_other_methods(ranks):
+    mesh, tokens = ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True})
+    cases = {
+        "gpt2": ("gpt2", [mesh, tokens]),
+        "checkpoint": ("llama", [mesh, tokens, "checkpoint"]),
+        "reentrant": ("llama", [mesh, tokens, ("checkpoint", {"no_reentrant": False})]),
+        "selective": ("llama", [mesh, tokens, SELECTIVE], 2),
+        "half": ("llama", [mesh, tokens, HALF]),
+        "autocast": ("llama", [mesh, tokens, ("amp_native", "bf16")], 2),
+    }
+    check(ranks(2).run(compared, cases)[0])
+    sharded = ("parallel_mode", {"tensor": 2, "zero": 2})
+    check(ranks(4).run(compared, {each: ("llama", [sharded, tokens, each]) for each in ("fsdp", "zero2")})[0])
+
+
 def test_experts_and_policies(ranks):
     cases = {
         "selective": ("mixtral", [SELECTIVE]),

@@ -291,6 +291,7 @@ class Boundary:
     on_ranks: tuple[int, ...] | None = None  # the pipeline ranks that run it; None: all
     axis: BoundaryAxis = "tensor"
     count: int = 1  # such collectives, which carry ``num_bytes`` together
+    beside: bool = False  # runs beside products that do not wait for it
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,7 @@ class Traffic:
     calls: int = 1  # collectives per step that the bytes are cut into
     per_micro_batch: bool = False  # whether each micro-batch sends its part; False: all at the step's one moment
     hidden: bool = True  # whether it can run beside computation that does not wait for it
-    beside: bool = False  # of those that blocks wait for: cut up and run beside the products they feed
+    beside: Literal["", "fed", "others"] = ""  # of inline ones: cut up beside products they feed, or beside others
 
 
 def axis_parts(name: str) -> tuple[str, ...]:
@@ -474,10 +475,10 @@ def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
 
 def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> list[Traffic]:
     """Return the collectives of boundaries in every micro-batch, by kind and moment; blocks wait for them."""
-    sent: dict[tuple[CollectiveKind, Moment], tuple[int, int]] = {}
+    sent: dict[tuple[CollectiveKind, Moment, bool], tuple[int, int]] = {}
     for each in boundaries:
-        size, calls = sent.get((each.kind, each.moment), (0, 0))
-        sent[each.kind, each.moment] = size + each.num_bytes, calls + each.count
+        size, calls = sent.get(key := (each.kind, each.moment, each.beside), (0, 0))
+        sent[key] = size + each.num_bytes, calls + each.count
     return [
         Traffic(
             kind,
@@ -487,8 +488,9 @@ def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> lis
             calls=calls * step.num_micro_batches,
             per_micro_batch=True,
             hidden=False,
+            beside="others" if beside else "",
         )
-        for (kind, moment), (size, calls) in sent.items()
+        for (kind, moment, beside), (size, calls) in sent.items()
     ]
 
 

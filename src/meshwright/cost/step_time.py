@@ -132,9 +132,9 @@ def one_s(step: Step, traffic: Traffic, network: Network) -> float:
     if traffic.hidden:
         seconds += calls * known.waits_s(group.size)
     if traffic.beside:
-        # Products hide bytes, and no latency.
+        # Products hide bytes, and no latency; on cores that compute, too, they hide none.
         moved = collective_s(traffic.kind, traffic.bytes_per_step, group, network, 0)
-        seconds -= moved * (1 - known.async_tensor)
+        seconds -= moved * (1 - (known.async_tensor if traffic.beside == "fed" else min(known.shared, 1.0)))
     return seconds / traffic.every
 
 
@@ -157,8 +157,9 @@ def inline_s(step: Step, network: Network, moment: str) -> float:
 def _met(waited_for: Sequence[Traffic]) -> list[Traffic]:
     """Return the collectives at which ranks wait for each other.
 
-    Small messages, such as gradients of norms, follow others at once.
+    Small messages, such as gradients of norms, follow others at once; products run meanwhile beside some.
     """
+    waited_for = [each for each in waited_for if each.beside != "others"]
     large = max((each.bytes_per_step / each.calls for each in waited_for), default=0.0) / _SMALL_SHARE
     return [each for each in waited_for if each.bytes_per_step / each.calls >= large]
 

@@ -219,6 +219,8 @@ class Compile(Method):
         if step.activations is not None:
             activations = step.activations if self.backend == "eager" else step.activations.fused()
             step = step.replace(activations=activations.at_once())
+        # Compiled backward waits for what eager layers gather beside products.
+        step = step.replace(traffic=tuple(dataclasses.replace(each, beside="") for each in step.traffic))
         if not step.on_cpu:
             step = step.replace(
                 blocks=tuple(_fused(each) if self.whole or each.name != "outside" else each for each in step.blocks)

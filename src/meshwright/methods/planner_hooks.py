@@ -131,6 +131,14 @@ class PlannerHooks(MethodConfig):
         return False
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Return whether inputs that split layers gather are saved, and not gathered again in backward.
+
+        A schedule that computes gradients of inputs and of weights apart would gather twice.
+        """
+        return self.splits_backward
+
+    @property
     def chunks_per_rank(self) -> int:
         """Return the number of chunks of a sample's tokens that each rank of the method's axis takes."""
         return 1

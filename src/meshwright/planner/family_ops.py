@@ -100,6 +100,11 @@ class Implementation:
         """Return whether attention saves no scores."""
         return self.attention != "scores"
 
+    @property
+    def gathers_again(self) -> bool:
+        """Return whether our own tensor parallelism gathers inputs of layers split by columns again in backward."""
+        return self.split_tokens and self.divides_blocks_alone and not self.keeps_gathered
+
 
 PYTORCH = Implementation()
 # Our own loss writes an fp32 copy of a few rows, takes their maximum, shifts, exponentiates and sums them; backward

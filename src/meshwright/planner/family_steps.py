@@ -70,8 +70,10 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
 
 
 def _modules(shape: Shape, run: FamilyRun, block: int) -> tuple[TracedModule, ...]:
-    # Backward needs the gradients of the scores and of their softmax beside the saved tensors.
+    # Backward needs the gradients of the scores and of their softmax beside the saved tensors, and a gathered input.
     working = 0 if run.impl.fused_attention else 2 * num_scores(shape, run) * run.itemsize
+    if run.impl.gathers_again:
+        working += run.tokens * shape.hidden * run.itemsize - run.token_bytes(shape.hidden)
     needs = {BLOCK: working, PER_OP: 0, ATTENTION: working}
     paths = (f"blocks.{block}", f"blocks.{block}.ops", f"blocks.{block}.ops.attention")
     return tuple(TracedModule(path, (each,), block, needs[each]) for path, each in zip(paths, _CLASSES, strict=True))
@@ -295,6 +297,10 @@ def _boundaries(shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: i
         for moment, kind, ends in itertools.product(("forward", "backward"), kinds, (False, True)):
             beside, last = (PER_OP, False) if kind == "all_gather" else ("", ends)
             add(kind, moment, whole * calls, "tensor", calls, beside, ends=last)
+        if run.impl.gathers_again:
+            # Inputs of layers split by columns, again; and beside the products of those split by rows.
+            again = Boundary("all_gather", "backward", whole * calls, (BLOCK,), axis="tensor", count=calls, beside=True)
+            found += [again] * 2
     if sequence > 1:
         # Ranks exchange tokens for heads (Jacobs et al. 2023): queries, keys and values go out, and attention's output
         # comes back; their gradients do in backward.

@@ -6,14 +6,22 @@ tensors are whole and equal on all ranks of the axis.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm.transport import all_gather_flat, reduce_scatter_flat
-from meshwright.runtime.torch_internals.autograd import Function
+from meshwright.errors import ModelError
+from meshwright.runtime.torch_internals.autograd import Function, current_saved_tensors_hooks
+from meshwright.runtime.torch_internals.fake_tensors import is_traceable_wrapper_subclass
+from meshwright.runtime.torch_internals.tensors import storage_identity, version_of
 
 
 class TensorAxis:
@@ -110,16 +118,33 @@ class TensorAxis:
 
     def whole_of(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the parts of all ranks, concatenated along ``dim``."""
-        dim %= max(part.dim(), 1)
         part = part.detach().contiguous()
-        parts = part.new_empty((self.size * part.shape[0], *part.shape[1:]) if part.dim() else (self.size,))
+        parts = self._room_for(part)
         self._all_gather(parts, part)
-        if not _is_first(part.shape, dim):
+        return self._joined(parts, part.shape, dim)
+
+    def begin_whole_of(self, part: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
+        """Begin :meth:`whole_of`; the function that is returned waits for the result."""
+        part = part.detach().contiguous()
+        parts = self._room_for(part)
+        work = self._all_gather(parts, part, async_op=True)
+
+        def finished() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return self._joined(parts, part.shape, dim)
+
+        return finished
+
+    def _room_for(self, part: torch.Tensor) -> torch.Tensor:
+        return part.new_empty((self.size * part.shape[0], *part.shape[1:]) if part.dim() else (self.size,))
+
+    def _joined(self, parts: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
+        dim %= max(len(shape), 1)
+        if not _is_first(shape, dim):
             return torch.cat(parts.chunk(self.size), dim)
         # The parts lie one after the other: that is the whole already.
-        return parts.view(
-            [self.size * size if at == dim else size for at, size in enumerate(part.shape)] or [self.size]
-        )
+        return parts.view([self.size * size if at == dim else size for at, size in enumerate(shape)] or [self.size])
 
     # Communication
 
@@ -129,8 +154,8 @@ class TensorAxis:
     def _reduce_scatter(self, result: torch.Tensor, stacked: torch.Tensor) -> None:
         reduce_scatter_flat(result, stacked, group=self.group)
 
-    def _all_gather(self, parts: torch.Tensor, part: torch.Tensor) -> None:
-        all_gather_flat(parts, part, group=self.group)
+    def _all_gather(self, parts: torch.Tensor, part: torch.Tensor, *, async_op: bool = False) -> Any:
+        return all_gather_flat(parts, part, group=self.group, async_op=async_op)
 
 
 def _is_first(shape: torch.Size, dim: int) -> bool:
@@ -154,7 +179,7 @@ class TracedAxis(TensorAxis):
     def _reduce_scatter(self, result: torch.Tensor, stacked: torch.Tensor) -> None:
         pass
 
-    def _all_gather(self, parts: torch.Tensor, part: torch.Tensor) -> None:
+    def _all_gather(self, parts: torch.Tensor, part: torch.Tensor, *, async_op: bool = False) -> Any:
         pass
 
 
@@ -172,3 +197,189 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
         return getattr(ctx.axis, ctx.transpose)(gradient, ctx.dim), None, None, None, None
+
+
+# --- Gathered inputs
+
+# [Note: gathered inputs] Layers split by columns take all tokens, and need them again in backward, for gradients of
+# their weights. What is saved for that is the rank's part, as in Megatron-LM (Korthikanti et al. 2022, §4.2.2), and
+# backward gathers once more, for all layers with the input together. Layers keep their own products, whatever these
+# are, since only what autograd saves in them is replaced, by hooks. Hooks around these (of recomputation, offloading,
+# records) get the part, as if the layer had saved it. The gather begins when the row layer behind them has gathered its
+# gradient, and runs beside that layer's products.
+#
+# In compiled code there are no hooks. There the gather is marked as recomputed, which torch's partitioner does with
+# collectives that are marked alone; what it saves of their inputs is its own choice. A schedule that computes gradients
+# of inputs and of weights apart unpacks what is saved in both, so it would gather twice: it keeps all tokens.
+
+
+class GatheredInput:
+    """Gathers the tokens for some layers, in forward and once more in backward. See [Note: gathered inputs].
+
+    Args:
+        axis: The tensor axis.
+        dim: The dim of tokens.
+        keeps: Whether all tokens are saved instead.
+        gathered: Called with the part and all tokens.
+        saved: Called behind the layers if backward will gather again: with the bytes, and whether that begins early.
+    """
+
+    def __init__(
+        self,
+        axis: TensorAxis,
+        dim: int,
+        *,
+        keeps: bool = False,
+        gathered: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+        saved: Callable[[int, bool], None] | None = None,
+    ) -> None:
+        self._axis, self._dim, self._keeps, self._gathered, self._saved = axis, dim, keeps, gathered, saved
+        self._now: _Gathered | None = None  # while the layers run
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Gather the tokens; gradients are summed and scattered."""
+        again = not self._keeps and torch.is_grad_enabled()
+        if again and torch.compiler.is_compiling():
+            marked: torch.Tensor = checkpoint(self._axis.gather_tokens, part, self._dim, use_reentrant=False)
+            return marked
+        whole = self._axis.gather_tokens(part, self._dim)
+        if self._gathered is not None:
+            self._gathered(part, whole)
+        if again:
+            self._now = _Gathered(self._axis, self._dim, part, whole)
+        return whole
+
+    def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of one of the layers."""
+        if torch.compiler.is_compiling() or self._now is None:
+            return forward(*args, **kwargs)
+        with self._now.saved_as_part():
+            return forward(*args, **kwargs)
+
+    def behind(self, result: torch.Tensor) -> torch.Tensor:
+        """Let the gather in backward begin when the gradient of a result of the layers is there."""
+        if torch.compiler.is_compiling() or self._now is None or not self._now.num_saves:
+            return result
+        begins: torch.Tensor = _Begin.apply(result, self._now)
+        return begins
+
+    def forget(self) -> None:
+        """Forget the tokens, behind the layers."""
+        now, self._now = self._now, None
+        if now is not None:
+            now.forget()
+            if now.num_saves and self._saved is not None:
+                self._saved(now.num_bytes, now.begins)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Saved in place of a view of gathered tokens."""
+
+    part: Any  # as the hooks around pack it
+    unpack: Callable[[Any], torch.Tensor]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Gathered:
+    """Tokens that were gathered in one forward.
+
+    Args:
+        axis: The tensor axis.
+        dim: The dim of tokens.
+        part: This rank's tokens.
+        whole: All of them.
+    """
+
+    def __init__(self, axis: TensorAxis, dim: int, part: torch.Tensor, whole: torch.Tensor) -> None:
+        self._axis, self._dim = axis, dim
+        self._part: torch.Tensor | None = part.detach()
+        # The reference keeps the address of freed memory from being used for another storage.
+        self._memory, self._dtype = StorageWeakRef(whole.untyped_storage()), whole.dtype
+        self._version, self.num_bytes = version_of(whole), whole.numel() * whole.element_size()
+        self.num_saves = self._left = 0  # in forward, and those for which backward has not asked
+        self.begins = False
+        self._first: weakref.ref[_Part] | None = None
+        self._begun: Callable[[], torch.Tensor] | None = None
+        self._again: torch.Tensor | None = None
+
+    def saved_as_part(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context in which autograd saves the part where it would save all tokens."""
+        pack, unpack = current_saved_tensors_hooks(True) or (_with_version, _without_version)
+
+        def packed(tensor: torch.Tensor) -> Any:
+            if not self._is_whole(tensor):
+                return pack(tensor)
+            assert self._part is not None, "the layers run"
+            self.num_saves += 1
+            self._left += 1
+            part = _Part(pack(self._part), unpack, tensor.shape, tensor.stride(), tensor.storage_offset())
+            if self._first is None:
+                self._first = weakref.ref(part)
+            return part
+
+        def unpacked(saved: Any) -> torch.Tensor:
+            return self._whole_again(saved) if isinstance(saved, _Part) else unpack(saved)
+
+        return torch.autograd.graph.saved_tensors_hooks(packed, unpacked)
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        # Weights of FSDP2 and of 8 bits may wrap others.
+        if tensor.dtype != self._dtype or is_traceable_wrapper_subclass(tensor):
+            return False
+        same = storage_identity(tensor.untyped_storage()) == self._memory.cdata
+        return same and version_of(tensor) == self._version
+
+    def begin(self) -> None:
+        """Begin to gather again, if a layer has saved the part."""
+        first = self._first() if self._first is not None else None
+        if first is not None and self._begun is None and self._again is None:
+            self._begun = self._axis.begin_whole_of(first.unpack(first.part), self._dim)
+
+    def _whole_again(self, saved: _Part) -> torch.Tensor:
+        if self._again is None:
+            begun, self._begun = self._begun, None
+            self._again = begun() if begun is not None else self._axis.whole_of(saved.unpack(saved.part), self._dim)
+        whole = self._again
+        self._left -= 1
+        if not self._left:  # a graph that is retained may run again
+            self._left, self._again = self.num_saves, None
+        return whole.as_strided(saved.size, saved.stride, saved.offset)
+
+    def forget(self) -> None:
+        """Leave the part to what is saved of it."""
+        self._part = None
+
+
+class _Begin(Function):
+    """Identity whose backward begins to gather some tokens again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, gathered: _Gathered) -> torch.Tensor:
+        ctx.gathered = gathered
+        gathered.begins = True
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.gathered.begin()
+        return gradient, None
+
+
+def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor, version_of(tensor)
+
+
+def _without_version(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """Return a saved tensor, unless it was changed: hooks switch autograd's own check off."""
+    tensor, version = saved
+    if version_of(tensor) != version:
+        raise ModelError(
+            "tensor_parallel: a tensor that backward needs was changed in place after forward",
+            expected="inputs and weights of split layers as they were in forward",
+            got=f"{tuple(tensor.shape)} of {tensor.dtype} at version {version_of(tensor)}, saved at version {version}",
+            fix="leave out the operation in place, or run it after backward",
+        )
+    return tensor

@@ -23,7 +23,7 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.methods.pipeline.splice import Elsewhere
-from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis
 from meshwright.methods.tensor.block_trials import (
     Adjustment,
     RecordedBlock,
@@ -46,7 +46,7 @@ from meshwright.methods.tensor.split_plan import (
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, BlockProof, SequenceTrial, first_hidden, with_argument
 from meshwright.methods.tensor.split_search import FoundPlan, find_plan
-from meshwright.nn import is_linear
+from meshwright.nn import is_linear, wrap_method
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -216,10 +216,18 @@ def check_tokens(hidden: torch.Tensor, ranks: int) -> None:
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def let_exchange_tokens(model: nn.Module, layout: SequenceLayout, axis: TensorAxis) -> None:
+def let_exchange_tokens(
+    model: nn.Module, layout: SequenceLayout, axis: TensorAxis, gathers: Mapping[str, GatheredInput]
+) -> None:
     """Cut tokens before the first block; gather them where a module needs all of them, and behind the last block.
 
     Linear layers that gather for themselves are left to the caller, since those with one input share the gather.
+
+    Args:
+        model: A plain module, whose layers are split.
+        layout: Where tokens are cut and gathered.
+        axis: The tensor axis.
+        gathers: See :func:`gathers_of`.
     """
 
     def cut(hidden: torch.Tensor) -> torch.Tensor:
@@ -231,8 +239,45 @@ def let_exchange_tokens(model: nn.Module, layout: SequenceLayout, axis: TensorAx
     for path in layout.last:
         change_hidden_output(model.get_submodule(path), lambda hidden: axis.gather(hidden, TOKENS_DIM))
     for path in layout.scopes:
-        if not is_linear(model.get_submodule(path)):
-            change_hidden_input(model.get_submodule(path), axis.gather_tokens)
+        module = model.get_submodule(path)
+        if not is_linear(module):
+            gather_for(module, gathers[path])
+            for layer in linear_layers(module):
+                wrap_method(layer, "forward", gathers[path].around)
+
+
+def gathers_of(split: Split, make: Callable[[str], GatheredInput]) -> dict[str, GatheredInput]:
+    """Make the gathers of tokens, by the paths of modules that gather, or by the groups of layers that do.
+
+    Args:
+        split: The split.
+        make: Makes the gather for the module, or the layers, at a path.
+    """
+    if split.sequence is None:
+        return {}
+    groups = {layer.path: layer.group for layer in split.layers if is_linear(layer.module)}
+    found: dict[str, GatheredInput] = {}
+    for path in split.sequence.scopes:
+        key = groups.get(path, path)
+        if key not in found:
+            found[key] = make(path)
+    return found
+
+
+def gather_around(path: str, gathers: Mapping[str, GatheredInput]) -> GatheredInput | None:
+    """Return the gather in the module around a row layer; None without one."""
+    return next((tokens for key, tokens in gathers.items() if path.startswith(key + ".")), None)
+
+
+def gather_for(module: nn.Module, tokens: GatheredInput) -> list[Any]:
+    """Let a module gather the tokens of its hidden state; return the handles of its hooks."""
+    entering = change_hidden_input(module, tokens.gather)
+    return [entering, module.register_forward_hook(lambda *_: tokens.forget(), always_call=True)]
+
+
+def linear_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the linear layers inside a module that gathers tokens."""
+    return [each for each in module.modules() if is_linear(each)]
 
 
 def change_hidden_input(module: nn.Module, change: Change) -> Any:

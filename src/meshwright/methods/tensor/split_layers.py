@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,16 +20,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.loss import Vocabulary, VocabularyShards
-from meshwright.methods.tensor.axis_exchange import TensorAxis
-from meshwright.methods.tensor.model_split import Split, let_exchange_tokens
+from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis
+from meshwright.methods.tensor.model_split import Change, Split, gather_around, gathers_of, let_exchange_tokens
 from meshwright.methods.tensor.split_plan import EXPERTS, LATENT, PlannedLayer, rotated_features
-from meshwright.methods.tensor.split_proof import part_of
+from meshwright.methods.tensor.split_proof import TOKENS_DIM, part_of
 from meshwright.nn import RankOrder, is_transposed, keep_rank_order, move_to, without_fast_path, wrap_method
 from meshwright.runtime.torch_internals.modules import PARAMETERS
 from meshwright.runtime.torch_internals.pytree import tree_map
 
 
-def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device) -> None:
+def split_layers(
+    model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, keeps_gathered: bool = False
+) -> None:
     """Turn the planned parameters into DTensors, in place, and add the layers' exchanges.
 
     Args:
@@ -37,7 +39,9 @@ def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch
         split: The layers to split.
         axis: The tensor axis.
         device: Device of the shards; a layer is whole there only while it is being split.
+        keeps_gathered: Whether gathered tokens are saved for backward, instead of gathered again.
     """
+    gathers = gathers_of(split, lambda path: GatheredInput(axis, TOKENS_DIM, keeps=keeps_gathered))
     tied = _tied_names(model)
     scattered = _scattered_rows(split)
     for layer in split.layers:
@@ -45,13 +49,14 @@ def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch
         for name, parameter, dim in layer.parameters():
             if dim is not None:
                 _cut(layer, name, parameter, dim, axis)
-        _let_exchange(layer, axis, scatters=layer.path in scattered)
+        scatter = _scattering(axis, gather_around(layer.path, gathers)) if layer.path in scattered else None
+        _let_exchange(layer, axis, scatter)
     for names in tied:
         _tie(model, names)
-    _share_inputs(model, split, axis)
+    _share_inputs(split, axis, gathers)
     without_fast_path(model)
     if split.sequence is not None:
-        let_exchange_tokens(model, split.sequence, axis)
+        let_exchange_tokens(model, split.sequence, axis, gathers)
 
 
 def _scattered_rows(split: Split) -> set[str]:
@@ -72,7 +77,15 @@ def _cut(layer: PlannedLayer, name: str, parameter: nn.Parameter, dim: int, axis
         keep_rank_order(layer.module, name, RankOrder(dim, layer.parts_of(name), axis.size))
 
 
-def _let_exchange(layer: PlannedLayer, axis: TensorAxis, *, scatters: bool) -> None:
+def _scattering(axis: TensorAxis, tokens: GatheredInput | None) -> Change:
+    """Return the sum of a row layer over the ranks, whose tokens are scattered.
+
+    In backward its gradient is gathered first, then the input of the column layers before it.
+    """
+    return axis.scatter_tokens if tokens is None else lambda part: axis.scatter_tokens(tokens.behind(part))
+
+
+def _let_exchange(layer: PlannedLayer, axis: TensorAxis, scatter: Change | None) -> None:
     module, style = layer.module, layer.style
     if style.name == "embedding_rowwise":
         assert isinstance(module, nn.Embedding)
@@ -84,7 +97,7 @@ def _let_exchange(layer: PlannedLayer, axis: TensorAxis, *, scatters: bool) -> N
     elif style.name in EXPERTS:
         wrap_method(module, "forward", _summing_experts(module, axis))
     elif style.output == "all_reduce":
-        wrap_method(module, "forward", _adding_up(module, style.splits_input, scatters, axis))
+        wrap_method(module, "forward", _adding_up(module, style.splits_input, scatter, axis))
     elif style.dims:
         wrap_method(module, "forward", _of_local_parts(module, style.output, axis))
 
@@ -105,9 +118,9 @@ def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callabl
     return around
 
 
-def _adding_up(module: nn.Module, splits_input: bool, scatters: bool, axis: TensorAxis) -> Callable[..., Any]:
+def _adding_up(module: nn.Module, splits_input: bool, scatter: Change | None, axis: TensorAxis) -> Callable[..., Any]:
     """Return the forward of a layer split by rows: the ranks' outputs are summed, and its bias is added once."""
-    add = axis.scatter_tokens if scatters else axis.add
+    add = scatter or axis.add
 
     def around(forward: Callable[..., torch.Tensor], features: torch.Tensor) -> torch.Tensor:
         bias = getattr(module, PARAMETERS)["bias"]
@@ -118,7 +131,7 @@ def _adding_up(module: nn.Module, splits_input: bool, scatters: bool, axis: Tens
             output = add(forward(axis.cut(features, -1) if splits_input else features))
         if bias is None:
             return output
-        return output + (axis.copy(bias) if scatters else bias).to(output.dtype)
+        return output + (axis.copy(bias) if scatter is not None else bias).to(output.dtype)
 
     return around
 
@@ -211,18 +224,20 @@ def _tie(model: nn.Module, names: list[str]) -> None:
         model.get_submodule(path).register_parameter(own, one)
 
 
-def _share_inputs(model: nn.Module, split: Split, axis: TensorAxis) -> None:
+def _share_inputs(split: Split, axis: TensorAxis, gathers: Mapping[str, GatheredInput]) -> None:
     """Pass column layers a copy of their input whose gradient is summed over ranks: one copy for each input."""
     groups: dict[str, list[PlannedLayer]] = {}
     for layer in split.layers:
         inside = split.sequence is not None and split.sequence.gathers_above(layer.path)
         if layer.style.gradient == "all_reduce" and layer.style.name not in EXPERTS and not inside:
             groups.setdefault(layer.group, []).append(layer)
-    for group in groups.values():
-        tokens = split.sequence is not None and group[0].path in split.sequence.scopes
-        shared = _SharedInput(axis.gather_tokens if tokens else axis.copy)
+    for name, group in groups.items():
+        tokens = gathers.get(name)
+        shared = _SharedInput(axis.copy) if tokens is None else _SharedInput(tokens.gather, tokens.forget)
         for layer in group:
             layer.module.register_forward_pre_hook(shared.enter, prepend=True)
+            if tokens is not None:
+                wrap_method(layer.module, "forward", tokens.around)
         holder = group[0].parent if len(group) > 1 else group[0].module
         holder.register_forward_hook(shared.leave, always_call=True)
 
@@ -232,10 +247,13 @@ class _SharedInput:
 
     Args:
         copied: Makes the copy: of the input, or of all ranks' tokens.
+        forget: Called when the layers have run.
     """
 
-    def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._copied = copied
+    def __init__(
+        self, copied: Callable[[torch.Tensor], torch.Tensor], forget: Callable[[], None] | None = None
+    ) -> None:
+        self._copied, self._forget = copied, forget
         self._seen: weakref.ref[torch.Tensor] | None = None  # the input that was copied last
         self._copy: torch.Tensor | None = None  # dropped when the module around the layers has run
 
@@ -250,3 +268,5 @@ class _SharedInput:
     def leave(self, *_: Any) -> None:
         """Forget the input."""
         self._seen = self._copy = None
+        if self._forget is not None:
+            self._forget()

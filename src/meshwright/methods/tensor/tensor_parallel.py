@@ -19,16 +19,21 @@ from pydantic import BeforeValidator
 from torch import nn
 
 from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, Step, send_boundaries
+from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
-from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
+from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis, TracedAxis
 from meshwright.methods.tensor.block_trials import SampleRun, adjusted
 from meshwright.methods.tensor.model_split import (
     Split,
     change_hidden_input,
     change_hidden_output,
     check_tokens,
+    gather_around,
+    gather_for,
+    gathers_of,
+    linear_layers,
     split_of,
 )
 from meshwright.methods.tensor.split_checks import check_grouped, refuse_router_loss
@@ -55,6 +60,7 @@ class SplitTrace:
         model: The model.
         split: The layers that are split; every divided dim is a multiple of ``ranks``.
         ranks: Size of the axis.
+        keeps_gathered: See :func:`~meshwright.methods.tensor.split_layers.split_layers`.
 
     Attributes:
         dims: The dim of each parameter that the axis divides.
@@ -63,8 +69,8 @@ class SplitTrace:
 
     divides_batch: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module, split: Split, ranks: int) -> None:
-        self._model, self._adjustments = model, split.adjustments
+    def __init__(self, model: nn.Module, split: Split, ranks: int, *, keeps_gathered: bool = False) -> None:
+        self._model, self._split, self._keeps = model, split, keeps_gathered
         self._layers, self._ranks, self._sequence = split.layers, ranks, split.sequence
         self._axis = TracedAxis(ranks)
         self.dims = {
@@ -73,6 +79,7 @@ class SplitTrace:
         self.stands_in = False
         self._traffic = TrafficLog(AXIS)
         self._inputs: dict[str, list[torch.Tensor]] = {}  # by group: inputs whose exchange is noted already
+        self._gathers: dict[str, GatheredInput] = {}  # by group, where layers gather for themselves
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """Return the shape that one rank holds."""
@@ -88,6 +95,7 @@ class SplitTrace:
         """
         self._traffic.begin(log)
         self._inputs = {}
+        self._gathers = gathers_of(self._split, self._gather_of)
         hooks = []
         for layer in self._layers:
             if layer.style.name in EXPERTS:
@@ -95,9 +103,9 @@ class SplitTrace:
             else:
                 hooks.append(layer.module.register_forward_pre_hook(self._entering(layer), prepend=True))
             hooks.append(layer.module.register_forward_hook(self._leaving(layer)))
-        hooks += [*self._token_hooks(), *self._forgetting_hooks()]
         try:
-            with adjusted(self._model, self._adjustments), self._other_forwards():
+            with adjusted(self._model, self._split.adjustments), self._other_forwards() as stack:
+                hooks += [*self._token_hooks(stack), *self._forgetting_hooks()]
                 yield
         finally:
             for hook in hooks:
@@ -105,16 +113,16 @@ class SplitTrace:
             self._inputs = {}
 
     @contextlib.contextmanager
-    def _other_forwards(self) -> Iterator[None]:
+    def _other_forwards(self) -> Iterator[contextlib.ExitStack]:
         with contextlib.ExitStack() as stack:
             for layer in self._layers:
                 if _adds_bias_last(layer):
                     stack.enter_context(mock.patch.object(layer.module, "forward", self._adding_up(layer)))
                 if self.stands_in and layer.style.name in EXPERTS:
                     stack.enter_context(mock.patch.object(layer.module, "forward", stand_in(layer.module)))
-            yield
+            yield stack
 
-    def _token_hooks(self) -> list[Any]:
+    def _token_hooks(self, stack: contextlib.ExitStack) -> list[Any]:
         """Register the twins of the hooks of ``let_exchange_tokens``; return their handles."""
         if self._sequence is None:
             return []
@@ -122,13 +130,34 @@ class SplitTrace:
         for path in self._sequence.first:
             hooks.append(change_hidden_input(self._model.get_submodule(path), functools.partial(self._cut, path)))
         for path in self._sequence.last:
-            gathered = functools.partial(self._gathered, path, summed=False)
+            gathered = functools.partial(self._gathered, path)
             hooks.append(change_hidden_output(self._model.get_submodule(path), gathered))
+        groups = {layer.path: layer.group for layer in self._layers}
         for path in self._sequence.scopes:
             module = self._model.get_submodule(path)
-            if not is_linear(module):
-                hooks.append(change_hidden_input(module, functools.partial(self._gathered, path)))
+            if is_linear(module):
+                tokens, layers = self._gathers[groups[path]], [module]
+            else:
+                tokens, layers = self._gathers[path], linear_layers(module)
+                hooks += gather_for(module, tokens)
+            for layer in layers:
+                around = functools.partial(tokens.around, layer.forward)
+                stack.enter_context(mock.patch.object(layer, "forward", around))
         return hooks
+
+    def _gather_of(self, path: str) -> GatheredInput:
+        """Return the gather for the layers at a path, or in it."""
+
+        def gathered(part: torch.Tensor, whole: torch.Tensor) -> None:
+            self._note_beside("all_gather", "forward", whole, path)
+            if part.requires_grad:
+                self._note_beside("reduce_scatter", "backward", whole, path)
+
+        def saved(num_bytes: int, begins: bool) -> None:
+            around = self._modules_to(path.rpartition(".")[0])
+            self._traffic.note("all_gather", "backward", num_bytes, path, around, beside=begins)
+
+        return GatheredInput(self._axis, TOKENS_DIM, keeps=self._keeps, gathered=gathered, saved=saved)
 
     def _forgetting_hooks(self) -> list[Any]:
         """Let go of inputs of several layers as soon as the real twin does: they would be counted until the loss."""
@@ -139,6 +168,8 @@ class SplitTrace:
 
         def forget(name: str, *_: Any) -> None:
             self._inputs.pop(name, None)
+            if name in self._gathers:
+                self._gathers[name].forget()
 
         holders = {name: each[0].parent if len(each) > 1 else each[0].module for name, each in groups.items()}
         return [each.register_forward_hook(functools.partial(forget, name)) for name, each in holders.items()]
@@ -151,9 +182,11 @@ class SplitTrace:
         self._note_within(kind, moment, tensor, path, path.rpartition(".")[0])
 
     def _note_within(self, kind: CollectiveKind, moment: Moment, tensor: torch.Tensor, path: str, around: str) -> None:
-        parts = around.split(".")
-        modules = [self._model.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
-        self._traffic.note(kind, moment, tensor_bytes(tensor), path, modules)
+        self._traffic.note(kind, moment, tensor_bytes(tensor), path, self._modules_to(around))
+
+    def _modules_to(self, path: str) -> list[nn.Module]:
+        parts = path.split(".")
+        return [self._model.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
 
     def _cut(self, path: str, hidden: torch.Tensor) -> torch.Tensor:
         check_tokens(hidden, self._ranks)
@@ -161,12 +194,9 @@ class SplitTrace:
             self._note_beside("all_gather", "backward", hidden, path)
         return self._axis.cut(hidden, TOKENS_DIM)
 
-    def _gathered(self, path: str, hidden: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
-        gather = self._axis.gather_tokens if summed else self._axis.gather
-        whole = gather(hidden, TOKENS_DIM)
+    def _gathered(self, path: str, hidden: torch.Tensor) -> torch.Tensor:
+        whole = self._axis.gather(hidden, TOKENS_DIM)
         self._note_beside("all_gather", "forward", whole, path)
-        if summed and hidden.requires_grad:
-            self._note_beside("reduce_scatter", "backward", whole, path)
         return whole
 
     def _scattered(self, layer: PlannedLayer, output: torch.Tensor) -> torch.Tensor:
@@ -175,7 +205,8 @@ class SplitTrace:
         bias = parameters_of(layer.module)["bias"]
         if bias is not None and bias.requires_grad:
             self._note("all_reduce", "backward", bias, layer.path)
-        return self._axis.scatter_tokens(output, TOKENS_DIM)
+        tokens = gather_around(layer.path, self._gathers)
+        return self._axis.scatter_tokens(output if tokens is None else tokens.behind(output), TOKENS_DIM)
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """Return the collectives of the last run in one micro-batch."""
@@ -218,7 +249,7 @@ class SplitTrace:
         for before, whole in itertools.pairwise(known):
             if before is tensor:
                 return whole
-        whole = self._gathered(layer.path, tensor)
+        whole = self._gathers[layer.group].gather(tensor)
         self._inputs[layer.group] = [tensor, whole]
         return whole
 
@@ -314,7 +345,8 @@ class TensorParallel(Method):
     ``*`` in a pattern stands for one part of a name. Styles: ``colwise``, ``colwise_gather_output``, ``rowwise``,
     ``rowwise_split_input``, ``embedding_rowwise``, ``embedding_colwise``, ``vocabulary_head``,
     ``replicated_with_grad_allreduce``, ``experts``, ``replicate``. ``"sequence": True`` lets each rank
-    keep a part of the tokens between the split layers of blocks (Korthikanti et al. 2022).
+    keep a part of the tokens between the split layers of blocks (Korthikanti et al. 2022). Layers split by columns
+    then save that part alone and gather it again in backward; ``"keep_gathered": True`` saves all tokens.
     """
 
     method_name: ClassVar[str] = "tensor_parallel"
@@ -328,7 +360,18 @@ class TensorParallel(Method):
     foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
 
     sequence: bool = False
+    keep_gathered: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
+
+    def model_post_init(self, _: Any) -> None:
+        """Refuse to keep what is not gathered."""
+        if self.keep_gathered and not self.sequence:
+            raise StrategyError(
+                "tensor_parallel: keep_gathered is about tokens that are gathered, and every rank has all of them",
+                expected="keep_gathered with sequence=True",
+                got="keep_gathered=True alone",
+                fix="leave it out, or add sequence=True",
+            )
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
@@ -350,17 +393,26 @@ class TensorParallel(Method):
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.sequence
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        return self.keep_gathered
+
     def traced_layers(
         self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy
     ) -> SplitTrace | None:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         ranks = sizes.get(AXIS, 1)
-        return SplitTrace(model, self._split(model, sizes, sample, strategy), ranks) if ranks > 1 else None
+        if ranks == 1:
+            return None
+        keeps = _keeps_gathered(strategy)
+        return SplitTrace(model, self._split(model, sizes, sample, strategy), ranks, keeps_gathered=keeps)
 
     def text_arguments(self) -> dict[str, Any]:
         """Print the plan as a dictionary."""
         plan = {"plan": dict(self.plan)} if self.plan else {}
-        return plan | ({"sequence": True} if self.sequence else {})
+        sequence = {"sequence": True} if self.sequence else {}
+        return plan | sequence | ({"keep_gathered": True} if self.keep_gathered else {})
 
     def split(
         self,
@@ -420,7 +472,7 @@ class TensorParallel(Method):
         check_equal("The split of the layers", summary, "give every rank the same model and the same kind of samples")
         job.notices.append(summary)
         axis = TensorAxis(job.require_mesh()[AXIS])
-        split_layers(job.model, split, axis, job.device)
+        split_layers(job.model, split, axis, job.device, keeps_gathered=_keeps_gathered(job.strategy))
         split.adjust(job.model)
         job.split = None  # it would keep the blocks of other pipeline ranks alive
         job.is_split = True
@@ -434,6 +486,11 @@ class TensorParallel(Method):
             return step
         step = step.replace(blocks=tuple(_divided(block, ranks) for block in step.blocks))
         return send_boundaries(step, AXIS)
+
+
+def _keeps_gathered(strategy: Strategy) -> bool:
+    """Return whether a method of the strategy saves gathered inputs. See [Note: gathered inputs]."""
+    return any(getattr(method, "keeps_gathered", False) for method in strategy.methods)
 
 
 def _divided(block: Block, ranks: int) -> Block:

@@ -47,6 +47,8 @@ class TrafficLog:
         around: Sequence[nn.Module],
         axis: BoundaryAxis | None = None,
         saves_before: int | None = None,
+        *,
+        beside: bool = False,
     ) -> None:
         """Note one collective.
 
@@ -58,8 +60,10 @@ class TrafficLog:
             around: The modules that run, or would run, when it is sent.
             axis: The mesh axis; None: the log's.
             saves_before: How many tensors are saved for backward before it; None: those saved by now.
+            beside: See :class:`~meshwright.cost.Boundary`.
         """
-        boundary = Boundary(kind, moment, num_bytes, _names(around), path=path, axis=axis or self._axis)
+        inside = _names(around)
+        boundary = Boundary(kind, moment, num_bytes, inside, path=path, axis=axis or self._axis, beside=beside)
         position = len(self._saves) if saves_before is None else saves_before
         self._sent.append((boundary, position, tuple(around)))
 

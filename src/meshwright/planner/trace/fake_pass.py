@@ -156,8 +156,10 @@ def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace |
 
 def trace_key(resolved: Resolved) -> tuple[object, ...]:
     """Return a key shared by strategies that divide the work alike."""
-    methods = (each for each in in_phase_order(resolved.strategy) if each.axis in INNER_AXES)
-    return *methods, *(size for size in resolved.axes if size[0] in INNER_AXES and size[1] > 1)
+    every = in_phase_order(resolved.strategy)
+    methods = (each for each in every if each.axis in INNER_AXES)
+    keeps = any(each.keeps_gathered for each in every)  # because of a pipeline's schedule, too
+    return *methods, *(size for size in resolved.axes if size[0] in INNER_AXES and size[1] > 1), keeps
 
 
 # --- The pass.
