@@ -32,6 +32,7 @@ from meshwright.methods.pipeline.schedules import (
     most_in_flight,
     schedule_name,
     stage_ranks,
+    steady_micro_batches,
 )
 from meshwright.methods.pipeline.splice import Splice, part_of, release_other_parts
 from meshwright.methods.pipeline.stage_cut import (
@@ -109,9 +110,8 @@ def _in_flight(schedule: str, step: Step, stages: Stages) -> Activations:
     known = step.activations
     assert known is not None
     ranks, micro_batches = max(stages.ranks) + 1, step.num_micro_batches
-    if schedule != "gpipe":
-        # The number in flight does not grow after that, and torch's tables are slow to build.
-        micro_batches = min(micro_batches, 2 * ranks)
+    if schedule != "gpipe":  # torch's tables are slow to build
+        micro_batches = min(micro_batches, steady_micro_batches(schedule, ranks))
     peaks = in_flight_peaks(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
     in_flight = tuple(tuple(dict(moment)[stage] for stage in stages.own) for moment in peaks)
     later = step.num_micro_batches - micro_batches  # are done before the moments that follow the first gradients

@@ -143,6 +143,14 @@ def most_in_flight(name: str, ranks: int, stages_per_rank: int, micro_batches: i
     return min(stages_per_rank * micro_batches, 2 * (ranks - 1) + (stages_per_rank - 1) * per_round + 1)
 
 
+def steady_micro_batches(name: str, ranks: int) -> int:
+    """Return the number of micro-batches from which on the moments with most of them in flight stay the same.
+
+    With twice the ranks no less are in flight, but the schedule ends before a rank has gradients of all of its stages.
+    """
+    return 3 * ranks if name == "interleaved" else 2 * ranks + 1
+
+
 @functools.cache
 def in_flight_peaks(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int
