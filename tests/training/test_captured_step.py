@@ -15,11 +15,11 @@ from tests.training.test_host_reads import cuda_world
 STEPS = 10
 
 
-def made(strategy=(), optim=torch.optim.AdamW, loss_func=tiny.loss_func):
+def made(strategy=(), optim=torch.optim.AdamW, loss_func=tiny.loss_func, micro=1):
     torch.manual_seed(0)
     return mw.accelerate(
         tiny.plain(), optim, tiny.Tokens(), loss_func, strategy=list(strategy), optim_args={"lr": 1e-2},
-        dataloader_args={"batch_size": 8}, max_grad_norm=0.5,
+        dataloader_args={"batch_size": 8}, max_grad_norm=0.5, num_micro_batches=micro,
         lr_scheduler_cls=torch.optim.lr_scheduler.LambdaLR, lr_scheduler_args={"lr_lambda": lambda at: 1 / (1 + at)},
     )  # fmt: skip
 
@@ -43,14 +43,14 @@ def assert_alike(found, expected):
         torch.testing.assert_close(found[1][name], value, rtol=0.0, atol=1e-5)
 
 
-def trained(strategy, ports):
+def trained(strategy, micro, ports):
     replays = []
     replay = Graph.replay
     with cuda_world(ports), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graph, "replay", lambda graph: (replays.append(graph), replay(graph)))
         results = []
         for recorded in (False, True):
-            job = made(strategy)
+            job = made(strategy, micro=micro)
             before = weights_of(job)
             told = told_by(mw.CapturedStep(job) if recorded else job.step, batches())
             results.append((told, weights_of(job)))
@@ -58,9 +58,12 @@ def trained(strategy, ports):
     return results, moved, len(replays), len(set(replays))
 
 
-@pytest.mark.parametrize("strategy", [[], [("half", "bf16")], [("amp_native", "bf16")]], ids=["plain", "half", "amp"])
-def test_replayed_steps_are_ordinary_ones(ranks, strategy):
-    (expected, found), moved, replays, graphs = ranks(1).run(trained, strategy, (free_port(), free_port()))[0]
+CASES = {"plain": ([], 1), "half": ([("half", "bf16")], 1), "amp": ([("amp_native", "bf16")], 1), "parts": ([], 2)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_steps_are_ordinary_ones(ranks, name):
+    (expected, found), moved, replays, graphs = ranks(1).run(trained, *CASES[name], (free_port(), free_port()))[0]
     assert_alike(found, expected)
     assert moved > 0.01
     assert (replays, graphs) == (STEPS - 3, 1)
@@ -90,9 +93,10 @@ def test_a_smaller_batch_a_new_rate_and_loaded_states_are_heeded(ranks):
 
 
 def refusals(ports):
-    cases = [([], torch.optim.SGD), (["fsdp"], torch.optim.AdamW), ([("half", "fp16")], torch.optim.AdamW)]
+    graphs = [("compile", {"backend": "cudagraphs"})]
     with cuda_world(ports):
-        return [_refusal(*case) for case in cases]
+        found = [_refusal(strategy, torch.optim.AdamW) for strategy in (["fsdp"], [("half", "fp16")], graphs)]
+        return [_refusal([], torch.optim.SGD), *found]
 
 
 def refusal_on_a_cpu():
@@ -109,7 +113,7 @@ def _refusal(strategy, optim):
 
 def test_what_cannot_be_recorded_is_refused(ranks):
     found = ranks(1).run(refusals, (free_port(), free_port()))[0]
-    reasons = ("SGD may count", "fsdp cannot be recorded", "the host reads numbers")
+    reasons = ("SGD may count", "fsdp cannot be recorded", "the host reads numbers", "graphs of its own")
     assert all(reason in told for reason, told in zip(reasons, found, strict=True))
     assert "this is cpu" in ranks(1).run(refusal_on_a_cpu)[0]
 

@@ -9,11 +9,12 @@ from torch.optim import Optimizer
 
 from meshwright.data.loader import real_counts
 from meshwright.errors import ModelError, StrategyError, join_names
+from meshwright.methods.compile import Compile
 from meshwright.nn.batches import leaves_of, map_tree
 from meshwright.optim.guarded_step import inner_optimizer
 from meshwright.training.accelerated import Accelerated, StepResult
 
-_METHODS = {"parallel_mode", "amp_native", "half", "compile", "module_replace", "fp8", "grad_clip"}
+_METHODS = {"parallel_mode", "amp_native", "half", "compile", "module_replace", "gradient_accumulation", "grad_clip"}
 """Methods that neither exchange anything nor ask the host for a decision."""
 
 
@@ -164,6 +165,8 @@ def _why_not(job: Accelerated) -> str | None:
     others = [method.method_name for method in job.strategy.methods if method.method_name not in _METHODS]
     if others:
         return f"{join_names(others)} cannot be recorded"
+    if any(isinstance(method, Compile) and method.is_captured(job.device) for method in job.strategy.methods):
+        return "compile captures graphs of its own in this mode"
     if job.waits_in_steps:
         return "the host reads numbers of its steps"
     if job.num_replicas > 1:
