@@ -153,10 +153,8 @@ def with_experts(step: Step, shape: Shape, run: FamilyRun) -> Step:
         Boundary("all_to_all", moment, 2 * sent, (BLOCK,), (BLOCK,), axis="expert", count=2 * layers)
         for moment in ("forward", "backward")  # type: ignore[arg-type]
     )
-    blocks = tuple(
-        dataclasses.replace(block, parameters=tuple(_of_expert(p, shape) for p in block.parameters))
-        for block in step.blocks
-    )
+    inside = dataclasses.replace(step.blocks[0], parameters=_with_experts_inside(shape))
+    blocks = (inside, *step.blocks[1:])
     others = _of_attention(step.boundaries) if run.impl.split_tokens else map(beside, step.boundaries)
     return step.replace(blocks=blocks, boundaries=(*others, *exchanged))
 
@@ -171,6 +169,11 @@ def _of_attention(boundaries: Sequence[Boundary]) -> list[Boundary]:
         elif not ends:
             kept.setdefault(each, each)
     return list(kept.values())
+
+
+@functools.lru_cache(maxsize=16)
+def _with_experts_inside(shape: Shape) -> tuple[Parameter, ...]:
+    return tuple(_of_expert(parameter, shape) for parameter in inside_parameters(shape))
 
 
 def _of_expert(parameter: Parameter, shape: Shape) -> Parameter:

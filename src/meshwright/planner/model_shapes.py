@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -129,6 +130,7 @@ def _parameter(name: str, *shape: int, tensor_dim: int | None = None, **places: 
     return Parameter(name, shape, _FP32_BYTES, owners=(BLOCK,), states=states, tensor_dim=tensor_dim, **places)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(maxsize=64)
 def inside_parameters(shape: Shape) -> tuple[Parameter, ...]:
     """Return the parameters of one block, with the dims that a tensor axis divides (Shoeybi et al. 2019)."""
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width

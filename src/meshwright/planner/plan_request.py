@@ -40,6 +40,7 @@ HEADROOM = 0.06
 Peaks of published runs are some 5 to 8 % off their predictions, and a run that is out of memory in its third hour has
 lost them.
 """
+_ALTERNATIVES = 3  # fewest plans that formulas find: traces may find that the best does not fit
 _REACH = 1.3  # times worse than the best: so far the best plan of another family is shown
 
 
@@ -157,7 +158,8 @@ class PlanRequest:
 
         def search_within(within: int, limit_s: float | None, enough_s: float | None) -> Found:
             outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
-            found = search(outline, space=default_space(outline), **{**options, "limit_s": limit_s}, enough_s=enough_s)
+            own = {**options, "limit_s": limit_s, "top": max(self.top, _ALTERNATIVES)}
+            found = search(outline, space=default_space(outline), **own, enough_s=enough_s)
             # What is too large stays as the formulas have it, since the model would refuse a pipeline of which no cut
             # fits, and so does what there is no time to trace.
             return dataclasses.replace(

@@ -31,7 +31,7 @@ from meshwright.planner.search.search_state import (
     check_objective,
     rank_of_plan,
 )
-from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit
+from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit, out_of_time
 from meshwright.runtime.lazy import paused_collection
 from meshwright.strategy import Strategy
 
@@ -127,18 +127,6 @@ def ended_early(max_predictions: int) -> StrategyError:
         expected=f"a strategy within {max_predictions} predictions",
         got="none",
         fix="allow more with max_predictions, or include methods that are known to be needed",
-    )
-
-
-def out_of_time(limit: TimeLimit) -> StrategyError:
-    """Return the error for a search whose time was up before it found anything."""
-    where = f"; it was running {limit.place}" if limit.place else ""
-    return StrategyError(
-        "The time was up before a strategy was found that fits",
-        expected=f"a strategy within {limit.seconds:g} s of processor time",
-        got=f"none{where}",
-        fix="give it more time (limit_s, --limit-s), or name a strategy to predict that alone. A module that computes "
-        "its tokens one after the other in Python takes minutes to trace: shorten seq, or install its kernels",
     )
 
 
@@ -539,14 +527,17 @@ def search_and_trace(
         StrategyError: When nothing fits by the formulas, or nothing was found in time.
     """
     started, within, limit = time.perf_counter(), limit_bytes, TimeLimit(limit_s)
+    left: Found | None = None  # what no trace has ruled out
     for _ in range(_TRIES):
         left_s = max(limit.left_s or _LEAST_S, _LEAST_S)
         try:
             found = search(within, *((left_s, left_s * _SEARCHING) if limit_s is not None else (None, None)))
         except StrategyError as error:
-            if limit.is_over:
+            if not limit.is_over:
+                raise
+            if left is None:
                 raise out_of_time(limit) from error
-            raise
+            return left
         state, refused = _traced(found.plans, subject, objective, top, limit)
         if state.plans:
             return dataclasses.replace(
@@ -559,8 +550,9 @@ def search_and_trace(
                 is_complete=found.is_complete and not state.stopped,
                 out_of_time=found.out_of_time or state.stopped,
             )
+        left = _untraced(found, top, {*(str(plan.strategy) for plan in state.too_large), *dict(refused)})
         if state.stopped:
-            return _untraced(found, top, {*(str(plan.strategy) for plan in state.too_large), *dict(refused)})
+            return left
         if not state.too_large:
             return None
         least = state.too_large[0]
@@ -593,6 +585,8 @@ def _traced(
             state.num_predicted += 1
             if traced.fits:
                 state.add(rank_of_plan(traced, objective), traced)
+                if len(state.plans) == top:  # the others stand in for those that do not fit
+                    break
             else:
                 state.add_too_large(traced)
                 if len(state.too_large) == _SAME_REASON and not state.plans:

@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from meshwright.errors import StrategyError
+
 USUAL_LIMIT_S = 20.0
 """Seconds of processor time after which a search that a user starts ends with the best so far."""
 
@@ -64,3 +66,15 @@ class TimeLimit:
         if self.is_over:
             self.place = type(module).__name__
             raise OutOfTimeError
+
+
+def out_of_time(limit: TimeLimit) -> StrategyError:
+    """Return the error for a search whose time was up before it found anything."""
+    where = f"; it was running {limit.place}" if limit.place else ""
+    return StrategyError(
+        "The time was up before a strategy was found that fits",
+        expected=f"a strategy within {limit.seconds:g} s of processor time",
+        got=f"none{where}",
+        fix="give it more time (limit_s, --limit-s), or name a strategy to predict that alone. A module that computes "
+        "its tokens one after the other in Python takes minutes to trace: shorten seq, or install its kernels",
+    )
