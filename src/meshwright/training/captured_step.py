@@ -55,7 +55,7 @@ class CapturedStep:
         self.job, self._warm_steps = job, max(warm_steps, 1)
         self._optim = inner_optimizer(job.optim)
         self._stream = torch.cuda.Stream(job.device)
-        self._rates = [torch.empty((), device=job.device) for _ in self._optim.param_groups]
+        self._rates = [torch.empty((), dtype=torch.float32, device=job.device) for _ in self._optim.param_groups]
         self._forget()
 
     def __call__(self, batch: Any) -> StepResult:
