@@ -60,6 +60,15 @@ def _dump(entries, **status):
     return json.dumps({"entries": entries, "pg_status": {"0": {name: str(each) for name, each in status.items()}}})
 
 
+def test_a_collective_that_has_ended_is_not_waited_for_though_the_status_follows_later():
+    status = {"last_enqueued_collective": 9, "last_completed_collective": 6}
+    ranks = lambda: {"0": [0, 1]}  # noqa: E731
+    late = FlightRecorder([lambda: _dump([_entry(7), _entry(8), _entry(9)], **status)], ranks)
+    assert late.collectives(5.0) == ({"nccl:0/0/2": (9, 9)}, "")
+    sent = FlightRecorder([lambda: _dump([_entry(7), _entry(8, p2p=True), _entry(9)], **status)], ranks)
+    assert sent.collectives(5.0).called == {"nccl:0/0/2": (9, 7)}
+
+
 def test_nccl_tells_the_first_collective_that_has_not_ended():
     status = {"last_enqueued_collective": 9, "last_started_collective": 7, "last_completed_collective": 6}
     content = [_entry(6), _entry(7, retired=False, ago_s=0.9), _entry(8, retired=False, ago_s=0.8)]

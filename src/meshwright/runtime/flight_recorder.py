@@ -49,6 +49,7 @@ class FlightRecorder:
         """Return what the recorders hold; nothing if they take longer than ``patience_s``."""
         contents, ranks = self._contents(patience_s), self._ranks()
         called: dict[str, tuple[int, int]] = {}
+        retired: dict[str, set[int]] = {}  # numbers of collectives whose own entries say that they have ended
         pending: list[tuple[int, str]] = []
         for content in contents:
             for entry in content["entries"]:
@@ -59,12 +60,16 @@ class FlightRecorder:
                 number, ended = (max(int(status.get(f"last_{each}_collective", 0)), 0) for each in _STATES)
                 # A group may have a backend for each kind of device, which count on their own.
                 backend = entry["profiling_name"].partition(":")[0]
-                called[group_key(f"{backend}:{name}", ranks[name])] = max(number, ended), ended
-                if not entry["retired"]:
+                key = group_key(f"{backend}:{name}", ranks[name])
+                called[key] = max(number, ended), ended
+                if entry["retired"] and not entry.get("is_p2p"):
+                    retired.setdefault(key, set()).add(entry["collective_seq_id"])
+                elif not entry["retired"]:
                     where = name if description in ("", "undefined") else description
                     what = f"{entry['profiling_name']} {entry['collective_seq_id']} of group {where}"
                     pending.append((entry["time_created_ns"], what))
-        return Collectives(called, min(pending)[1] if pending else "")
+        known = {key: _with_retired(*counts, retired.get(key, set())) for key, counts in called.items()}
+        return Collectives(known, min(pending)[1] if pending else "")
 
     def wait_share(self, patience_s: float) -> float | None:
         """Return the share of the time since the last call in which the device was in collectives.
@@ -103,3 +108,10 @@ class FlightRecorder:
         for dump in self._dumps:
             content = json.loads(dump())
             yield {"entries": content.get("entries", []), "pg_status": content.get("pg_status", {})}
+
+
+def _with_retired(called: int, ended: int, retired: set[int]) -> tuple[int, int]:
+    """Count collectives that have ended by their entries: the status of a group may follow a moment later."""
+    while ended < called and ended + 1 in retired:
+        ended += 1
+    return called, ended
