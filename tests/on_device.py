@@ -70,7 +70,7 @@ RANKS = (
     "optim/test_mixed_precision.py",
     "methods/test_offload_activations.py",
 )
-"""Those of them whose tests with several ranks run, too."""
+"""The files of these whose tests with several ranks run there, too."""
 _TOO_EARLY = "what it is given is made when the file is read, before there is a device"
 _OF_HOST = "it makes tensors of the host beside those of the device"
 _NO_GENERATOR = "it draws numbers from a GPU's generator"

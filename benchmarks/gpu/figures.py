@@ -248,7 +248,7 @@ def captured(session: Session) -> None:
                 step = mw.CapturedStep(job) if is_recorded else job.step
                 losses.append([float(step(each).loss) for each in ids])
                 batch = ids[0].to(session.device)
-                times.append(statistics.median(_times(lambda: step(batch).loss, session)[0]))  # noqa: B023
+                times.append(statistics.median(_times(lambda step=step, batch=batch: step(batch).loss, session)[0]))
         off = max(abs(one / other - 1) for one, other in zip(*losses, strict=True))
         if not off < 1e-3 or losses[0][-1] == losses[0][0]:
             raise Wrong(f"losses of replayed steps differ by {off:.2g}")

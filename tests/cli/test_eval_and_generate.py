@@ -138,7 +138,7 @@ def test_the_average_of_the_weights_is_evaluated_where_the_run_did(ranks, folder
 
 
 def loaded_by_generate(folder, averaged):
-    """What ``generate`` says it has loaded, and the weights."""
+    """Return the weights with which ``generate`` writes."""
     found = []
     plain = eval_and_generate.Writer.continued
     with as_program(folder), pytest.MonkeyPatch.context() as patch:

@@ -1,11 +1,12 @@
 """One front end: a model by its name or dimensions, and by a config that says the same, are one prediction."""
 
+import dataclasses
 import functools
 
 import pytest
 
 from meshwright.cost import find_cluster
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, StrategyError
 from meshwright.planner import PlanRequest, parse_family
 from meshwright.planner.config_models import config_of_shape, shape_of_config
 from meshwright.planner.family_workload import FamilyModel
@@ -147,6 +148,49 @@ def test_a_search_without_time_for_traces_shows_what_formulas_found():
     assert len(found.plans) == 3
     assert all("formulas" in plan.gaps[-1] for plan in found.plans)
     assert limits == [70 * 2**30]
+
+
+class Predicting:
+    """A subject whose traces say what was found, or that it does not fit."""
+
+    def __init__(self, found, *, fits):
+        self.plans, self.fits, self.asked = {str(plan.strategy): plan for plan in found.plans}, fits, []
+
+    def plan(self, strategy, micro_batches):
+        self.asked.append(str(strategy))
+        plan = self.plans[str(strategy)]
+        return plan if self.fits else dataclasses.replace(plan, limit_bytes=plan.needed_bytes - 1)
+
+
+@pytest.fixture(scope="module")
+def by_formulas():
+    model = named_model(WIDE["llama"], None, CLUSTER)
+    return search(FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30), top=8)
+
+
+def test_no_more_is_traced_than_is_shown(by_formulas):
+    subject = Predicting(by_formulas, fits=True)
+    found = search_and_trace(lambda *_: by_formulas, subject, 70 * 2**30, "tokens_per_s", 1, None)
+    assert [str(plan.strategy) for plan in found.plans] == subject.asked == [str(by_formulas.plans[0].strategy)]
+
+
+def test_what_no_trace_has_ruled_out_is_shown_where_the_time_ends(by_formulas):
+    subject, limits = Predicting(by_formulas, fits=False), []
+
+    def search_within(limit, *_):
+        limits.append(limit)
+        if len(limits) > 1:
+            raise StrategyError("nothing in time", expected="", got="", fix="")
+        return by_formulas
+
+    found = search_and_trace(search_within, subject, 70 * 2**30, "tokens_per_s", 2, 1e-9)
+    assert len(limits) == 2
+    assert limits[1] < limits[0]
+    assert found.out_of_time
+    shown = [str(plan.strategy) for plan in found.plans]
+    assert shown == [str(plan.strategy) for plan in by_formulas.plans if str(plan.strategy) not in subject.asked][:2]
+    assert shown
+    assert all("formulas" in plan.gaps[-1] for plan in found.plans)
 
 
 def test_a_config_has_the_dimensions_of_its_name():

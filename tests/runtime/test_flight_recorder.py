@@ -62,10 +62,10 @@ def _dump(entries, **status):
 
 def test_a_collective_that_has_ended_is_not_waited_for_though_the_status_follows_later():
     status = {"last_enqueued_collective": 9, "last_completed_collective": 6}
-    ranks = lambda: {"0": [0, 1]}  # noqa: E731
-    late = FlightRecorder([lambda: _dump([_entry(7), _entry(8), _entry(9)], **status)], ranks)
+    late = FlightRecorder([lambda: _dump([_entry(7), _entry(8), _entry(9)], **status)], lambda: {"0": [0, 1]})
     assert late.collectives(5.0) == ({"nccl:0/0/2": (9, 9)}, "")
-    sent = FlightRecorder([lambda: _dump([_entry(7), _entry(8, p2p=True), _entry(9)], **status)], ranks)
+    entries = [_entry(7), _entry(8, p2p=True), _entry(9)]
+    sent = FlightRecorder([lambda: _dump(entries, **status)], lambda: {"0": [0, 1]})
     assert sent.collectives(5.0).called == {"nccl:0/0/2": (9, 7)}
 
 

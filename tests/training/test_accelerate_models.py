@@ -138,7 +138,7 @@ def test_a_cluster_that_demands_it_gets_a_pipeline_or_tensor_parallelism(method,
 
 
 def wide(name):
-    """Of sizes that two ranks can divide, and of one block, which makes no stages; nothing of it is built."""
+    """Make a small one, of sizes that two ranks can divide and of one block (no stages); nothing of it is built."""
     config = MODELS[name]().config
     wider = {"gpt2": {"n_embd": 256, "n_layer": 1}}.get(
         name, {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1}

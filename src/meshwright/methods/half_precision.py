@@ -208,8 +208,8 @@ class Half(HalfPrecisionMethod):
         prepare_input, loss_func = job.prepare_input, job.loss_func
         job.prepare_input = lambda data, device: cast_floating(prepare_input(data, device), dtype)
         # Callers of the loss hold what they pass to it: outputs in half precision would stay beside the wide ones.
-        job.prepare_output = lambda outputs: cast_floating(outputs, torch.float32)
-        job.loss_func = lambda inputs, outputs: loss_func(inputs, cast_floating(outputs, torch.float32))
+        job.prepare_output = widened = lambda outputs: cast_floating(outputs, torch.float32)
+        job.loss_func = lambda inputs, outputs: loss_func(inputs, widened(outputs))  # in loops written by hand, too
         self.widen(job)
         self.scale_loss(job)
         if job.shard_axis is not None and self.master_weights:

@@ -78,6 +78,13 @@ def connecting_on_use(num_ranks: int) -> Iterator[bool]:
             os.environ[_LAZY] = before
 
 
+def _host_barrier(group: dist.ProcessGroup) -> dist.Work:
+    """Begin a barrier of a group's ranks by its gloo part."""
+    options = BarrierOptions()
+    options.device = torch.device("cpu")
+    return group.barrier(options)
+
+
 def connect(group: dist.ProcessGroup) -> None:
     """Open the connections that the collectives of a gloo group use; collective over its ranks.
 
@@ -86,10 +93,9 @@ def connect(group: dist.ProcessGroup) -> None:
     """
     store, key, number = default_store(), f"meshwright/connect/{group.group_name}", dist.get_rank(group)
     store.add(f"{key}/{number}", 1)
-    options, limit = BarrierOptions(), store.timeout  # type: ignore[attr-defined]
-    options.device = torch.device("cpu")
+    limit = store.timeout  # type: ignore[attr-defined]
     try:
-        group.barrier(options).wait(limit)
+        _host_barrier(group).wait(limit)
     except RuntimeError as error:
         time.sleep(min(_LATECOMERS_S, limit.total_seconds()))
         absent = [dist.get_global_rank(group, each) for each in absent_ranks(store, key, 1, group.size())]
@@ -500,11 +506,9 @@ def synchronize() -> None:
         return
     device = _settings.device if _settings is not None else torch.device("cpu")
     synchronize_device(device)
-    if dist.group.WORLD is not None and "gloo" in str(dist.get_backend_config()):
+    if dist.group.WORLD is not None and "gloo" in dist.get_backend_config():
         # Its work is done, so that hosts need only meet. NCCL would want memory, which a full device has none of.
-        options = BarrierOptions()  # type: ignore[attr-defined]
-        options.device = torch.device("cpu")
-        dist.group.WORLD.barrier(options).wait()
+        _host_barrier(dist.group.WORLD).wait()
         return
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     synchronize_device(device)

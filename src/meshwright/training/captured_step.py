@@ -88,7 +88,7 @@ class CapturedStep:
             {key: value for key, value in group.items() if key not in ("params", "lr", "initial_lr")}
             for group in self._optim.param_groups
         ]
-        return id(self._optim.state), settings, len(self._rates), self.job.max_grad_norm
+        return id(self._optim.state), settings, self.job.max_grad_norm
 
     def _bring_rates(self) -> None:
         """Put learning rates that were set as numbers into the graph's memory."""
