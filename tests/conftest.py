@@ -83,6 +83,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show where workers crashed in tests that passed when they were run again: see ``Pool.run``."""
+    for report in terminalreporter.stats.get("passed", ()):
+        if "Fatal Python error" in report.capstderr:
+            terminalreporter.section(f"a worker crashed in {report.nodeid}")
+            terminalreporter.write_line(report.capstderr)
+
+
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
     """``ranks(n).run(function, …)`` runs a module-level function on n gloo ranks."""
