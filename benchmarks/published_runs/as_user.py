@@ -21,7 +21,15 @@ from meshwright.planner.plans import CONTEXT_BYTES, Plan, usable_bytes
 from meshwright.strategy import Strategy
 from published_runs.cases import Case, NotCovered, RankMemory, case_of
 from published_runs.conventions import OTHER
-from published_runs.strategies import PER_OP, ZERO, dtype_of, recompute_of, says_uncompiled, virtual_stages_of
+from published_runs.strategies import (
+    PER_OP,
+    ZERO,
+    dtype_of,
+    is_compiled,
+    recompute_of,
+    says_uncompiled,
+    virtual_stages_of,
+)
 from published_runs.table_rows import Row
 
 _SHARE = "a share of the blocks"  # as many as memory asks for: what a user of ours takes where a policy keeps too much
@@ -62,10 +70,11 @@ def user_plan(row: Row) -> UserPlan:
 def _first_that_fits(case: Case, candidates: Sequence[str]) -> Plan:
     """Return the plan of the first of these recomputations that fits, or of the first of all."""
     first = _planned(case, candidates[0], keeps=True)
-    # Compiled layers wait for what they gather again: they do where memory asks for it.
-    for recomputed in candidates if not first.fits else ():
+    # Layers wait for what they gather again, and compiled blocks save less: both where memory asks for it.
+    ladder = [(recomputed, compiled) for recomputed in candidates for compiled in (False, True)]
+    for recomputed, compiled in ladder if not first.fits else ():
         try:
-            plan = _planned(case, recomputed)
+            plan = _planned(case, recomputed, compiled=compiled)
         except MeshwrightError:  # no share is enough
             continue
         if plan.fits:
@@ -73,14 +82,15 @@ def _first_that_fits(case: Case, candidates: Sequence[str]) -> Plan:
     return first
 
 
-def _planned(case: Case, recomputed: str, *, keeps: bool = False) -> Plan:
+def _planned(case: Case, recomputed: str, *, keeps: bool = False, compiled: bool = False) -> Plan:
     cluster = case.cluster
     # The latency of a source's network is its own; a user has that of the preset.
     plain = make_cluster(cluster.device, cluster.num_devices, cluster.devices_per_node)
     inter = dataclasses.replace(plain.inter, bytes_per_s=cluster.inter.bytes_per_s)
     cluster = dataclasses.replace(cluster, inter=inter)
     subject = FamilyModel(case.row.text("model"), case.shape).subject(cluster, _samples(case), None)
-    return subject.plan(user_strategy(case, recomputed, keeps=keeps), case.run.num_micro_batches)
+    strategy = user_strategy(case, recomputed, keeps=keeps, compiled=compiled)
+    return subject.plan(strategy, case.run.num_micro_batches)
 
 
 def _samples(case: Case) -> int:
@@ -90,13 +100,14 @@ def _samples(case: Case) -> int:
     return case.run.micro_batch * case.run.num_micro_batches * replicas
 
 
-def user_strategy(case: Case, recomputed: str, *, keeps: bool = False) -> Strategy:
+def user_strategy(case: Case, recomputed: str, *, keeps: bool = False, compiled: bool = False) -> Strategy:
     """Return the strategy of a row in our methods, as a user writes it.
 
     Args:
         case: The row.
         recomputed: What is recomputed.
         keeps: Whether layers keep the tokens that they gather.
+        compiled: Whether to compile where the row does not say.
     """
     sizes = dict(case.strategy.get("parallel_mode").axes)  # type: ignore[union-attr]
     tensor, pipeline, context = (sizes.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
@@ -118,10 +129,12 @@ def user_strategy(case: Case, recomputed: str, *, keeps: bool = False) -> Strate
     elif recomputed:
         methods.append(("checkpoint", {"policy": "every_second" if recomputed == PER_OP else "full"}))
     methods += _precision(case)
-    # Published speeds are of fused kernels, compiled or written by hand, unless their table says otherwise.
-    if not says_uncompiled(case.row):
+    # What a row does not say is not compiled, as for anybody who does not ask for it; but whoever asks for fp8 is told
+    # that its casts are fused in compiled blocks alone.
+    compiled = compiled or any(method[0] == "fp8" for method in methods)
+    if is_compiled(case.row) or (compiled and not says_uncompiled(case.row)):
         methods.append("compile")
-    if stage and (nearby > 1 or others > 1):
+    if stage and nearby * others * context > 1:
         methods.append(ZERO[stage])
     return Strategy(methods)
 
