@@ -94,7 +94,7 @@ def test_a_user_says_a_strategy_in_our_own_methods():
 
 def test_what_does_not_fit_is_compiled_if_the_row_allows():
     """Blocks of one device that save more than it has where they are not compiled."""
-    cells = {"source": "nobody", "gpu": "A100-80GB", "n_gpus": "8", "zero_stage": "3", "precision": "bf16", "ac": "none"}
+    cells = {"gpu": "A100-80GB", "n_gpus": "8", "zero_stage": "3", "precision": "bf16", "ac": "none"}
     fits = {}
     for said in ("", "False"):
         run = predict_as_user(row(**cells, micro_batch="3", seq="4096", compile=said))
