@@ -335,7 +335,7 @@ def shard_axis_of(strategy: Strategy, sizes: Mapping[str, int]) -> str | None:
 
 
 class StepCut(NamedTuple):
-    """How a replica's part of the batch is cut into micro-batches.
+    """Sizes of the micro-batches that a replica's part of the batch is cut into.
 
     Attributes:
         asked: Micro-batches that the strategy or the caller asks for.

@@ -269,7 +269,7 @@ def equal_micro_batches(batch: Any, count: int, ranks: int, *, singly: bool = Fa
 
 
 class EqualParts(NamedTuple):
-    """How a batch is cut for a pipeline.
+    """Sizes of the parts that a batch is cut into for a pipeline.
 
     Attributes:
         rows: Samples of every part.
