@@ -1,7 +1,8 @@
 import pytest
 
 from meshwright import Strategy, StrategyError
-from meshwright.methods import Phase, in_phase_order, resolve
+from meshwright.cost import Step
+from meshwright.methods import Phase, cost_of, cut_step, in_phase_order, resolve
 from meshwright.methods.base import Method
 from meshwright.methods.mixed_parallel import MixedParallel
 from meshwright.strategy.value import METHOD_CONFIGS
@@ -46,6 +47,31 @@ def test_amp_beside_half_of_the_same_precision_is_dropped_and_said():
 def test_what_does_not_go_together(methods, said):
     with pytest.raises(StrategyError, match=said):
         resolve(Strategy(methods), 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "asked", "run", "said"),
+    [
+        (16, 4, (2, 4), []),
+        (24, 16, (1, 16), ["12 samples do not divide into 16 micro-batches of one size: a step runs 16 of 1, 4 of"]),
+        (10, 4, (1, 6), ["5 samples do not divide into 4 micro-batches of one size: a step runs 6 of 1, 1 of them"]),
+        (12, 4, (1, 6), ["6 samples do not divide into 4 micro-batches of one size: a step runs 6 of 1"]),
+    ],
+)
+def test_micro_batches_of_a_pipeline_are_of_one_size(batch, asked, run, said):
+    mesh = [("parallel_mode", {"data": 2, "pipeline": 2}), "pipeline_parallel"]
+    cut = cut_step(resolve(Strategy(mesh), 4), asked, batch)
+    assert (cut.asked, cut.samples, cut.micro_batches) == (asked, *run)
+    assert [any(text in notice for notice in cut.notices) for text in said] == [True] * len(cut.notices)
+    by_method = resolve(Strategy([*mesh, ("gradient_accumulation", asked)]), 4)
+    step = Step(blocks=(), axes=by_method.axes, num_micro_batches=cut.micro_batches)
+    assert cost_of(Strategy([("gradient_accumulation", asked)]), step).num_micro_batches == cut.micro_batches
+    assert cut_step(by_method, None, batch) == cut
+
+
+def test_micro_batches_without_a_pipeline_differ_by_a_sample():
+    cut = cut_step(resolve(Strategy(), 2), 4, 12)
+    assert (cut.samples, cut.micro_batches, cut.local, cut.notices) == (2, 4, 6, ())
 
 
 def test_phases_decide_the_order_whatever_is_listed():

@@ -23,6 +23,7 @@ WITHOUT_SHARED = ("tensor_parallel", {
     "plan": {f"model.layers.*.feed_forward.shared_expert.{name}": "replicate"
              for name in ("gate_proj", "up_proj", "down_proj")},
 })  # fmt: skip
+KEEPING = ("checkpoint", {"policy": "selective"})
 CASES = {
     "mixtral": (2, "mixtral", {"expert": 2}, [], "sgd", 1),
     "listed": (2, "listed", {"expert": 2}, ["checkpoint"], "sgd", 2),
@@ -51,6 +52,7 @@ CASES = {
     # Experts that take rows, a sigmoid on them, and an expert that all tokens share.
     "llama4": (2, "llama4", {"expert": 2}, [], "sgd", 1),
     "llama4 fsdp": (4, "llama4", {"expert": 2, "zero": 2}, ["fsdp", "checkpoint"], "adamw", 2),
+    "kept results": (4, "llama4", {"expert": 2, "zero": 2}, ["zero2", KEEPING], "sgd", 2),
     "half": (2, "mixtral", {"expert": 2}, [("half", "bf16")], "bf16", 1),
     "amp": (2, "mixtral", {"expert": 2}, ["zero1", ("amp_native", "bf16")], "bf16", 1),
     "amp listed": (2, "listed", {"expert": 2}, [("amp_native", "bf16")], "bf16", 1),

@@ -5,7 +5,7 @@ import torch
 
 import meshwright as mw
 from meshwright.errors import NonFiniteError, StrategyError
-from meshwright.methods import num_micro_batches, resolve
+from meshwright.methods import num_micro_batches
 from meshwright.strategy import Strategy
 from tests import tiny
 
@@ -123,8 +123,8 @@ def test_two_sources_that_contradict_each_other(ranks):
     assert "gradient_accumulation and num_micro_batches name different numbers" in accumulation
     staged = [("parallel_mode", {"pipeline": 2}), ("pipeline_parallel", {"num_micro_batches": 2})]
     with pytest.raises(StrategyError, match="pipeline_parallel and num_micro_batches name different numbers"):
-        num_micro_batches(resolve(Strategy(staged), 2), 4)
-    assert {num_micro_batches(resolve(Strategy(staged), 2), given) for given in (None, 2)} == {2}
+        num_micro_batches(Strategy(staged), (("pipeline", 2),), 4)
+    assert {num_micro_batches(Strategy(staged), (("pipeline", 2),), given) for given in (None, 2)} == {2}
 
 
 def test_notices_and_forms():

@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from meshwright.nn.batches import (
     call_loss,
     call_model,
     equal_micro_batches,
+    equal_parts,
     first_loss,
     micro_batches,
     resized,
@@ -90,6 +92,16 @@ def test_parts_of_a_pipeline_have_equally_many_samples(size, count, ranks, singl
     assert torch.equal(torch.cat(made[:real]), torch.arange(size))
     assert [len(part) if index < real else 0 for index, part in enumerate(made)] == parts
     assert all(torch.equal(part, made[real - 1]) for part in made[real:])
+
+
+def test_a_batch_is_cut_alike_by_the_number_of_parts_that_it_was_cut_into():
+    # A plan says what is run, and a job is told the plan's number.
+    cuts = itertools.product(range(1, 40), range(1, 20), (2, 3, 4))
+    for size, count, ranks in cuts:
+        cut = equal_parts(size, count, ranks)
+        assert cut.rows * cut.distinct == size
+        assert cut.distinct <= cut.total >= count
+        assert equal_parts(size, cut.total, ranks) == cut
 
 
 def test_structures_and_views_stay():

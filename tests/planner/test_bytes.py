@@ -198,7 +198,9 @@ def test_the_mask_between_documents_counts(ranks):
 def test_pipelines(ranks):
     cases = {
         "1f1b": ("bert", pipeline("1f1b"), 4),
+        "8 micro-batches of the 5 asked for, one of them a repeat": ("bert", pipeline("1f1b"), 5, FUSED, 7),
         "interleaved": ("gpt2", pipeline("interleaved"), 4),
+        "experts of other stages are let go": ("mixtral", [*pipeline("1f1b"), "module_replace"], 4),
     }
     check(ranks(2).run(compared, cases)[0])
 

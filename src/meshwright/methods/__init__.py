@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from meshwright.methods.composition import (
         Resolved as Resolved,
         Rule as Rule,
+        StepCut as StepCut,
         apply_strategy as apply_strategy,
         besides_mesh as besides_mesh,
         check_strategy as check_strategy,
         check_units as check_units,
         cost_of as cost_of,
+        cut_step as cut_step,
         find_method as find_method,
         in_phase_order as in_phase_order,
         known_methods as known_methods,

@@ -8,9 +8,10 @@ together. Then :func:`cost_of` applies the methods to a simulated step, and :fun
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
@@ -20,10 +21,12 @@ from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import SHARD_AXES, SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.birth import give_parameters
 from meshwright.methods.gradient_averaging import GradientHooks, broadcast_states
+from meshwright.methods.job import SAMPLED
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.planner_hooks import Role
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.nn import class_with, move_to, part_of_whole, rank_orders, wrap_method
+from meshwright.nn.batches import equal_parts
 from meshwright.optim import ParameterPlacement, set_placement
 from meshwright.runtime import Axes, fit_axes, joint_axis, same_on_every_rank
 from meshwright.store.entries import stored_name, unwrapped
@@ -331,13 +334,61 @@ def shard_axis_of(strategy: Strategy, sizes: Mapping[str, int]) -> str | None:
     return joint_axis(tuple(sizes.items()), first)
 
 
-def num_micro_batches(resolved: Resolved, given: int | None) -> int:
+class StepCut(NamedTuple):
+    """Sizes of the micro-batches that a replica's part of the batch is cut into.
+
+    Attributes:
+        asked: Micro-batches that the strategy or the caller asks for.
+        samples: Samples of the largest micro-batch.
+        micro_batches: Micro-batches that a step runs; a pipeline's may be others than ``asked``.
+        local: Samples of a step on one replica.
+        notices: What a user did not ask for.
+    """
+
+    asked: int
+    samples: int
+    micro_batches: int
+    local: int
+    notices: tuple[str, ...] = ()
+
+
+def cut_step(resolved: Resolved, given: int | None, batch_size: int | None) -> StepCut:
+    """Cut a batch as a step does.
+
+    A pipeline's micro-batches are of one size: a batch that does not divide gives others than are asked for.
+
+    Args:
+        resolved: The strategy.
+        given: Micro-batches that the caller asks for, if it does.
+        batch_size: Samples of a step over all replicas; None takes micro-batches of one sample.
+
+    Raises:
+        StrategyError: As for :func:`num_micro_batches`.
+    """
+    asked, ranks = num_micro_batches(resolved.strategy, resolved.axes, given), dict(resolved.axes).get("pipeline", 1)
+    if not batch_size:
+        return StepCut(asked, 1, asked, asked)
+    local = -(-batch_size // math.prod(size for axis, size in resolved.axes if axis in SAMPLED))
+    if ranks == 1:
+        return StepCut(asked, -(-local // asked), asked, local)
+    cut = equal_parts(local, asked, ranks)
+    if local % asked == 0:
+        return StepCut(asked, cut.rows, cut.total, local)
+    repeats = cut.total - cut.distinct
+    notice = (
+        f"pipeline_parallel: {local} samples do not divide into {asked} micro-batches of one size: a step runs "
+        f"{_simulated(cut.total)} of {cut.rows}" + (f", {repeats} of them repeats that do not count" if repeats else "")
+    )
+    return StepCut(asked, cut.rows, cut.total, local, (notice,))
+
+
+def num_micro_batches(strategy: Strategy, axes: Axes, given: int | None) -> int:
     """Return the number that the strategy sets, or else the given one, or else the fewest that keep every rank busy.
 
     Raises:
         StrategyError: When the strategy has another number than was given.
     """
-    for method in in_phase_order(resolved.strategy):
+    for method in in_phase_order(strategy):
         own = method.asked_micro_batches
         if own is not None and given not in (None, own):
             raise StrategyError(
@@ -347,8 +398,8 @@ def num_micro_batches(resolved: Resolved, given: int | None) -> int:
                 fix="leave num_micro_batches out: the strategy says it",
             )
         given = own or given
-    pipeline = find_method(resolved.strategy, lambda method: method.axis == "pipeline")
-    ranks = dict(resolved.axes).get("pipeline", 1)
+    pipeline = find_method(strategy, lambda method: method.axis == "pipeline")
+    ranks = dict(axes).get("pipeline", 1)
     if pipeline is None:
         return _simulated(given or 1)
     return _simulated(given or pipeline.fewest_micro_batches(ranks))

@@ -59,12 +59,12 @@ class GradientAccumulation(Method):
         return ["gradient_accumulation changes nothing: one micro-batch is the whole batch"] if one else []
 
     def apply(self, job: Job) -> None:
-        """Set the job's number, which the plan has already."""
-        job.num_micro_batches = self.num_micro_batches
+        """Set the job's number, which the plan has already; a pipeline may need more."""
+        job.num_micro_batches = max(job.num_micro_batches, self.num_micro_batches)
 
     def cost(self, step: Step) -> Step:
-        """Set the number of the simulated step, whose micro-batch was traced with it."""
-        return step.replace(num_micro_batches=self.num_micro_batches)
+        """Set the number of the simulated step, whose micro-batch was traced with it; a pipeline may need more."""
+        return step.replace(num_micro_batches=max(step.num_micro_batches, self.num_micro_batches))
 
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

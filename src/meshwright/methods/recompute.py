@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint as torch_checkpoint,
     create_selective_checkpoint_contexts,
@@ -32,7 +33,11 @@ from meshwright.nn import (
     recompute_contexts,
     wrap_methods,
 )
-from meshwright.runtime.torch_internals.operators import SCHEMA, OpOverloadPacket, schema_of
+from meshwright.runtime.torch_internals.operators import ANNOTATIONS, SCHEMA, OpOverloadPacket, schema_of
+
+# Where results are kept, torch numbers the calls of every operator, and fails if recomputation makes more of them.
+# FSDP2 takes a unit inside of a block that runs again for a root, and annotates that, too.
+SAC_IGNORED_OPS.update(ANNOTATIONS)
 
 SELECTIVE = PRODUCTS | frozenset(
     {

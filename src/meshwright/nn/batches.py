@@ -13,7 +13,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -263,15 +263,44 @@ def equal_micro_batches(batch: Any, count: int, ranks: int, *, singly: bool = Fa
     """
     if count == 1 and not singly:
         return [batch], 1
-    size = batch_size_of(batch)
+    cut = equal_parts(batch_size_of(batch), count, ranks, singly=singly)
+    parts = micro_batches(batch, cut.distinct)
+    return parts + parts[-1:] * (cut.total - cut.distinct), cut.distinct
+
+
+class EqualParts(NamedTuple):
+    """Sizes of the parts that a batch is cut into for a pipeline.
+
+    Attributes:
+        rows: Samples of every part.
+        distinct: Parts that hold the batch.
+        total: Parts that the schedule runs; those above ``distinct`` repeat the last one, and do not count.
+    """
+
+    rows: int
+    distinct: int
+    total: int
+
+
+def equal_parts(size: int, count: int, ranks: int, *, singly: bool = False) -> EqualParts:
+    """Return the cut of ``size`` samples that computes fewest: what :func:`equal_micro_batches` does, for plans too.
+
+    Args:
+        size: Samples of a batch.
+        count: As for :func:`equal_micro_batches`.
+        ranks: As for :func:`equal_micro_batches`.
+        singly: As for :func:`equal_micro_batches`.
+    """
+    if size % count == 0 and size and not singly:
+        return EqualParts(size // count, count, count)
 
     def total(parts: int) -> int:
         return count if parts <= count else math.ceil(parts / ranks) * ranks
 
     sizes = [rows for rows in range(1, max(size, 1) + 1) if size % rows == 0 and (rows == 1 or not singly)]
-    rows = min(sizes, key=lambda rows: (rows * total(size // rows), -rows), default=1)
-    parts = micro_batches(batch, size // rows) if size else [batch]
-    return parts + parts[-1:] * (total(len(parts)) - len(parts)), len(parts)
+    rows = min(sizes, key=lambda rows: (rows * total(size // rows), -rows))
+    distinct = max(size // rows, 1)
+    return EqualParts(rows, distinct, total(distinct))
 
 
 def shares_of(parts: Sequence[Any]) -> list[float]:

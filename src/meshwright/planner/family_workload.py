@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.cost import FP8, HALF, Calibration, Cluster, Device, Peak, Step, memory, peak
 from meshwright.errors import ConfigError, ModelError, StrategyError
 from meshwright.methods import (
-    SAMPLED,
     Resolved,
     Role,
+    StepCut,
     cost_of,
+    cut_step,
     find_method,
     in_phase_order,
     mixed_precision,
-    num_micro_batches,
     resolve,
 )
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from meshwright.methods import Checkpoint, Fp8, PipelineParallel
 
 
-def check_family(shape: Shape, device: Device, resolved: Resolved, run: FamilyRun) -> None:
+def check_family(shape: Shape, device: Device, resolved: Resolved, asked_micro_batches: int) -> None:
     """Refuse meshes that cannot divide the model, precisions that the device lacks, and schedules that cannot run.
 
     Raises:
@@ -57,7 +57,7 @@ def check_family(shape: Shape, device: Device, resolved: Resolved, run: FamilyRu
     _check_experts(shape, sizes)
     method, ranks = _pipeline_in(resolved.strategy), sizes.get("pipeline", 1)
     if method is not None and ranks > 1:
-        method.check_numbers(shape.layers, ranks, run.num_micro_batches)
+        method.check_numbers(shape.layers, ranks, asked_micro_batches)
     _check_recomputed(resolved)
 
 
@@ -237,8 +237,9 @@ class FamilyWorkload:
             StrategyError, ModelError: As ``plan`` does.
         """
         resolved = self._resolved(strategy)
-        run = self._run(resolved, num_micro_batches or self.num_micro_batches)
-        check_family(self.shape, self.cluster.device, resolved, run)
+        batch = cut_step(resolved, num_micro_batches or self.num_micro_batches, self.batch_size)
+        run = self._run(resolved, batch)
+        check_family(self.shape, self.cluster.device, resolved, batch.asked)
         step = cost_of(resolved.strategy, self._before(resolved, run)[0])
         host = usable_host_bytes(self.cluster)
         taken = self._taken(step, peak(step)) + self._communicator_bytes(step)
@@ -262,8 +263,9 @@ class FamilyWorkload:
 
     def _plan(self, strategy: Strategy, wanted_micro_batches: int | None, *, alike: bool) -> Plan:
         resolved = self._resolved(strategy)
-        run = self._run(resolved, wanted_micro_batches or self.num_micro_batches)
-        check_family(self.shape, self.cluster.device, resolved, run)
+        batch = cut_step(resolved, wanted_micro_batches or self.num_micro_batches, self.batch_size)
+        run = self._run(resolved, batch)
+        check_family(self.shape, self.cluster.device, resolved, batch.asked)
         before = self._before(resolved, run)
         fitted = fit_budget(resolved.strategy, before)
         steps = tuple(_costed(fitted.strategy, before, alike=alike))
@@ -277,7 +279,7 @@ class FamilyWorkload:
             step=most,
             memory=memory(most),
             limit_bytes=self._limit_bytes,
-            notices=(*resolved.notices, *fitted.notices),
+            notices=(*resolved.notices, *batch.notices, *fitted.notices),
             gaps=(*filter(None, [self.gap]), *gaps_of(resolved)),
             steps=steps if len(steps) > 1 else (),
             micro_batch=run.micro_batch,
@@ -293,10 +295,8 @@ class FamilyWorkload:
             strategy = strategy.with_method(mixed_precision(self.dtype))
         return _resolve(strategy, self.world, self.zero_level)
 
-    def _run(self, resolved: Resolved, wanted: int | None) -> FamilyRun:
-        strategy, sizes = resolved.strategy, dict(resolved.axes)
-        micro_batches = num_micro_batches(resolved, wanted)
-        replicas = math.prod(sizes.get(axis, 1) for axis in SAMPLED)
+    def _run(self, resolved: Resolved, batch: StepCut) -> FamilyRun:
+        strategy = resolved.strategy
         narrow: Fp8 | None = find_method(strategy, lambda each: each.product_dtype == FP8)
         precision = find_method(strategy, lambda each: each.role is Role.PRECISION)
         widens = precision is not None and precision.compute_dtypes(sharded=False).output is not None
@@ -315,8 +315,8 @@ class FamilyWorkload:
             autocasts=bool(autocasts),
         )
         return FamilyRun(
-            micro_batch=math.ceil(self.batch_size / (replicas * micro_batches)),
-            num_micro_batches=micro_batches,
+            micro_batch=batch.samples,
+            num_micro_batches=batch.micro_batches,
             dtype=FP8 if narrow is not None else HALF if _is_lowered(strategy) else "fp32",
             seq=self.shape.seq,
             impl=impl,

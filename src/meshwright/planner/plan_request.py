@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, ModelError, StrategyError, readable_bytes
-from meshwright.methods import SAMPLED
+from meshwright.methods import SAMPLED, num_micro_batches
 from meshwright.planner.config_models import config_path, model_of_shape, transformers_model, why_formulas
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.family_workload import FamilyModel
@@ -182,7 +182,7 @@ class PlanRequest:
             subject.must_fit = False
         plans = tuple(subject.plan(strategy, self.num_micro_batches) for strategy in strategies)
         for plan in plans:
-            _check_divides(plan, self.global_batch)
+            _check_divides(plan, self.global_batch, self.num_micro_batches)
         return Found(plans, num_considered=len(plans), num_predicted=len(plans), seconds=time.perf_counter() - started)
 
     def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
@@ -227,19 +227,19 @@ def _check_count(name: str, value: int) -> None:
         raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="correct the number")
 
 
-def _check_divides(plan: Plan, samples: int) -> None:
+def _check_divides(plan: Plan, samples: int, given: int | None) -> None:
     """Refuse a batch that does not divide into whole samples: the plan would be for another batch."""
     replicas = math.prod(size for axis, size in plan.step.axes if axis in SAMPLED)
-    parts = replicas * plan.step.num_micro_batches
+    asked = num_micro_batches(plan.strategy, plan.step.axes, given)
+    parts = replicas * asked
     if samples % parts == 0:
         return
     below = samples - samples % parts
     nearest = f"{below} or {below + parts}" if below else f"{parts}"
-    helps = "" if plan.step.num_micro_batches == 1 else ", or another number of micro-batches"
+    helps = "" if asked == 1 else ", or another number of micro-batches"
     raise StrategyError(
         "The batch does not divide between the replicas of a strategy and their micro-batches",
-        expected=f"a global_batch that is a multiple of {parts}: {replicas} replicas x "
-        f"{plan.step.num_micro_batches} micro-batches",
+        expected=f"a global_batch that is a multiple of {parts}: {replicas} replicas x {asked} micro-batches",
         got=f"global_batch={samples} for {plan.strategy}",
         fix=f"use {nearest}{helps}",
     )

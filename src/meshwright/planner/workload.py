@@ -24,11 +24,12 @@ from meshwright.methods import (
     Resolved,
     Role,
     SampleRun,
+    StepCut,
     check_units,
     cost_of,
+    cut_step,
     find_method,
     in_phase_order,
-    num_micro_batches,
     replacement_of,
     resolve,
 )
@@ -197,16 +198,15 @@ class Workload:
         return {}
 
     def _plan(self, resolved: Resolved, wanted_micro_batches: int | None) -> Plan:
-        micro_batches = num_micro_batches(resolved, wanted_micro_batches)
+        batch = cut_step(resolved, wanted_micro_batches, self.batch_size)
         self._check_units(resolved)
-        pipeline = self._pipeline(resolved, micro_batches)
+        pipeline = self._pipeline(resolved, batch.asked)
         # Trace what a rank computes and saves. It depends on the strategy only through these conditions.
-        conditions = self._conditions(resolved, micro_batches, pipeline)
+        conditions = self._conditions(resolved, batch.samples, pipeline)
         traced = self._tracer.of(conditions)
-        local = -(-self.batch_size // _replicas(resolved)) if self.batch_size else conditions.samples * micro_batches
-        step = self._traced_step(resolved, micro_batches, traced).replace(
-            activations=_with_inputs(traced.activations, resolved, micro_batches, conditions.samples, local),
-            smaller=self._smaller(resolved, micro_batches, conditions, local),
+        step = self._traced_step(resolved, batch.micro_batches, traced).replace(
+            activations=_with_inputs(traced.activations, pipeline, batch),
+            smaller=self._smaller(pipeline, batch, conditions),
         )
         # Describe parameters and states for each rank of a pipeline; they share the trace.
         decided = Decision() if pipeline is None else self._decide_cut(pipeline, step, resolved, conditions)
@@ -220,13 +220,13 @@ class Workload:
         fitted = fit_budget(resolved.strategy, ranks) if has_budget else Fitted(resolved.strategy)
         every = [cost_of(fitted.strategy, each) for each in ranks]
         most = max(every, key=lambda each: needed_bytes(each, memory(each)))
-        forecasted = self._forecast(every, conditions.samples * _replicas(resolved) * micro_batches)
+        forecasted = self._forecast(every, self.batch_size or _replicas(resolved) * batch.local)
         return Plan(
             strategy=fitted.strategy,
             step=most,
             memory=memory(most),
             limit_bytes=self.limit_bytes,
-            notices=(*resolved.notices, *traced.notices, *decided.notices, *fitted.notices),
+            notices=(*resolved.notices, *batch.notices, *traced.notices, *decided.notices, *fitted.notices),
             gaps=(*traced.gaps, *decided.gaps),
             cut=cut,
             steps=tuple(every) if cut is not None else (),
@@ -246,25 +246,27 @@ class Workload:
             self._flow(pipeline, self._split(resolved))  # refuses a model that cannot be cut, before the long trace
         return pipeline
 
-    def _conditions(self, resolved: Resolved, micro_batches: int, pipeline: Pipeline | None) -> Conditions:
+    def _conditions(self, resolved: Resolved, samples: int, pipeline: Pipeline | None) -> Conditions:
         split, fp8 = self._split(resolved), self._fp8(resolved)
-        samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
         blocks = pipeline.blocks if pipeline is not None else ()
         in_parts = any(getattr(each, "splits_backward", False) for each in resolved.strategy.methods)
         return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, in_parts, _widens(resolved))
 
-    def _smaller(
-        self, resolved: Resolved, micro_batches: int, conditions: Conditions, local: int
-    ) -> Activations | None:
+    def _smaller(self, pipeline: Pipeline | None, batch: StepCut, conditions: Conditions) -> Activations | None:
         """Trace a micro-batch of one sample less, if all but the first have so many; None if several are as large.
 
         What the first holds most of, others hold beside the gradients that it leaves.
         """
-        if conditions.samples < 2 or micro_batches == 1 or local != (conditions.samples - 1) * micro_batches + 1:
+        samples = batch.samples - 1
+        if (
+            pipeline is not None
+            or not samples
+            or batch.micro_batches == 1
+            or batch.local != samples * batch.micro_batches + 1
+        ):
             return None
-        samples = conditions.samples - 1
         traced = self._tracer.of(replace(conditions, samples=samples))
-        return _with_inputs(traced.activations, resolved, micro_batches, samples, local)
+        return _with_inputs(traced.activations, pipeline, batch._replace(samples=samples))
 
     def _traced_step(self, resolved: Resolved, micro_batches: int, traced: Traced) -> Step:
         on_cpu = self.device.type == "cpu"
@@ -366,22 +368,18 @@ def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
     return max(taken_bytes(peak.reserved_bytes, known.cluster.device) for peak in known.peaks)
 
 
-def _with_inputs(
-    traced: Activations | None, resolved: Resolved, micro_batches: int, samples: int, local: int
-) -> Activations | None:
+def _with_inputs(traced: Activations | None, pipeline: Pipeline | None, batch: StepCut) -> Activations | None:
     """Return the activations of a micro-batch beside the inputs of a step's; a pipeline prepares all of them.
 
     Args:
         traced: Activations of a micro-batch.
-        resolved: The strategy.
-        micro_batches: Micro-batches of a step.
-        samples: Samples of this micro-batch.
-        local: Samples of a step on one rank.
+        pipeline: The pipeline, if there is one.
+        batch: How the batch is cut; ``samples`` are those of this micro-batch.
     """
     if traced is None:
         return None
-    copies = micro_batches if dict(resolved.axes).get("pipeline", 1) > 1 else 1
-    return traced.given(traced.inputs._replace(samples=samples, step_samples=local, copies=copies))
+    copies = batch.micro_batches if pipeline is not None else 1
+    return traced.given(traced.inputs._replace(samples=batch.samples, step_samples=batch.local, copies=copies))
 
 
 def _compute_dtypes(resolved: Resolved) -> ComputeDtypes:

@@ -176,6 +176,8 @@ class ModuleReplace(Method):
         fresh = [each for each in (*job.model.parameters(), *job.model.buffers()) if each not in known]
         broadcast_tensors(fresh, job.device)
         job.notices.append(f"module_replace: {job.replacement}")
+        # Its changes name modules, which would stay in memory on the ranks of a pipeline that release them.
+        job.replacement = None
 
     def cost(self, step: Step) -> Step:
         """Return the step as it is: a plan traces the model with its modules replaced."""

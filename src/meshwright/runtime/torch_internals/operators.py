@@ -7,6 +7,7 @@ import torch
 from torch._ops import OpOverloadPacket  # what ``torch.ops.aten.mm`` is; only its module has an underscore
 
 __all__ = [
+    "ANNOTATIONS",
     "COMPOSITE",
     "CPU_HAS_AMX_BF16",
     "CPU_HAS_AVX512_BF16",
@@ -50,6 +51,14 @@ embedding_bag = _aten._embedding_bag
 to_copy = _aten._to_copy
 # A view that its schema does not call one.
 unsafe_view = _aten._unsafe_view
+
+# What ``torch.profiler.record_function`` calls. Replaced by a public way to tell an annotation from a computation.
+ANNOTATIONS: frozenset[Any] = frozenset(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
 
 # The name, schema and overloads of an operator, and whether it is nothing but others. Not public; ``torch.library``
 # can only define operators.
