@@ -368,7 +368,7 @@ def _snapshots(prepared: Prepared, accelerated: Accelerated, run_dir: Path) -> H
     table = prepared.config.run.snapshot
     if table is None:
         return None
-    snapshots = HostSnapshots(run_dir, table.every, max_gb=table.max_gb, neighbour=table.neighbour)
+    snapshots = HostSnapshots(run_dir, table.every, max_gb=table.max_gb, neighbour=table.neighbour, beside=True)
     accelerated.plan = dataclasses.replace(accelerated.plan, num_snapshots=snapshots.num_copies)
     return snapshots
 

@@ -29,6 +29,7 @@ from meshwright.runtime import (
     shutdown_distributed,
     world_size,
 )
+from meshwright.runtime.launch import restarts_left
 from meshwright.runtime.watch import Watch
 from meshwright.store.entries import generator_tensors, set_generators
 from meshwright.store.manifest import step_name
@@ -165,7 +166,11 @@ def _run(session: Session) -> int:
         return 0
     observer = Observer(session) if rank() == 0 else None
     failures = observer.failures if observer is not None else RunFailures(session.run_dir, start)
-    watching = Watch(run.hang_limit_s, failures.told, failures.hung)
+    # With snapshots a false alarm costs seconds, and a restart, of which half are kept for what fails for certain. What
+    # compiles may wait for other processes for long.
+    compiles = "compile" in session.accelerated.strategy.names
+    early = session.snapshots is not None and restarts_left(0.5) and not compiles
+    watching = Watch(run.hang_limit_s, failures.told, failures.hung, early=early)
     with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals, watching as watch:
         with _profiled(session) as profile:
             stopped_by = _steps(session, observer, signals, watch, failures)
