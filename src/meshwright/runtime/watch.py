@@ -52,14 +52,16 @@ _SLOW_LOOKS = 5  # pauses between two searches for slow ranks
 # [Note: hangs noticed early]
 #
 # A limit that no step may ever reach is long: minutes. Where going back costs seconds, waiting so long costs more than
-# a false alarm. A step that has taken far longer than usual is then looked into at once, and is a hang if the rank that
-# the others wait for is silent, or has hardly used its processor meanwhile: one that compiles or computes is not. The
-# usual time is that of many steps, so that the first steps of an attempt have the long limit: a step that takes long
-# again after a restart is given the time.
-_EARLY_S = 2.0
+# a false alarm. A step that is late by ten usual ones, and by twice what a restart takes, is then looked into, and is a
+# hang if the rank that the others wait for is silent, or has hardly used its processor meanwhile: one that compiles or
+# computes is none. The usual time is that of many steps, so that the first steps of an attempt have the long limit: a
+# step that takes long again after a restart is given the time.
 _EARLY_STEPS = 10
+_EARLY_RESTARTS = 2
+_LEAST_EARLY_S = 1.0
+_EARLY_PAUSE_S = 0.25
 _USUAL_OF = 20  # steps
-_BUSY_SHARE = 0.2  # of the time of one processor
+_BUSY_SHARE = 0.05  # of the time of one processor
 
 _SAMPLE_S = 0.02
 _SAMPLES = 100  # fewer say nothing of a share
@@ -260,7 +262,8 @@ class Watch:
         limit_s: Seconds without a beat that make a hang. It is reported within 1.5 times as many.
         tell: Called with what was found, on one rank.
         hung: Called after that, on the same rank, with the text and the ranks at fault, where steps have stopped.
-        early: Whether a hang may be told before the limit, on all ranks: see [Note: hangs noticed early].
+        restart_s: Seconds that going back would cost, where hangs are to be told before the limit, on all ranks; see
+            [Note: hangs noticed early].
 
     Raises:
         ConfigError: When ``limit_s`` is not above 0.
@@ -272,15 +275,16 @@ class Watch:
         tell: Callable[[str], None] = say,
         hung: Callable[[str, Sequence[int]], None] | None = None,
         *,
-        early: bool = False,
+        restart_s: float | None = None,
     ) -> None:
         if limit_s <= 0:
             raise ConfigError(
                 "limit_s is not a duration", expected="seconds above 0", got=repr(limit_s), fix="give the longest step"
             )
         self._limit_s, self._tell, self._hung = limit_s, tell, hung
-        self._pause_s = min(limit_s / _LOOKS_PER_LIMIT, 0.5 if early else 2.0)  # between two reports
-        self._early, self._latest_s, self._early_limit_s = early, deque[float](maxlen=_USUAL_OF), limit_s
+        # Between two reports.
+        self._pause_s = min(limit_s / _LOOKS_PER_LIMIT, 2.0 if restart_s is None else _EARLY_PAUSE_S)
+        self._restart_s, self._latest_s, self._early_limit_s = restart_s, deque[float](maxlen=_USUAL_OF), limit_s
         self._used_s = 0.0, 0.0  # when the process had used how much of its processors
         self._over = threading.Event()
         self._rank, self._size, self._watched = 0, 1, 0
@@ -321,11 +325,11 @@ class Watch:
     def beat(self) -> None:
         """Mark the beginning of a step."""
         now_s = time.monotonic()
-        if self._early and self._step > 1:
+        if self._restart_s is not None and self._step > 1:
             self._latest_s.append(now_s - self._beat_s)
             if len(self._latest_s) == _USUAL_OF:
-                usual_s = statistics.median(self._latest_s)
-                self._early_limit_s = min(_EARLY_S + _EARLY_STEPS * usual_s, self._limit_s)
+                later_s = max(_EARLY_RESTARTS * self._restart_s, _LEAST_EARLY_S)
+                self._early_limit_s = min(later_s + _EARLY_STEPS * statistics.median(self._latest_s), self._limit_s)
         self._step += 1
         self._beat_s = now_s
 
