@@ -172,7 +172,9 @@ class SnapshotFile:
         if self._map is None or len(self._map) < len(whole):
             self._reserve(len(whole))
         assert self._map is not None
-        self._map[_HEADER.size : len(whole)] = whole[_HEADER.size :]
+        # Not by a slice, which would hold up every other thread until all of it is copied.
+        size = len(whole) - _HEADER.size
+        _bytes_of(self._map, _HEADER.size, size).copy_(_bytes_of(whole, _HEADER.size, size))
         self._map[: _HEADER.size] = whole[: _HEADER.size]
         os.utime(self.path)
 
