@@ -5,8 +5,8 @@
 One process, fp32 weights and AdamW on the CPU (12 bytes a parameter), without a neighbour. A snapshot copies all of it
 in the step, and sums it up in a thread beside the next one; what that costs depends on how much a step computes, so
 there are several numbers of rows (as many tokens would a transformer of these parameters take). Steps with and without
-take turns; told are medians, and their ratio. With ``--beside`` copies are made while the next forward and backward run,
-as ``meshwright train`` does.
+take turns; told are medians, and their ratio. With ``--beside`` copies are made while the next forward and backward
+run, as ``meshwright train`` does.
 """
 
 from __future__ import annotations
