@@ -9,7 +9,8 @@ process), rounded, with rare kinds raised to 2 %. A step sleeps for most of its 
 for its device, so that ranks do not fight for cores. Goodput is the number of distinct steps, times the time of a step
 without failures, snapshots and checkpoints, divided by the time that passed from the first step to the end.
 
-A hang is found after ``HANG_S`` in all ways: by the watch, or by the limit of the process group.
+A hang is found after ``HANG_S`` in all ways, by the watch or by the limit of the process group, but for our snapshots:
+with them the watch does not wait so long for a rank that does nothing (``docs/failures.md``).
 """
 
 from __future__ import annotations

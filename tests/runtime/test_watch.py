@@ -86,6 +86,32 @@ def _no_hang():
     return told
 
 
+def _early(compute):
+    """Usual steps, then rank 1 sleeps or computes in one for 3 s; what was told, long before the limit."""
+    told: list[str] = []
+    with Watch(60.0, told.append, restart_s=0.1) as watch:
+        _steps(watch, [0.005] * 30)
+        watch.beat()
+        end_s = time.monotonic() + 3.0
+        while rank() == 1 and time.monotonic() < end_s:
+            if not compute:
+                time.sleep(0.1)
+        dist.barrier()
+    return told
+
+
+def _both_early():
+    return _early(False), _early(True)
+
+
+@pytest.mark.long  # it holds seconds against a limit: not for a machine that others use
+def test_a_rank_that_does_nothing_is_named_before_the_limit_and_one_that_computes_is_not(ranks):
+    (first, second) = ranks(2).run(_both_early)
+    (found,) = [text for text in first[0] + second[0] if "no step has ended" in text]
+    assert "rank 1: not in a collective, while others wait in one" in found
+    assert first[1] == second[1] == []
+
+
 def _all():
     return _hang(), _disagree(), _slow(), _no_hang(), _apart()
 

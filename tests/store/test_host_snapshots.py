@@ -1,9 +1,11 @@
 """Snapshots in host memory: the exact state comes back, from the neighbour too, and never a mixture of two."""
 
 import contextlib
+import functools
 import io
 import os
 import shutil
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +14,7 @@ import torch
 
 from meshwright import runtime
 from meshwright.errors import ConfigError
+from meshwright.optim import local_tensor
 from meshwright.store import snapshot_files
 from meshwright.store.host_snapshots import HostSnapshots
 from tests.faults.vocabulary import corrupt
@@ -59,6 +62,90 @@ def test_the_state_comes_back_to_the_last_bit(ranks, tmp_path, layout, options):
     back = ranks(2).run(_go_on, tmp_path, layout, **options)
     assert [each[1:3] for each in back] == [(3, ()), (3, ())]
     assert [each[3] for each in back] == whole
+
+
+def _begun_late(copied, seconds=0.05):
+    """Copies beside training that begin when forward and backward are over; notes what each has copied."""
+
+    def make(self, plain=snapshot_files.LateCopies.make):
+        time.sleep(seconds)
+        copied.append(sorted(self.tensors))
+        return plain(self)
+
+    return mock.patch.object(snapshot_files.LateCopies, "make", make)
+
+
+def _run_beside(folder, layout, steps=6, change=lambda state: None, **options):
+    """As ``_run``, with copies beside training and steps behind the last snapshot; what was so copied, and told."""
+    state, snapshots, copied, said = runs.build(layout, **options), _snapshots(folder, beside=True), [], io.StringIO()
+    with contextlib.redirect_stderr(said), _begun_late(copied):
+        for _ in range(steps):
+            runs.train(state, 1)
+            snapshots.take(state)
+            change(state)
+        losses = runs.train(state, 3)
+        snapshots.close(remove=False)
+    return losses, copied, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"), [("plain", {"scaler": True}), ("ddp", {"optimizer": "fused"}), ("fsdp", {"master": True})]
+)
+def test_copies_beside_training_are_of_the_step_that_was_done(ranks, tmp_path, layout, options):
+    whole = ranks(2).run(_run_beside, tmp_path, layout, **options)
+    back = ranks(2).run(_go_on, tmp_path, layout, **options)
+    assert [each[1:3] for each in back] == [(6, ()), (6, ())]
+    assert [each[3] for each in back] == [losses for losses, _, _ in whole]
+    for _, copied, said in whole:
+        assert copied[:2] == [[], []]  # compared with the live ones first
+        assert said == ""
+        assert {"model.module.weight", "optim.state.module.weight.exp_avg", "model.frozen"} <= set(copied[2])
+        assert not {name for name in copied[2] if name.startswith("random.") or "offset" in name}
+
+
+def _shrink(state, since):
+    if state.step >= since:
+        with torch.no_grad():
+            local_tensor(state.model.narrow.weight).mul_(0.5)
+
+
+def _shrunk(folder, since):
+    return _run_beside(folder, "fsdp", change=functools.partial(_shrink, since=since))
+
+
+def test_weights_that_change_between_updates_are_copied_in_the_step_or_not_at_all(ranks, tmp_path):
+    _, copied, said = ranks(2).run(_shrunk, tmp_path, 0)[0]
+    assert ranks(2).run(_go_on, tmp_path, "fsdp")[0][1] == 6
+    assert (said, "model.narrow.weight" in copied[-1], "model.module.weight" in copied[-1]) == ("", False, True)
+    # A change that comes later is seen, and that snapshot is none.
+    shutil.rmtree(tmp_path / "host-0")
+    _, copied, said = ranks(2).run(_shrunk, tmp_path, 6)[0]
+    assert "no snapshot of step 6: model.narrow.weight changed before the next update" in said
+    assert "model.narrow.weight" in copied[-1]
+    assert ranks(2).run(_go_on, tmp_path, "fsdp")[0][1] == 5
+    shutil.rmtree(tmp_path / "host-0")
+    _, copied, said = ranks(2).run(_shrunk, tmp_path, 5)[0]
+    assert (said.count("\n"), "model.narrow.weight" in copied[-1]) == (1, False)
+    assert ranks(2).run(_go_on, tmp_path, "fsdp")[0][1] == 6
+
+
+def _another_way_to_update(folder):
+    state, snapshots, copied = runs.build("plain"), _snapshots(folder, beside=True), []
+    with _begun_late(copied, 0.0):
+        for _ in range(6):
+            state.model(torch.ones(2, 7)).sum().backward()
+            if state.step == 4:
+                type(state.optim).step(state.optim)
+            else:
+                state.optim.step()
+            state.step += 1
+            snapshots.take(state)
+        snapshots.close(remove=False)
+    return [bool(each) for each in copied]
+
+
+def test_without_a_step_to_wait_in_nothing_is_copied_beside_training(ranks, tmp_path):
+    assert ranks(1).run(_another_way_to_update, tmp_path)[0] == [False, False, True, True, False, False]
 
 
 def _files(folder, host=0):
@@ -147,7 +234,7 @@ def test_a_snapshot_that_does_not_fit_is_told_and_not_taken(ranks, tmp_path):
 
 def _without_room(folder):
     """The host has no room for the third snapshot."""
-    state, snapshots, said = runs.build("fsdp"), _snapshots(folder), io.StringIO()
+    state, snapshots, said = runs.build("fsdp"), _snapshots(folder, beside=True), io.StringIO()
     with contextlib.redirect_stderr(said):
         for _ in range(4):
             runs.train(state, 1)

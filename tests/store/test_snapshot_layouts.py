@@ -2,13 +2,16 @@
 
 import contextlib
 import io
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from meshwright.runtime.agreement import bit_sum
 from meshwright.store import HostSnapshots
+from meshwright.store.snapshot_files import LateCopies
 from tests.store.reshape_runs import BATCH, BF16, FP16, MORE, ROWS, STOP, Row, Run, mesh, outer, scheduled
 
 OFFLOAD_OPTIMIZER = ("offload", "optimizer")
@@ -38,16 +41,27 @@ IN_SHORT = (
 def _snapshots(folder):
     memory = folder / "memory"
     memory.mkdir(exist_ok=True)
-    return HostSnapshots(folder / "run", folder=memory)
+    return HostSnapshots(folder / "run", folder=memory, beside=True)
+
+
+def _late(make):
+    """Copies beside training that begin when forward and backward are over."""
+
+    def delayed(self):
+        time.sleep(0.05)
+        return make(self)
+
+    return delayed
 
 
 def _whole(folder, row):
     run, snapshots = Run(row, seed=3), _snapshots(folder)
-    for _ in range(STOP):
-        run.train(1)
-        snapshots.take(run.state)
-    snapshots.close(remove=False)
-    losses = run.train(MORE)
+    with mock.patch.object(LateCopies, "make", _late(LateCopies.make)):
+        for _ in range(STOP):
+            run.train(1)
+            snapshots.take(run.state)
+        losses = run.train(MORE)
+        snapshots.close(remove=False)
     return losses, _state(run)
 
 
@@ -64,7 +78,7 @@ def _again(folder, row):
 
 def _state(run):
     """What a snapshot would hold of this rank now: sums over the bits of tensors, and the record of all else."""
-    tensors, about = HostSnapshots(Path("unused"))._captured(run.state)
+    _, tensors, about = HostSnapshots(Path("unused"))._captured(run.state)
     sums = {name: int(bit_sum(each.detach().reshape(-1).view(torch.uint8))) for name, each in tensors.items()}
     return sums, about["record"].to_json()
 

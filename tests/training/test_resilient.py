@@ -69,7 +69,7 @@ def _sizes(folder, strategy):
     with mw.resilient(job, folder) as run:
         snapshots = HostSnapshots(folder / "sizes")
         snapshots._open()
-        tensors, _ = snapshots._captured(run.state)
+        _, tensors, _ = snapshots._captured(run.state)
         snapshots.close()
     taken = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith("random."))
     plan = mw.Plan(**{**vars(job.plan), "num_snapshots": snapshots.num_copies})

@@ -61,7 +61,7 @@ from meshwright.runtime import (
     world_size,
 )
 from meshwright.runtime.device import GeneratorState
-from meshwright.runtime.launch import launch_id
+from meshwright.runtime.launch import launch_id, restart_count
 from meshwright.runtime.rendezvous import named_ranks
 from meshwright.store import CheckpointStore, HostSnapshots, TrainingState
 from meshwright.store.entries import unwrapped
@@ -368,7 +368,7 @@ def _snapshots(prepared: Prepared, accelerated: Accelerated, run_dir: Path) -> H
     table = prepared.config.run.snapshot
     if table is None:
         return None
-    snapshots = HostSnapshots(run_dir, table.every, max_gb=table.max_gb, neighbour=table.neighbour)
+    snapshots = HostSnapshots(run_dir, table.every, max_gb=table.max_gb, neighbour=table.neighbour, beside=True)
     accelerated.plan = dataclasses.replace(accelerated.plan, num_snapshots=snapshots.num_copies)
     return snapshots
 
@@ -483,5 +483,5 @@ def _peak_flops_per_s(device: torch.device) -> float | None:
     else:
         # All ranks measure at once: they share the machine while they train, too.
         synchronize()
-        own = measured_flops_per_s(device)
+        own = measured_flops_per_s(device, 0.1 if restart_count() == 0 else 0.0)  # a restart does not wait for it
     return None if any_rank(own is None) else sum(each for (each,) in gather_numbers([own or 0.0]))

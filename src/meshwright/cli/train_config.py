@@ -364,7 +364,9 @@ class RunTable(Table):
         default=25.0, description="seconds for saving a checkpoint after SIGTERM or Ctrl-C"
     )
     hang_limit_s: Annotated[float, Field(gt=0)] = Field(
-        default=300.0, description="seconds without a new step after which the rank that blocks the others is named"
+        default=300.0,
+        description="seconds without a new step after which the rank that blocks the others is named; with snapshots "
+        "one that does nothing is named sooner",
     )
     seed: _NonNegative = Field(default=0, description="seed of weights, order of samples and dropout")
     nproc: _Count | None = Field(

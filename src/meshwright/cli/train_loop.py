@@ -29,6 +29,7 @@ from meshwright.runtime import (
     shutdown_distributed,
     world_size,
 )
+from meshwright.runtime.launch import restarts_left
 from meshwright.runtime.watch import Watch
 from meshwright.store.entries import generator_tensors, set_generators
 from meshwright.store.manifest import step_name
@@ -148,16 +149,17 @@ def train(options: Options) -> int:
     Raises:
         MeshwrightError: As ``open_session`` and saving do.
     """
+    started_s = time.monotonic()
     session = open_session(options)
     try:
-        return _run(session)
+        return _run(session, time.monotonic() - started_s)
     finally:
         if session.lock is not None:
             session.lock.release()
 
 
-def _run(session: Session) -> int:
-    """Train an open session up to its end; return the exit status."""
+def _run(session: Session, opening_s: float) -> int:
+    """Train a session, which took so long to open, up to its end; return the exit status."""
     run, start = session.prepared.config.run, session.state.step
     if start >= run.steps:
         print_rank(f"meshwright: {session.run_dir} is at step {start} of {run.steps} already: nothing to do")
@@ -165,7 +167,12 @@ def _run(session: Session) -> int:
         return 0
     observer = Observer(session) if rank() == 0 else None
     failures = observer.failures if observer is not None else RunFailures(session.run_dir, start)
-    watching = Watch(run.hang_limit_s, failures.told, failures.hung)
+    # With snapshots a false alarm costs seconds, and a restart, of which half are kept for what fails for certain. What
+    # compiles may wait for other processes for long.
+    compiles = "compile" in session.accelerated.strategy.names
+    is_early = session.snapshots is not None and restarts_left(0.5) and not compiles
+    restart_s = opening_s if is_early else None
+    watching = Watch(run.hang_limit_s, failures.told, failures.hung, restart_s=restart_s)
     with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals, watching as watch:
         with _profiled(session) as profile:
             stopped_by = _steps(session, observer, signals, watch, failures)

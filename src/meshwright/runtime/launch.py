@@ -83,9 +83,13 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def restarts_left() -> bool:
-    """Return whether the launcher would start the ranks again if one failed now."""
-    return restart_count() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+def restarts_left(share: float = 1.0) -> bool:
+    """Return whether the launcher would start the ranks again if one failed now.
+
+    Args:
+        share: Of the restarts, those that may be used up.
+    """
+    return restart_count() < share * int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def launch_id() -> str | None:

@@ -95,6 +95,7 @@ _KINDS: dict[str, Any] = {
     "wait_share": (int, float),
     "called": dict,
     "pending": str,
+    "busy": bool,
 }
 
 
@@ -115,6 +116,8 @@ class Report:
     """By process group: how many collectives it has called, and how many of them have ended."""
     pending: str = ""
     """The first collective that it has called and that has not ended."""
+    busy: bool = False
+    """Whether its process has computed since the report before."""
 
     @property
     def waits(self) -> dict[str, int]:

@@ -13,8 +13,9 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +49,20 @@ _LOOKS_PER_LIMIT = 10
 _SILENT_LOOKS = 4  # so many pauses without a report are silence: a report passes through two threads that pause
 _TURN_LOOKS = _SILENT_LOOKS + 2  # pauses in which whoever has the turn must have published a verdict
 _SLOW_LOOKS = 5  # pauses between two searches for slow ranks
+# [Note: hangs noticed early]
+#
+# A limit that no step may ever reach is long: minutes. Where going back costs seconds, waiting so long costs more than
+# a false alarm. A step that is late by ten usual ones, and by twice what a restart takes, is then looked into, and is a
+# hang if the rank that the others wait for is silent, or has hardly used its processor meanwhile: one that compiles or
+# computes is none. The usual time is that of many steps, so that the first steps of an attempt have the long limit: a
+# step that takes long again after a restart is given the time.
+_EARLY_STEPS = 10
+_EARLY_RESTARTS = 2
+_LEAST_EARLY_S = 1.0
+_EARLY_PAUSE_S = 0.25
+_USUAL_OF = 20  # steps
+_BUSY_SHARE = 0.05  # of the time of one processor
+
 _SAMPLE_S = 0.02
 _SAMPLES = 100  # fewer say nothing of a share
 _entered = itertools.count()  # watches of this process; all ranks enter theirs in the same order
@@ -247,6 +262,8 @@ class Watch:
         limit_s: Seconds without a beat that make a hang. It is reported within 1.5 times as many.
         tell: Called with what was found, on one rank.
         hung: Called after that, on the same rank, with the text and the ranks at fault, where steps have stopped.
+        restart_s: Seconds that going back would cost, where hangs are to be told before the limit, on all ranks; see
+            [Note: hangs noticed early].
 
     Raises:
         ConfigError: When ``limit_s`` is not above 0.
@@ -257,13 +274,18 @@ class Watch:
         limit_s: float,
         tell: Callable[[str], None] = say,
         hung: Callable[[str, Sequence[int]], None] | None = None,
+        *,
+        restart_s: float | None = None,
     ) -> None:
         if limit_s <= 0:
             raise ConfigError(
                 "limit_s is not a duration", expected="seconds above 0", got=repr(limit_s), fix="give the longest step"
             )
         self._limit_s, self._tell, self._hung = limit_s, tell, hung
-        self._pause_s = min(limit_s / _LOOKS_PER_LIMIT, 2.0)  # between two reports
+        # Between two reports.
+        self._pause_s = min(limit_s / _LOOKS_PER_LIMIT, 2.0 if restart_s is None else _EARLY_PAUSE_S)
+        self._restart_s, self._latest_s, self._early_limit_s = restart_s, deque[float](maxlen=_USUAL_OF), limit_s
+        self._used_s = 0.0, 0.0  # when the process had used how much of its processors
         self._over = threading.Event()
         self._rank, self._size, self._watched = 0, 1, 0
         self._store: Store | None = None
@@ -302,8 +324,14 @@ class Watch:
 
     def beat(self) -> None:
         """Mark the beginning of a step."""
+        now_s = time.monotonic()
+        if self._restart_s is not None and self._step > 1:
+            self._latest_s.append(now_s - self._beat_s)
+            if len(self._latest_s) == _USUAL_OF:
+                later_s = max(_EARLY_RESTARTS * self._restart_s, _LEAST_EARLY_S)
+                self._early_limit_s = min(later_s + _EARLY_STEPS * statistics.median(self._latest_s), self._limit_s)
         self._step += 1
-        self._beat_s = time.monotonic()
+        self._beat_s = now_s
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -346,7 +374,11 @@ class Watch:
                 self._waits += bool(place_of(self._watched).operation)
 
     def _is_late(self, limits: float = 1.0) -> bool:
-        return self._step > 1 and not self._paused and time.monotonic() - self._beat_s > limits * self._limit_s
+        return self._step > 1 and not self._paused and self._late_s > limits * self._early_limit_s
+
+    @property
+    def _late_s(self) -> float:
+        return time.monotonic() - self._beat_s
 
     def _is_news(self) -> bool:
         return self._is_late() and self._reported_step != self._step
@@ -369,6 +401,9 @@ class Watch:
         # In time for the reports that are read when the limit has passed.
         known: Any = self._recorder.collectives(self._pause_s) if self._store is not None and self._is_late(0.5) else ()
         self._own = Report(self._number, self._step, *place, share, *known)
+        before, used = self._used_s, (time.monotonic(), time.process_time())
+        self._own = replace(self._own, busy=used[1] - before[1] > _BUSY_SHARE * (used[0] - before[0]))
+        self._used_s = used
         if self._store is not None:
             if self._host is None:
                 name = self._store.compare_set(f"{self._keys}/name", "", uuid.uuid4().hex).decode()
@@ -384,7 +419,8 @@ class Watch:
         This rank keeps reporting between two looks: others would take it for silent.
         """
         if self._store is None:
-            self._conclude(str(found := verdict({self._rank: self._own}, [])), found.guilty)
+            if self._late_s > self._limit_s:
+                self._conclude(str(found := verdict({self._rank: self._own}, [])), found.guilty)
             return
         state = self._diagnosis
         if state is None:
@@ -419,8 +455,14 @@ class Watch:
         silent = [each for each in silent if each != self._rank]
         if silent and state.num_reads <= _SILENT_LOOKS:
             return
+        found = verdict(now, silent)
+        if self._late_s <= self._limit_s:  # [Note: hangs noticed early]
+            at_work = [each for each in found.guilty if each not in silent and now[each].busy]
+            if not found.guilty or at_work:
+                state.before, state.num_reads = None, 0
+                return
         if self._is_news() and not self._over.is_set():
-            self._publish_verdict(store, state.number, verdict(now, silent))
+            self._publish_verdict(store, state.number, found)
 
     def _publish_verdict(self, store: Store, number: int, found: Verdict) -> None:
         ranks_at: dict[int, list[int]] = {}
@@ -456,7 +498,7 @@ class Watch:
                 self._hung(text, guilty)
 
     def _hang_text(self) -> str:
-        return f"no step has ended for {self._limit_s:g} s:"
+        return f"no step has ended for {min(self._early_limit_s, self._limit_s):.3g} s:"
 
     def _find_slow(self, store: Store) -> None:
         shares = {each: report.wait_share for each, report in read_hosts(store, self._keys).items()}

@@ -369,7 +369,7 @@ def generator_tensors() -> dict[str, torch.Tensor]:
     _, keys, position, has_gauss, cached = np.random.get_state()
     tensors = {
         "torch.cpu": torch.get_rng_state(),
-        "python.state": torch.tensor(internal, dtype=torch.int64),
+        "python.state": torch.from_numpy(np.array(internal, dtype=np.int64)),
         # A normal number that random.gauss has stored for its next call; nan where there is none.
         "python.gauss": torch.tensor(float("nan") if gauss is None else gauss, dtype=torch.float64),
         "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),

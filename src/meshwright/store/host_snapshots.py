@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.errors import CheckpointError, ConfigError, LaunchError, readable_bytes
+from meshwright.errors import CheckpointError, ConfigError, LaunchError, join_names, readable_bytes
 from meshwright.optim import OuterOptimizer
 from meshwright.optim.dtensors import local_tensor
 from meshwright.runtime import (
@@ -57,7 +57,9 @@ from meshwright.store.shards import own_box
 from meshwright.store.snapshot import Restoration, begin, capture, completed_alone, plan_restore
 from meshwright.store.snapshot_files import (
     Contents,
+    CopiesBesideTraining,
     DamagedSnapshot,
+    LateCopies,
     SnapshotFile,
     read_about,
     read_bytes,
@@ -92,6 +94,8 @@ class HostSnapshots:
             GB (10^9 bytes); None: what there is. Where more is needed, none is taken, and that is told.
         neighbour: Whether a neighbour keeps a second copy.
         folder: Where files lie; None: ``/dev/shm``, or the folder of temporary files where there is none.
+        beside: Whether copies are made beside training until the optimizer's next ``step``, where that is possible; see
+            [Note: copies beside training] in ``store/snapshot_files.py``. Nothing but ``step`` may change weights then.
 
     Raises:
         ConfigError: When ``every`` is below 1, or ``max_gb`` not above 0.
@@ -105,6 +109,7 @@ class HostSnapshots:
         max_gb: float | None = None,
         neighbour: bool = True,
         folder: Path | None = None,
+        beside: bool = False,
     ) -> None:
         if every < 1 or (max_gb is not None and max_gb <= 0):
             raise ConfigError(
@@ -120,6 +125,7 @@ class HostSnapshots:
         self._code = ""
         self._hosts: list[list[int]] = []  # ranks that see the same files
         self._group: dist.ProcessGroup | None = None  # of all ranks, for the thread
+        self._beside = CopiesBesideTraining(self.wait) if beside else None
         self._files: dict[Path, SnapshotFile] = {}
         self._steps: dict[Path, int] = {}
         self._starts: dict[str, tuple[int, ...]] = {}  # of this rank's part of each tensor
@@ -151,8 +157,9 @@ class HostSnapshots:
         self.wait()
         if not self._has_looked:
             self._drop_others(-1, self._listed(state))
-        tensors, about = self._captured(state)
+        live, tensors, about = self._captured(state)
         file: SnapshotFile | None = self._next_file(rank(), rank())
+        late: LateCopies | None = None
         needed = sum(tensor.nbytes for tensor in tensors.values()) * self.num_copies
         if self._max_bytes is not None and needed > self._max_bytes:
             limit = readable_bytes(self._max_bytes)
@@ -161,21 +168,26 @@ class HostSnapshots:
         else:
             try:
                 assert file is not None
-                file.copy(tensors)
+                if self._beside is None:
+                    file.copy(tensors)
+                else:
+                    late = self._beside.copy(file, tensors, self._beside.candidates(state.optim, live))
             except OSError as error:
                 self._no_room(state.step, error)
                 file = None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="meshwright-snapshot")
-        self._pending = self._thread.submit(self._finish, file, about, rank(), world_size())
+        self._pending = self._thread.submit(self._finish, file, late, about, rank(), world_size())
 
     @property
     def num_copies(self) -> int:
         """Number of states of one rank that its host keeps, those for a neighbour included."""
         return 2 * (2 if self._wants_neighbour and world_size() > 1 else 1)
 
-    def _captured(self, state: TrainingState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Name everything that this rank needs to go on alone."""
+    def _captured(
+        self, state: TrainingState
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+        """Name everything that this rank needs to go on alone: live tensors, its parts with generators, all else."""
         begin(state, to_load=False)
         found = capture(state, world_size(), alone=True)
         replica, replicas = 0, 1
@@ -189,14 +201,22 @@ class HostSnapshots:
         starts = {name: start for name, start in self._starts.items() if any(start)}
         about = {"rank": rank(), "step": state.step, **self._identity(state), "record": record}
         about |= {"replica": replica, "starts": starts}
-        return tensors, about
+        return found.tensors, tensors, about
 
     def _identity(self, state: TrainingState) -> dict[str, Any]:
         return {"ranks": world_size(), "strategy": state.strategy, "code": self._code}
 
-    def _finish(self, file: SnapshotFile | None, about: dict[str, Any], own: int, size: int) -> None:
+    def _finish(
+        self, file: SnapshotFile | None, late: LateCopies | None, about: dict[str, Any], own: int, size: int
+    ) -> None:
         """Complete a snapshot, and bring it to the neighbour; beside training."""
         try:
+            changed = late.make() if late is not None else set()
+            if changed and self._beside is not None:
+                what = f"{join_names(sorted(changed))} changed before the next update"
+                self._tell("changed", f"no snapshot of step {about['step']}: {what}; the one before it stays")
+                self._beside.changing |= changed
+                file = None
             if file is not None:
                 file.finish({**about, "record": about["record"].to_json(indent=None)})
                 self._steps[file.path] = about["step"]
@@ -257,11 +277,12 @@ class HostSnapshots:
         """Return the one of two files of a rank's state that does not hold the step that all ranks have."""
         assert self._folder is not None
         place = self._folder / f"rank-{holder:05d}"
-        place.mkdir(mode=0o700, exist_ok=True)
         paths = [place / f"of-{source:05d}-{letter}" for letter in _TWO]
         steps = {path: self._steps.get(path, -1) for path in paths}
         path = min(paths, key=lambda each: (steps[each] == self._common, steps[each]))
         self._steps.pop(path, None)
+        if path not in self._files:
+            place.mkdir(mode=0o700, exist_ok=True)
         return self._files.setdefault(path, SnapshotFile(path))
 
     def forget(self, state: TrainingState) -> None:
@@ -329,6 +350,8 @@ class HostSnapshots:
             self.wait()
         if self in _open_snapshots:
             _open_snapshots.remove(self)
+        if self._beside is not None:
+            self._beside.end()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

@@ -5,24 +5,40 @@ that taking a snapshot is one copy; its pages are reserved first, for a process 
 there is no memory is ended without a word. The header is cleared before the first byte changes and written after the
 last: a file whose process has died in between has none. It holds a sum over the bytes of the tensors, in which any
 flipped bit shows, and a SHA-256 of the text and of the header itself.
+
+[Note: copies beside training] What the update alone changes (weights, masters, optimizer states, averages) need not be
+copied in the step: a thread does it while the next forward and backward run, and the update waits for it. The update is
+the ``step`` of the optimizer, around which :class:`CopiesBesideTraining` puts itself. That nothing else changes them is
+not taken on trust. The first snapshots of a process are copied in the step, and compared with the live tensors where
+the next update begins: what differs by then is copied in the step from then on. Later the versions that autograd keeps
+of tensors tell of a write while a copy was made: that snapshot is dropped, the one before it stays, and such a tensor
+is copied in the step from then on. Tensors of a GPU, steps of :class:`~meshwright.optim.OuterOptimizer`, which sends
+weights whenever it likes, and optimizers that can update within backward are copied in the step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from meshwright.optim import OuterOptimizer, inner_optimizer, local_tensor
 from meshwright.runtime.agreement import bit_sum
+from meshwright.runtime.torch_internals.optim import foreach_copy_
+from meshwright.runtime.torch_internals.tensors import version_of
 from meshwright.store.entries import dtype_name, dtype_named
 
 _MAGIC = b"MWSNAP01"
@@ -97,8 +113,12 @@ class SnapshotFile:
         self._targets: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def copy(self, tensors: Mapping[str, torch.Tensor], late: Collection[str] = ()) -> None:
         """Copy plain tensors into the file, which holds no snapshot until :meth:`finish`.
+
+        Args:
+            tensors: Everything that the file is to hold.
+            late: Names of those for which there is only room yet: :meth:`copy_late` copies them.
 
         Raises:
             OSError: When the host has no room for it.
@@ -108,8 +128,20 @@ class SnapshotFile:
         if layout != self._layout or self._map is None:
             self._reserve(_DATA + data_bytes + _TEXT_ROOM)
             self._layout, self._data_bytes, self._targets = layout, data_bytes, _views(self._map, layout)
-        for name, tensor in tensors.items():
-            self._targets[name].copy_(tensor.detach())
+        self._fill({name: tensor for name, tensor in tensors.items() if name not in late})
+
+    @torch.no_grad()
+    def copy_late(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors that :meth:`copy` has left out."""
+        self._fill(tensors)
+
+    def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if tensors:  # in one call: a thread that makes it waits once, not for each tensor, until it may go on
+            foreach_copy_([self._targets[name] for name in tensors], [each.detach() for each in tensors.values()])
+
+    def differing(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+        """Return the names of tensors that are not what the file holds; one with nan counts as such."""
+        return {name for name, tensor in tensors.items() if not torch.equal(self._targets[name], tensor)}
 
     def finish(self, about: Mapping[str, Any]) -> None:
         """Write everything else, and the header.
@@ -140,7 +172,9 @@ class SnapshotFile:
         if self._map is None or len(self._map) < len(whole):
             self._reserve(len(whole))
         assert self._map is not None
-        self._map[_HEADER.size : len(whole)] = whole[_HEADER.size :]
+        # Not by a slice, which would hold up every other thread until all of it is copied.
+        size = len(whole) - _HEADER.size
+        _bytes_of(self._map, _HEADER.size, size).copy_(_bytes_of(whole, _HEADER.size, size))
         self._map[: _HEADER.size] = whole[: _HEADER.size]
         os.utime(self.path)
 
@@ -221,3 +255,128 @@ def read_snapshot(buffer: Any) -> Contents:
         raise DamagedSnapshot("its tensors are not what was written")
     layout = {name: (dtype, tuple(shape), offset) for name, (dtype, shape, offset) in about.pop("tensors").items()}
     return Contents(_views(buffer, layout), about)
+
+
+# --- Copies beside training
+
+_COMPARED = 2  # snapshots whose tensors are compared with the live ones before any is copied beside training
+
+
+@dataclass(frozen=True)
+class LateCopies:
+    """Tensors that are still to be copied into a file, and the versions that they had in the step."""
+
+    file: SnapshotFile
+    tensors: Mapping[str, torch.Tensor]
+    live: Mapping[str, torch.Tensor]
+    """The same, which may be DTensors."""
+    versions: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, file: SnapshotFile, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]) -> LateCopies:
+        """Note tensors, and their local parts, as they are now."""
+        return cls(file, {name: local[name] for name in live}, live, _versions(live))
+
+    def make(self) -> set[str]:
+        """Copy them; return the names of those that have changed meanwhile."""
+        self.file.copy_late(self.tensors)
+        now = _versions(self.live)
+        return {name for name, version in self.versions.items() if now[name] != version}
+
+
+def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    # A DTensor counts its own writes, not those into its local part.
+    return {name: (version_of(each), version_of(local_tensor(each))) for name, each in tensors.items()}
+
+
+class CopiesBesideTraining:
+    """Chooser of what is copied while the next forward and backward run; see [Note: copies beside training].
+
+    Args:
+        wait: Waits for the snapshot that is being made; called where an update begins.
+    """
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+        self._optimizer: Optimizer | None = None
+        self.changing: set[str] = set()
+        """Names of tensors that something else than the update changes."""
+        self._num_compared = 0
+        self._compared: tuple[SnapshotFile, dict[str, torch.Tensor]] | None = None
+        self._has_updated = self._is_on = True
+
+    def candidates(self, optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors that only the update changes, as far as one can tell.
+
+        Args:
+            optimizer: The one whose ``step`` makes the updates, with all its wrappers.
+            live: Everything of a training state, by stored name.
+        """
+        self._is_on = self._is_on and self._has_updated  # otherwise something else updates
+        if not self._is_on or optimizer is None or isinstance(optimizer, OuterOptimizer):
+            return {}
+        if hasattr(inner_optimizer(optimizer), "step_in_backward"):
+            return {}
+        if optimizer is not self._optimizer:
+            self._optimizer, self._num_compared = optimizer, 0
+            self._come_before(optimizer)
+        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        return {
+            name: each
+            for name, each in live.items()
+            if name not in self.changing and _is_state(name, each, id(each) in updated)
+        }
+
+    def copy(
+        self, file: SnapshotFile, tensors: Mapping[str, torch.Tensor], candidates: Mapping[str, torch.Tensor]
+    ) -> LateCopies:
+        """Copy into a file what is not copied beside training, and return the rest.
+
+        Args:
+            file: The snapshot's.
+            tensors: Everything that it holds, as plain tensors.
+            candidates: See :meth:`candidates`.
+
+        Raises:
+            OSError: When the host has no room for it.
+        """
+        self._compared, self._has_updated = None, True
+        compares = self._num_compared < _COMPARED
+        late = {} if compares else candidates
+        file.copy(tensors, late)
+        if compares:
+            self._compared = file, {name: tensors[name] for name in candidates}
+        self._has_updated = not candidates
+        return LateCopies.of(file, late, tensors)
+
+    def _come_before(self, optimizer: Optimizer) -> None:
+        step = optimizer.step
+
+        @functools.wraps(step)  # schedulers mark it
+        def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if optimizer is self._optimizer:
+                self._update()
+            return step(*args, **kwargs)
+
+        optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
+
+    def _update(self) -> None:
+        if self._has_updated:
+            return
+        self._has_updated = True
+        self._wait()
+        compared, self._compared = self._compared, None
+        if compared is not None:
+            file, tensors = compared
+            self.changing |= file.differing(tensors)
+            self._num_compared += 1
+
+    def end(self) -> None:
+        """Let updates begin without this."""
+        self._optimizer, self._compared, self._has_updated = None, None, True
+
+
+def _is_state(name: str, tensor: torch.Tensor, is_updated: bool) -> bool:
+    """Return whether a tensor is a weight, a master, an average or a state, in plain memory of the host."""
+    is_state = not name.startswith("model.") or is_updated or isinstance(tensor, nn.Parameter)
+    return is_state and tensor.device.type == "cpu" and not tensor.is_inference() and local_tensor(tensor).numel() > 0
