@@ -364,6 +364,7 @@ class BackwardAt(NamedTuple):
     halfway: tuple[
         int, ...
     ] = ()  # of ``held``, those with the gradients of inputs alone; none: the stages split nothing
+    posted: int = 0  # hidden states and gradients that are being received meanwhile
 
 
 @dataclass(frozen=True)

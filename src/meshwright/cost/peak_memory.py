@@ -267,24 +267,22 @@ def _backward_in_parts(step: Step, known: Activations, whole: Memory, now: Backw
 
 
 def _received_bytes(step: Step, now: BackwardAt) -> int:
-    """Return the bytes of buffers to receive in, and of what was sent and is held all the same.
+    """Return the bytes of what is being received, of received gradients, and of what was sent and is held all the same.
 
-    torch keeps one buffer per micro-batch and direction. Forward has saved some of what was received, and what one
-    stage of a rank hands on to the next of the same rank is no copy.
+    Forward has saved the hidden states that were received. What one stage of a rank hands on to the next of the same
+    rank is no copy, and is counted among what either has saved.
     """
     stages = step.stages
     if stages is None or stages.boundary_bytes is None:
         return 0
-    count = 0
-    for own, (stage, held) in enumerate(zip(stages.own, now.held, strict=True)):
+    count = now.posted
+    for own, stage in enumerate(stages.own):
+        done = now.done[own] if now.done else 0
         if stage > 0:
-            before = stages.own.index(stage - 1) if stages.ranks[stage - 1] == stages.here else None
-            count += step.num_micro_batches - held - (now.held[before] if before is not None else 0)
-            count += now.done[own] if now.done and before is None else 0
+            count += done if stages.ranks[stage - 1] != stages.here else -now.held[own]
         if stage + 1 < len(stages.ranks):
-            count += step.num_micro_batches
-            is_sent = now.done and stages.ranks[stage + 1] != stages.here
-            count += now.done[own] if is_sent else 0
+            count += (own == now.stage) + (now.halfway[own] if now.halfway else 0)
+            count += done if stages.ranks[stage + 1] != stages.here else 0
     if stages.schedule == "1f1b" and any(now.accumulated):
         # The last gradient that was sent is held until the next, and the last hidden state of the warm-up, too.
         left = max(stages.ranks) - stages.here

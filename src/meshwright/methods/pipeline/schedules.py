@@ -18,7 +18,7 @@ from meshwright.cost.activations import BackwardPart
 from meshwright.errors import StrategyError
 
 M = TypeVar("M")
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d+)(RECV_F|RECV_B|[FBIW])(\d+)")
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
 
@@ -97,15 +97,27 @@ def _torch_order(schedule: type[Any], ranks: int, stages_per_rank: int, micro_ba
     stage.num_stages = ranks * stages_per_rank
     several = issubclass(schedule, PipelineScheduleMulti)
     made: Any = schedule([stage] * stages_per_rank if several else stage, micro_batches)  # type: ignore[arg-type]
-    return [made.pipeline_order[rank] for rank in range(ranks)]
+    return [getattr(made, "pipeline_order_with_comms", made.pipeline_order)[rank] for rank in range(ranks)]
 
 
 @functools.cache
 def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
-    """List the actions of every rank in order, as ``(kind, stage, micro-batch)``.
+    """List what every rank computes, in order, as ``(kind, stage, micro-batch)``.
 
     Kinds: F forward, B backward, I and W the backward of inputs and of weights. The result is cached: do not change it.
     """
+    rows = _actions_and_receives(name, ranks, stages_per_rank, micro_batches)
+    return [[action for action in row if action[0] not in _RECEIVES] for row in rows]
+
+
+_RECEIVES = ("RECV_F", "RECV_B")
+
+
+@functools.cache
+def _actions_and_receives(
+    name: str, ranks: int, stages_per_rank: int, micro_batches: int
+) -> list[list[tuple[str, int, int]]]:
+    """List the same with the calls that receive hidden states and gradients, where torch's table has them."""
     # Imported here since it takes long, and most runs have no pipeline.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -187,15 +199,20 @@ def backward_moments(
     if stages_per_rank == 1:
         return tuple(_of_one_stage(name, ranks - rank, micro_batches) for rank in range(ranks))
     found = []
-    for row in actions(name, ranks, stages_per_rank, micro_batches):
+    for row in _actions_and_receives(name, ranks, stages_per_rank, micro_batches):
         own = sorted({stage for _, stage, _ in row})
+        posted: set[tuple[bool, int, int]] = set()
         in_flight, begun, done = dict.fromkeys(own, 0), dict.fromkeys(own, False), dict.fromkeys(own, 0)
         halfway = dict.fromkeys(own, 0)
         moments = set()
-        for kind, stage, _ in row:
+        for kind, stage, number in row:
+            if kind in _RECEIVES:
+                posted.add((kind == "RECV_F", stage, number))
+                continue
+            posted.discard((kind == "F", stage, number))
             if kind != "F":
                 held = tuple(in_flight.values()), tuple(begun.values()), tuple(done.values())
-                moments.add(BackwardAt(own.index(stage), *held, _PARTS[kind], tuple(halfway.values())))
+                moments.add(BackwardAt(own.index(stage), *held, _PARTS[kind], tuple(halfway.values()), len(posted)))
                 begun[stage] |= kind != "I"
                 done[stage] += kind != "W"
                 halfway[stage] += _HALFWAY[kind]
@@ -229,7 +246,8 @@ def _is_covered(one: BackwardAt, other: BackwardAt) -> bool:
         return False
     if not all(map(operator.le, one.held, other.held)):
         return False
-    are_less = map(operator.le, (*one.accumulated, *one.done), (*other.accumulated, *other.done))
+    one_more, other_more = ((*each.accumulated, *each.done, each.posted) for each in (one, other))
+    are_less = map(operator.le, one_more, other_more)
     return one != other and all(are_less)
 
 

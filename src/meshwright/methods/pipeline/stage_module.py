@@ -23,7 +23,7 @@ from meshwright.nn import is_compiled
 from meshwright.nn.batches import tensors_of
 from meshwright.optim.dtensors import local_tensor
 from meshwright.runtime.torch_internals.autograd import Function
-from meshwright.runtime.torch_internals.pipelining import AnyStage
+from meshwright.runtime.torch_internals.pipelining import ReceivingStage
 
 
 def _no_weight_backward() -> Callable[..., None]:
@@ -195,7 +195,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Stage(AnyStage):  # type: ignore[misc,valid-type]
+class Stage(ReceivingStage):
     """torch's stage, which leaves gradients to the engine and does not leave its peers waiting when it fails."""
 
     _returned: set[int]  # addresses of gradients of inputs in this step: they may still be on their way
@@ -243,6 +243,10 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
         bare = [parameter for parameter in module.parameters() if parameter.grad is None] if alone else []
         try:
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            if self.is_last and backward_type != "input":
+                # torch keeps the losses until the step's end, and what led to them would keep the inputs.
+                for loss in bwd_kwargs["stage_output"] if alone else (bwd_kwargs["stage_output"],):
+                    loss.detach_()
             if alone:
                 _own_memory(bare, {*self._returned})
                 return result
