@@ -190,15 +190,16 @@ def backward_moments(
     for row in actions(name, ranks, stages_per_rank, micro_batches):
         own = sorted({stage for _, stage, _ in row})
         in_flight, begun, done = dict.fromkeys(own, 0), dict.fromkeys(own, False), dict.fromkeys(own, 0)
-        halfway = dict.fromkeys(own, 0)
+        halfway, after = dict.fromkeys(own, 0), -1
         moments = set()
         for kind, stage, _ in row:
             if kind != "F":
                 held = tuple(in_flight.values()), tuple(begun.values()), tuple(done.values())
-                moments.add(BackwardAt(own.index(stage), *held, _PARTS[kind], tuple(halfway.values())))
+                moments.add(BackwardAt(own.index(stage), *held, _PARTS[kind], tuple(halfway.values()), after))
                 begun[stage] |= kind != "I"
                 done[stage] += kind != "W"
                 halfway[stage] += _HALFWAY[kind]
+            after = own.index(stage) if kind == "F" else -1
             in_flight[stage] += _CHANGE[kind]
         found.append(_largest(moments, _is_covered))
     return tuple(found)
@@ -225,7 +226,7 @@ def _largest(moments: Collection[M], is_below: Callable[[M, M], bool]) -> tuple[
 
 
 def _is_covered(one: BackwardAt, other: BackwardAt) -> bool:
-    if (one.stage, one.part, one.halfway) != (other.stage, other.part, other.halfway):
+    if (one.stage, one.part, one.halfway, one.after) != (other.stage, other.part, other.halfway, other.after):
         return False
     if not all(map(operator.le, one.held, other.held)):
         return False
