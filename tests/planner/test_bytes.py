@@ -199,6 +199,7 @@ def test_pipelines(ranks):
     cases = {
         "1f1b": ("bert", pipeline("1f1b"), 4),
         "8 micro-batches of the 5 asked for, one of them a repeat": ("bert", pipeline("1f1b"), 5, FUSED, 7),
+        "what is received is held while it is used": ("llama", [*pipeline("1f1b"), "checkpoint"], 8, FUSED, 8),
         "interleaved": ("gpt2", pipeline("interleaved"), 4),
         "experts of other stages are let go": ("mixtral", [*pipeline("1f1b"), "module_replace"], 4),
     }

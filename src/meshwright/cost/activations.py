@@ -96,6 +96,9 @@ class Transient(NamedTuple):
         reentrant: The instants of a block whose results, made again, and their gradients are held until its backward
             has run, as torch's reentrant recomputation does.
         reentrant_cut: The same of a place behind which a pipeline cuts the model.
+        running: Most bytes held while its forward runs, beside what it and those before it save.
+        again: The same up to the last operator that makes something saved, where recomputation stops.
+        output: Bytes that a block returns, whose gradient is held when it begins to run again.
     """
 
     place: int
@@ -110,19 +113,26 @@ class Transient(NamedTuple):
     split: SplitBackward | None = None
     reentrant: tuple[Instant, ...] = ()
     reentrant_cut: tuple[Instant, ...] = ()
+    running: int = 0
+    again: int = 0
+    output: int = 0
 
-    def most(self, *, with_gradients: bool, is_cut: bool = False, is_reentrant: bool = False) -> int:
+    def most(
+        self, *, with_gradients: bool, is_cut: bool = False, is_recomputed: bool = False, is_reentrant: bool = False
+    ) -> int:
         """Return the most bytes held beside what is saved.
 
         Args:
             with_gradients: Whether complete gradients of this place are held, and not added to others.
             is_cut: Whether a pipeline cuts the model behind this place.
+            is_recomputed: Whether the place has run forward again before.
             is_reentrant: Whether torch's reentrant implementation recomputes the place.
         """
         instants = self.cut if is_cut else self.instants
         if is_reentrant:
             instants = (self.reentrant_cut if is_cut else self.reentrant) or instants
-        return max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in instants)
+        most = max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in instants)
+        return max(most, self.again + (0 if is_cut else self.output)) if is_recomputed else most
 
 
 def outermost_instants(every: Iterable[Instant]) -> tuple[Instant, ...]:
@@ -361,9 +371,8 @@ class BackwardAt(NamedTuple):
     accumulated: tuple[bool, ...]  # whether each stage has gradients of micro-batches before
     done: tuple[int, ...] = ()  # micro-batches of which each stage has sent gradients; none: not counted
     part: BackwardPart = "both"
-    halfway: tuple[
-        int, ...
-    ] = ()  # of ``held``, those with the gradients of inputs alone; none: the stages split nothing
+    halfway: tuple[int, ...] = ()  # of ``held``, those with gradients of inputs alone; none: nothing is split
+    after: int = -1  # the stage whose forward has just run; -1: another backward came between, or it is not known
     posted: int = 0  # hidden states and gradients that are being received meanwhile
 
 

@@ -141,6 +141,8 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
     assert known is not None
     behind = step.stages.num_blocks if step.stages is not None else known.transients[-1].place
     for now in _moments_of_backward(step, known):
+        if step.stages is not None and step.stages.own[0] == 0 < now.after:
+            yield from _later_forward(step, known, whole, now)
         if now.part != "both" and known.splits_backward:
             yield from _backward_in_parts(step, known, whole, now)
             continue
@@ -159,6 +161,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
             activations = held_here + each.most(
                 with_gradients=not _accumulates(step, now),
                 is_cut=each.place == end < behind,
+                is_recomputed=each.place in working,
                 is_reentrant=known.to_the_end and each.place in working,
             )
             gradients, gathered = _Gradients(step, whole, known, now).at(each)
@@ -172,13 +175,12 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
             )
             yield each.place == behind, at_peak
             if 0 <= each.place < behind and (on_way := _exchanged_bytes(step)):
-                weights = _weights(step, each.place, behind)
                 yield (
                     False,
                     dataclasses.replace(
                         at_peak,
                         activations=held_here - kept.get(each.place, 0),
-                        gathered=weights + on_way + known.transients[-1].gradients,
+                        gathered=_weights(step, each.place, behind) + on_way + known.transients[-1].gradients,
                         recomputation=0,
                     ),
                 )
@@ -196,6 +198,29 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                         recomputation=0,
                     ),
                 )
+
+
+def _later_forward(step: Step, known: Activations, whole: Memory, now: BackwardAt) -> Iterator[tuple[bool, Memory]]:
+    """Yield the same as :func:`backward_by_place` while a later stage runs forward on the rank of the first.
+
+    What comes before the blocks runs in every stage. The model holds its result, a hidden state, until the stage has
+    run, and autograd what it saves.
+    """
+    assert step.stages is not None
+    own, behind = _of_stage(step, known, now.after), step.stages.num_blocks
+    before = sum(size for (place,), size in known.kept_at[0] if place < 0) + (step.stages.boundary_bytes or 0)
+    before += _held_bytes(step, known, now) + _received_bytes(step, now) + known.inputs.held
+    gradients, gathered = _Gradients(step, whole, known, now).at(own[-1])
+    for each in own:
+        later = sum(size for (place,), size in known.kept_at[now.after] if place > each.place)
+        held = dataclasses.replace(
+            whole,
+            gradients=gradients,
+            gathered=gathered + _weights(step, each.place, behind, ahead=False),
+            activations=before - later + each.running,
+            recomputation=0,
+        )
+        yield each.place == behind, held
 
 
 def _moments_of_backward(step: Step, known: Activations) -> Iterator[BackwardAt]:
@@ -281,8 +306,10 @@ def _received_bytes(step: Step, now: BackwardAt) -> int:
         if stage > 0:
             count += done if stages.ranks[stage - 1] != stages.here else -now.held[own]
         if stage + 1 < len(stages.ranks):
-            count += (own == now.stage) + (now.halfway[own] if now.halfway else 0)
-            count += done if stages.ranks[stage + 1] != stages.here else 0
+            halfway = now.halfway[own] if now.halfway else 0
+            count += (own == now.stage) + halfway
+            # Of micro-batches that are halfway, what was sent is among what is held.
+            count += done - halfway if stages.ranks[stage + 1] != stages.here else 0
     if stages.schedule == "1f1b" and any(now.accumulated):
         # The last gradient that was sent is held until the next, and the last hidden state of the warm-up, too.
         left = max(stages.ranks) - stages.here

@@ -92,18 +92,19 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
     fused_run = dataclasses.replace(run, impl=dataclasses.replace(run.impl, attention="flash2"))
     beside = run.tokens * (kv + (f if shape.gated else 0)) * run.itemsize // run.tensor  # keys; up, where gate is kept
     scores = 0 if run.impl.fused_attention else saved - block_saved(shape, fused_run)
+    entering = plain * 4 // run.itemsize if run.impl.autocasts else plain  # residual sums are in fp32 then
     whole = len(_CLASSES) * block
     (around, inside, attention) = (whole,), (whole, whole + 1), (whole, whole + 1, whole + 2)
     fused = (OperatorResult(FUSED, around, 1),) if run.impl.fused_attention and not run.impl.dropout else ()
     product, last = (OperatorResult(PRODUCT, around, 1),), (OperatorResult(PRODUCT, around, 0),)
     second = (OperatorResult(PRODUCT, around, 1, turns=(1,)),)
     every = (
-        SavedTensor(plain, (around,), inputs_of=(whole,), places=(block,)),
+        SavedTensor(entering, (around,), inputs_of=(whole,), places=(block,)),
         SavedTensor(plain, (around,), results=product, places=(block,)),
         SavedTensor(attended, (around,), results=fused, places=(block,)),
         SavedTensor(selective - 2 * plain - attended, (around,), results=product, places=(block,)),
         SavedTensor(beside, (inside,), results=second, places=(block,)),
-        SavedTensor(saved - selective - beside - scores, (inside,), places=(block,)),
+        SavedTensor(saved - selective - beside - scores - (entering - plain), (inside,), places=(block,)),
         SavedTensor(scores, (attention,), places=(block,)),
         SavedTensor(plain, (), results=last, places=(block,)),
     )

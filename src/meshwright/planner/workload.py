@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.cost import FP8, Block, Calibration, Cluster, Step, memory
+from meshwright.cost.peak_memory import averages_in_buckets
 from meshwright.errors import ConfigError, ModelError
 from meshwright.methods import (
     SAMPLED,
@@ -109,6 +110,7 @@ class Workload:
         one_host: Whether all ranks share one host, if there is no cluster to tell.
         copies_input: Whether the model input is made anew from each micro-batch, also where no device needs a copy.
         limit_is_free: Whether ``limit_bytes`` is what is free, of which communicators of the mesh will take some.
+        finds_unused: Whether replicas are averaged by a DDP that looks for parameters that a step does not use.
         must_fit: Whether a pipeline of which no cut fits is refused; otherwise it is planned as it is, too large.
     """
 
@@ -129,6 +131,7 @@ class Workload:
     copies_input: bool = False
     limit_is_free: bool = False
     must_fit: bool = True
+    finds_unused: bool = False
 
     @property
     def half_dtype(self) -> str:
@@ -250,7 +253,10 @@ class Workload:
         split, fp8 = self._split(resolved), self._fp8(resolved)
         blocks = pipeline.blocks if pipeline is not None else ()
         in_parts = any(getattr(each, "splits_backward", False) for each in resolved.strategy.methods)
-        return Conditions(*_compute_dtypes(resolved), samples, split, blocks, fp8, in_parts, _widens(resolved))
+        replicated = Step((), resolved.axes, resolved.shard_axis)
+        copies_output = self.finds_unused and pipeline is None and averages_in_buckets(replicated)
+        dtypes, widens = _compute_dtypes(resolved), _widens(resolved)
+        return Conditions(*dtypes, samples, split, blocks, fp8, in_parts, widens, copies_output)
 
     def _smaller(self, pipeline: Pipeline | None, batch: StepCut, conditions: Conditions) -> Activations | None:
         """Trace a micro-batch of one sample less, if all but the first have so many; None if several are as large.

@@ -121,9 +121,7 @@ class Request:
         from meshwright.planner.measure import check_time_limit  # imported here: only dry runs need that package
 
         check_time_limit(self.time_limit)
-        if not self.chooses:
-            return
-        if self.optim_func is None or (self.dataset is None and self.sample_batch is None):
+        if self.chooses and (self.optim_func is None or (self.dataset is None and self.sample_batch is None)):
             raise ConfigError(
                 "time_limit asks to run candidates, and there is nothing to train them with",
                 expected="optim_func, and dataset or sample_batch",
@@ -230,10 +228,12 @@ class Request:
             one_host=settings.local_world_size >= world_size(),
             copies_input=settings.device.type == "cpu" and self._copies_input(),
             limit_is_free=True,
+            finds_unused=bool((self.ddp_options or {}).get("find_unused_parameters", self.find_unused_parameters)),
         )
 
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        return first_loss(self.loss(inputs, call_model(model, inputs, self.model_input_format)))
+        output = call_model(model, inputs, self.model_input_format)  # held while the loss runs, as in a step
+        return first_loss(self.loss(inputs, output))
 
     def _copies_input(self) -> bool:
         """Return whether ``prepare_input`` makes new tensors of a batch that is on the device already."""

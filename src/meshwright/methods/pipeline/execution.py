@@ -172,7 +172,7 @@ def _end(model: Any) -> None:
 # Every rank of a pipeline has the whole batch, so the schedules are given micro-batch numbers, and a stage looks up its
 # own inputs. The last stage ends with the loss: only hidden states travel.
 
-# Schedules are cached by batch shape; each holds receive buffers for the hidden states of its micro-batches.
+# Schedules are cached by batch shape: torch takes long to build them.
 _MOST_SCHEDULES = 4
 
 Call = Callable[[Any], Any]

@@ -203,7 +203,7 @@ def backward_moments(
         own = sorted({stage for _, stage, _ in row})
         posted: set[tuple[bool, int, int]] = set()
         in_flight, begun, done = dict.fromkeys(own, 0), dict.fromkeys(own, False), dict.fromkeys(own, 0)
-        halfway = dict.fromkeys(own, 0)
+        halfway, after = dict.fromkeys(own, 0), -1
         moments = set()
         for kind, stage, number in row:
             if kind in _RECEIVES:
@@ -212,10 +212,12 @@ def backward_moments(
             posted.discard((kind == "F", stage, number))
             if kind != "F":
                 held = tuple(in_flight.values()), tuple(begun.values()), tuple(done.values())
-                moments.add(BackwardAt(own.index(stage), *held, _PARTS[kind], tuple(halfway.values()), len(posted)))
+                parts = _PARTS[kind], tuple(halfway.values())
+                moments.add(BackwardAt(own.index(stage), *held, *parts, after, len(posted)))
                 begun[stage] |= kind != "I"
                 done[stage] += kind != "W"
                 halfway[stage] += _HALFWAY[kind]
+            after = own.index(stage) if kind == "F" else -1
             in_flight[stage] += _CHANGE[kind]
         found.append(_largest(moments, _is_covered))
     return tuple(found)
@@ -242,7 +244,7 @@ def _largest(moments: Collection[M], is_below: Callable[[M, M], bool]) -> tuple[
 
 
 def _is_covered(one: BackwardAt, other: BackwardAt) -> bool:
-    if (one.stage, one.part, one.halfway) != (other.stage, other.part, other.halfway):
+    if (one.stage, one.part, one.halfway, one.after) != (other.stage, other.part, other.halfway, other.after):
         return False
     if not all(map(operator.le, one.held, other.held)):
         return False

@@ -203,6 +203,7 @@ class Pass:
         device: Device that it will train on; None: that of its parameters.
         views_batch: Whether the model input is views of a batch in the same memory.
         splits_backward: Whether backward runs in two parts, first for inputs and later for weights.
+        copies_output: Whether what wraps the model copies its output, as DDP does where parameters may be unused.
     """
 
     model: nn.Module
@@ -217,6 +218,7 @@ class Pass:
     device: torch.device | None = None
     views_batch: bool = False
     splits_backward: bool = False
+    copies_output: bool = False
 
     def predict(self) -> Predicted:
         """Run the whole model.
@@ -297,7 +299,7 @@ class Pass:
 
             def pass_of(model: nn.Module, inputs: Any) -> tuple[tuple[Boundary, ...], Placed, bool]:
                 cutting = parts.cutting() if parts is not None else ends.watching()
-                with self._as_one_rank(saved.log), work.counting(), self._casting_output(model), cutting:
+                with self._as_one_rank(saved.log), work.counting(), self._changing_output(model), cutting:
                     loss = self.forward(model, inputs)
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
                 saved.complete = True
@@ -320,6 +322,7 @@ class Pass:
                 boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs.tree)
             held.add_kept(saved)
             transients = held.transients(saved, ends.let_go(), ends.left_last) if has_run and parts is None else ()
+            transients = ends.in_forward(transients, saved)
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
         idle = _idle(state) if has_run else ()
@@ -344,17 +347,18 @@ class Pass:
         return self.split.running(log) if self.split is not None else _nothing()
 
     @contextlib.contextmanager
-    def _casting_output(self, model: nn.Module) -> Iterator[None]:
-        """Cast what the model returns behind all other hooks, where the loss begins."""
-        if self.output_dtype is None:
-            yield
-            return
-        dtype = self.output_dtype
-        hook = model.register_forward_hook(lambda module, args, output: cast_floating(output, dtype))
+    def _changing_output(self, model: nn.Module) -> Iterator[None]:
+        """Cast and copy what the model returns behind all other hooks, where the loss begins."""
+        dtype, hooks = self.output_dtype, []
+        if dtype is not None:
+            hooks.append(model.register_forward_hook(lambda module, args, output: cast_floating(output, dtype)))
+        if self.copies_output:
+            hooks.append(model.register_forward_hook(lambda module, args, output: _copied(output)))
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def _state(self, fakes: FakeTensors) -> dict[str, torch.Tensor]:
         return {
@@ -371,6 +375,25 @@ class Pass:
             return fake
         shape = self.split.local_shape(tensor)
         return fake if shape == fake.shape else fake.new_empty(shape)
+
+
+class _Copies(torch.autograd.Function):
+    """Copy tensors that are the graph's own results, as DDP does; the gradient is passed on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return gradients
+
+
+def _copied(output: Any) -> Any:
+    """Return a model's output with copies in place of the tensors that lead to a gradient."""
+    results = {id(each): each for each in tensors_in(output) if each.grad_fn is not None}
+    copies = dict(zip(results, _Copies.apply(*results.values()), strict=True)) if results else {}
+    return map_tree(lambda leaf: copies.get(id(leaf), leaf), output)
 
 
 class _Recorded(NamedTuple):

@@ -26,15 +26,13 @@ from meshwright.cost.activations import PRODUCTS
 from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results, kept_now, operator_name
 from meshwright.nn import is_compiled, outside_compiled
 from meshwright.nn.swapped_parameters import FakeDispatchMode
-from meshwright.planner.trace.aten_kernels import Fate, Fusion, tensors_in
+from meshwright.planner.trace.aten_kernels import Fate, FlopCount, Fusion, tensors_in
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
 from meshwright.runtime.torch_internals.tensors import storage_identity
 
 if TYPE_CHECKING:
     from meshwright.cost.activations import Given
     from meshwright.methods.tensor.tensor_parallel import SaveLog
-    from meshwright.nn.swapped_parameters import FakeDispatchMode
-from meshwright.planner.trace.aten_kernels import FlopCount
 
 
 @dataclass
@@ -436,9 +434,10 @@ class LiveBytes:
         """Return the number of operators that have run."""
         return len(self.moments)
 
-    def freed_at(self, storage: int) -> int:
-        """Return the operator that found a storage free; the number of all operators where none did."""
-        return self._freed.get(storage, (0, len(self.moments)))[1]
+    def lifetime_of(self, storage: int) -> tuple[int, int]:
+        """Return the operators that made a storage and found it free; -1 and the number of all where none did."""
+        made = self._live[storage].operator if storage in self._live else -1
+        return self._freed.get(storage, (made, len(self.moments)))
 
     def alive(self) -> dict[int, tuple[int, int]]:
         """Return the storages that are held now: the operator that made each, and its bytes."""

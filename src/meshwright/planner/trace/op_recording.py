@@ -270,10 +270,35 @@ class BlockEnds:
             later = (other.begin for other in self._ends[number:] if other.place == end.place)
             behind = next((begin for begin in later if begin > end.begin), len(found))
             for which, each in enumerate((end.output, end.gradient)):
-                for index in range(max(end.begin, self._held.freed_at(each.reference.cdata)), behind):
+                for index in range(max(end.begin, self._held.lifetime_of(each.reference.cdata)[1]), behind):
                     if moments[index].during == "backward" and moments[index].place == end.place:
                         found[index][which] += each.num_bytes
         return [(results, gradients) for results, gradients in found]
+
+    def in_forward(self, found: Sequence[Transient], saved: SavedTensors) -> tuple[Transient, ...]:
+        """Return the temporary tensors of every place with what is held while it runs forward, and runs again."""
+        kept, last_made = saved.kept_by_place(), dict[int, int]()
+        for key, places in saved.places.items():
+            made, _ = self._held.lifetime_of(key)
+            last_made[min(places)] = max(made, last_made.get(min(places), -1))
+        before = {
+            here.place: sum(size for place, size in kept.items() if place <= here.place)
+            + sum(other.returned for other in found if other.place < here.place)
+            for here in found
+        }
+        running, again = dict.fromkeys(before, 0), dict.fromkeys(before, 0)
+        furthest = -1  # where a block runs again, blocks behind it have saved tensors already
+        for number, (place, during, held, _) in enumerate(self._held.moments):
+            furthest = max(furthest, place)
+            if during == "forward" and place == furthest and place in before:
+                running[place] = max(running[place], held - before[place])
+                if number <= last_made.get(place, -1):
+                    again[place] = max(again[place], held - before[place])
+        outputs = {end.place: end.output.num_bytes for end in self._ends}
+        return tuple(
+            each._replace(running=running[each.place], again=again[each.place], output=outputs.get(each.place, 0))
+            for each in found
+        )
 
 
 # --- FLOPs by place: before the blocks that a pipeline cuts, in each of them, and behind them.

@@ -198,6 +198,7 @@ class Conditions:
     fp8: Fp8Trace | None = None  # the layers that multiply in 8 bits
     splits_backward: bool = False  # whether a schedule computes gradients of inputs first, and of weights later
     widened: bool = False  # whether products in bf16 are made in fp32 where the device is slow in bf16
+    copies_output: bool = False  # whether the wrapper of the model copies what it returns
 
 
 class Traced(NamedTuple):
@@ -308,6 +309,7 @@ class Tracer:
             device=self._device,
             views_batch=self._views_batch,
             splits_backward=now.splits_backward,
+            copies_output=now.copies_output,
         )
         assumed = stands_in(self._model, self._device)
         with now.fp8.running() if now.fp8 is not None else self._widened(now):
