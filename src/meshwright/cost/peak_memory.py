@@ -247,6 +247,7 @@ def _held_bytes(step: Step, known: Activations, now: BackwardAt) -> int:
         if step.stages.own[stage] > 0 and parts:
             # The gradient that comes from the stage behind lies in a buffer, which is counted apart.
             received = sum(each.received for each in parts[:-1])
+            received -= parts[-1].tail if step.stages.own[stage] + 1 < len(step.stages.ranks) else 0
             held += count * (received + sum(each.kept - each.freed for each in parts))
     return held
 
@@ -309,8 +310,7 @@ def _received_bytes(step: Step, now: BackwardAt) -> int:
         if stage + 1 < len(stages.ranks):
             count += step.num_micro_batches
             is_sent = now.done and stages.ranks[stage + 1] != stages.here
-            # Of micro-batches that are halfway, what was sent is among what is held.
-            count += now.done[own] - sum(now.halfway[own : own + 1]) if is_sent else 0
+            count += now.done[own] - sum(now.halfway[own : own + 1]) if is_sent else 0  # halfway: among what is held
     if stages.schedule == "1f1b" and any(now.accumulated):
         # The last gradient that was sent is held until the next, and the last hidden state of the warm-up, too.
         left = max(stages.ranks) - stages.here
