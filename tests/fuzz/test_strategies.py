@@ -20,6 +20,7 @@ def test_a_seed_is_one_case():
 
 LONG = {  # those of four ranks and more; tests/cost holds the mechanism of the first
     "a_later_stage_runs_what_comes_before_the_blocks", "a_row_layer_recomputed_holds_its_result",
+    "a_stage_lets_go_what_lies_behind_its_last_weights",
     "a_ring_holds_what_it_receives", "experts_accumulate_beside_shards", "experts_in_shared_memory",
     "inputs_of_split_layers_let_go", "offload_all_beside_experts", "offload_all_beside_tensor",
     "stages_begin_to_accumulate_one_by_one",

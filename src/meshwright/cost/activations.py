@@ -67,6 +67,7 @@ class SplitBackward(NamedTuple):
         freed: Bytes saved here that are free between the parts.
         weights: Instants of the second part, beside what is held as it begins here.
         change: Bytes that are held more when it has run here, beside gradients of weights; negative if it frees some.
+        tail: Bytes saved here that are free between the parts, too, where a pipeline cuts the model behind this place.
     """
 
     inputs: tuple[Instant, ...]
@@ -76,6 +77,7 @@ class SplitBackward(NamedTuple):
     freed: int
     weights: tuple[Instant, ...]
     change: int
+    tail: int = 0
 
 
 class Transient(NamedTuple):

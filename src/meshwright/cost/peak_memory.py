@@ -247,6 +247,7 @@ def _held_bytes(step: Step, known: Activations, now: BackwardAt) -> int:
         if step.stages.own[stage] > 0 and parts:
             # The gradient that comes from the stage behind lies in a buffer, which is counted apart.
             received = sum(each.received for each in parts[:-1])
+            received -= parts[-1].tail if step.stages.own[stage] + 1 < len(step.stages.ranks) else 0
             held += count * (received + sum(each.kept - each.freed for each in parts))
     return held
 
@@ -308,8 +309,8 @@ def _received_bytes(step: Step, now: BackwardAt) -> int:
         if stage + 1 < len(stages.ranks):
             halfway = now.halfway[own] if now.halfway else 0
             count += (own == now.stage) + halfway
-            # Of micro-batches that are halfway, what was sent is among what is held.
-            count += done - halfway if stages.ranks[stage + 1] != stages.here else 0
+            is_sent = stages.ranks[stage + 1] != stages.here
+            count += done - halfway if is_sent else 0  # halfway, what was sent is among what is held
     if stages.schedule == "1f1b" and any(now.accumulated):
         # The last gradient that was sent is held until the next, and the last hidden state of the warm-up, too.
         left = max(stages.ranks) - stages.here

@@ -277,6 +277,8 @@ class Pass:
         if not (self.splits_backward and recorded.transients and recorded.blocks):
             return recorded
         found = self._recorded(BackwardInParts(recorded.blocks)).parts
+        tails = self._recorded(BackwardInParts(recorded.blocks, between=True)).tails
+        found = {place: each._replace(tail=tails.get(place, 0)) for place, each in found.items()}
         transients = (each._replace(split=found.get(each.place)) for each in recorded.transients)
         return recorded._replace(transients=tuple(transients))
 
@@ -326,8 +328,10 @@ class Pass:
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
         idle = _idle(state) if has_run else ()
-        found_in_parts = parts.by_place(held, saved) if has_run and parts is not None else {}
-        return _Recorded(saved, boundaries, ops, blocks, placed, transients, idle, inputs.sizes, found_in_parts)
+        recorded = _Recorded(saved, boundaries, ops, blocks, placed, transients, idle, inputs.sizes)
+        if parts is None or not has_run:
+            return recorded
+        return recorded._replace(**parts.found(held, saved))
 
     def _blocks_here(self) -> list[nn.Module]:
         """Return the blocks that the model has now; a list may be cut short."""
@@ -406,6 +410,7 @@ class _Recorded(NamedTuple):
     idle: tuple[str, ...]
     inputs: Inputs
     parts: Mapping[int, SplitBackward] = {}  # of a backward in two parts, by places
+    tails: Mapping[int, int] = {}  # of one that stops between them
 
 
 class _FakeInputs:

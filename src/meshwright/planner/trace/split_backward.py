@@ -31,10 +31,12 @@ class BackwardInParts:
 
     Args:
         blocks: Blocks in the order in which they run.
+        between: Whether to stop between the parts, and tell what a stage that ends with a place lets go there.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Sequence[nn.Module], *, between: bool = False) -> None:
+        self._blocks, self._stops = blocks, between
+        self._left: dict[int, set[int]] = {}  # storages that are left between the parts if a stage ends with a place
         self._places = {block: place for place, block in enumerate(blocks)}
         self._leaves: list[torch.Tensor] = []  # what takes the place of the first block's inputs
         self._handed: dict[int, int] = {}  # storages of gradients of what blocks return -> places
@@ -92,12 +94,40 @@ class BackwardInParts:
             if leaf.grad is not None:
                 self._handed[storage_of(leaf.grad)[0]] = -1
         self._between, held.backward_part = held.alive(), "weights"
+        if self._stops:
+            self._let_go(groups, held)
+            return
         for group in groups:
             self._groups.append((held.num_operators, held.settle()))
             stage_backward_weight(iter(weights), [group])
         self._groups.append((held.num_operators, held.settle()))
         gradients = {storage_of(each.grad)[0] for each in weights if each.grad is not None}
         self._gradients = [made for key, made in held.alive().items() if key in gradients]
+
+    def _let_go(self, groups: list[dict[str, Any]], held: LiveBytes) -> None:
+        """Drop the groups of weights from the last place on, as if no stage had held what leads to them alone."""
+        behind = len(self._blocks)
+        places = {id(each): place for block, place in self._places.items() for each in block.parameters()}
+
+        def first(group: dict[str, Any]) -> int:
+            return min(places.get(id(node.variable), behind) for node in group["params"])
+
+        for place in reversed(range(behind)):
+            groups[:] = [group for group in groups if first(group) <= place]
+            self._left[place] = {*held.alive()}
+
+    def tails(self, saved: SavedTensors) -> dict[int, int]:
+        """Return by places the bytes saved there that are free between the parts where a stage ends with the place."""
+        found = dict.fromkeys(self._left, 0)
+        for key in self._between.keys() - saved.weights - saved.given.keys():
+            place = min(saved.places.get(key, {-1}))
+            if place in found and key not in self._left[place]:
+                found[place] += saved.sizes[key]
+        return found
+
+    def found(self, held: LiveBytes, saved: SavedTensors) -> dict[str, Any]:
+        """Return what the pass was run for, by the name in its record."""
+        return {"tails": self.tails(saved)} if self._stops else {"parts": self.by_place(held, saved)}
 
     def by_place(self, held: LiveBytes, saved: SavedTensors) -> dict[int, SplitBackward]:
         """Return what every place from the first block on holds.
