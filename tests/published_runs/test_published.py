@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_compiled_if_the_row_allows():
 
 
 def test_states_are_sharded_over_ranks_that_share_samples():
-    """Of a row whose ranks all share samples, too."""
+    """Plan a row whose ranks all share samples: the axis of states alone has one rank there."""
     cells = {"source": "nobody", "gpu": "H100-80GB", "n_gpus": "8", "cp": "8", "zero_stage": "3", "micro_batch": "1"}
     run = predict_as_user(row(**cells, seq="65536", ac="full", compile="True"))
     assert "fsdp" in run.case.strategy

@@ -76,7 +76,7 @@ def _begun_late(copied, seconds=0.05):
 
 
 def _run_beside(folder, layout, steps=6, change=lambda state: None, **options):
-    """As ``_run``, with copies beside training and steps behind the last snapshot; what was so copied, and told."""
+    """Train as ``_run`` does, with copies beside training; return what was copied so, and what was told."""
     state, snapshots, copied, said = runs.build(layout, **options), _snapshots(folder, beside=True), [], io.StringIO()
     with contextlib.redirect_stderr(said), _begun_late(copied):
         for _ in range(steps):

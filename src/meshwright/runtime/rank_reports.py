@@ -117,7 +117,7 @@ class Report:
     pending: str = ""
     """The first collective that it has called and that has not ended."""
     busy: bool = False
-    """Whether its process has computed since the report before."""
+    """True if the rank's process has used its processor since the report before this one."""
 
     @property
     def waits(self) -> dict[str, int]:
