@@ -262,6 +262,7 @@ def _ends(folder):
     runs.train(state, 1)
     snapshots.take(state)
     place = snapshots._folder
+    runtime.synchronize()  # all ranks have written theirs, which are counted before any is removed
     before = len(list(place.glob("rank-*/of-*")))
     runtime.synchronize()
     snapshots.close()
