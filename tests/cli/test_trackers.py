@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -133,6 +134,42 @@ def test_a_tracker_that_fails_is_told_once_and_left_alone(tmp_path, monkeypatch,
         (2, "```\n> one?\ntwo\n\n> three?\nfour\n```")
     ]
     assert len(_board(tmp_path)["loss"]) == 3
+
+
+class Trackio:
+    """What trackio 0.43 is called with; it greets as that does."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            if name in ("init", "finish"):
+                print(f"* {name}")
+            self.calls.append((name, args, kwargs))
+            return args[0] if name == "Markdown" else None
+
+        return call
+
+
+def test_trackio_has_texts_and_the_plan_of_its_own_run_and_is_quiet(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trackio", recorded := Trackio())
+    for folder, first_step in (("a", 0), ("b", 0), ("b", 2)):
+        info = RunInfo(tmp_path / folder / "out", {"run": {"steps": 3}}, first_step)
+        every = Trackers(["trackio"], info)
+        every.log({"loss": 0.5}, 1)
+        every.file(tmp_path / "plan.txt")
+        every.texts([("one?", "two")], 1)
+        every.close()
+    assert capsys.readouterr() == ("", "")
+    started = [kwargs for name, _, kwargs in recorded.calls if name == "init"]
+    assert [each["resume"] for each in started] == ["never", "never", "allow"]
+    names = [each["name"] for each in started]
+    assert names[0] != names[1] == names[2]  # two runs into folders of one name are two
+    told = [(name, args) for name, args, _ in recorded.calls if name == "log"]
+    assert told[:2] == [("log", ({"loss": 0.5},)), ("log", ({"samples": "```\n> one?\ntwo\n```"},))]
+    plans = [(args[0].name, kwargs["name"]) for name, args, kwargs in recorded.calls if name == "log_artifact"]
+    assert plans == [("plan.txt", f"{name}-plan.txt") for name in names]
 
 
 def test_mlflow_without_databases_keeps_files(tmp_path, monkeypatch):

@@ -159,22 +159,25 @@ def _mlflow_store(run_dir: Path) -> str:
 class _Trackio:
     def __init__(self, info: RunInfo) -> None:
         self._trackio: Any = importlib.import_module("trackio")
-        self._run = self._trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=info.run_dir.name, config=dict(info.config),
-            resume="allow",
-        )  # fmt: skip
+        self._name = f"{info.run_dir.name}-{info.key}"  # runs have no other identity
+        with contextlib.redirect_stdout(None):  # it greets
+            self._trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", PROJECT), name=self._name, config=dict(info.config),
+                resume="allow" if info.first_step else "never",
+            )  # fmt: skip
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         self._trackio.log(dict(figures), step=step)
 
     def file(self, path: Path) -> None:
-        pass  # it keeps figures alone
+        self._trackio.log_artifact(path, name=f"{self._name}-{path.name}", type="plan")
 
     def texts(self, samples: Sequence[tuple[str, str]], step: int) -> None:
-        pass
+        self._trackio.log({"samples": self._trackio.Markdown(f"```\n{_listed(samples)}\n```")}, step=step)
 
     def close(self) -> None:
-        self._trackio.finish()
+        with contextlib.redirect_stdout(None):
+            self._trackio.finish()
 
 
 _TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
