@@ -22,6 +22,7 @@ SMALL = {
         '{source = "../*/README.md", name = "texts"}]',
         "eval.batches=1",
     ),
+    "qlora": ("eval.batches=1", "data.seq_len=96"),
     "sft": ("eval.batches=1", "data.seq_len=96"),
 }
 
@@ -66,11 +67,21 @@ def test_the_mixture_of_sources_tells_the_loss_of_each(ranks, tmp_path):
     assert {"library", "texts"} <= set(json.dumps(told).replace('"', " ").replace(".", " ").replace("/", " ").split())
 
 
-def test_conversations_are_trained_from_a_folder_and_a_file(ranks, tmp_path, monkeypatch):
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """A folder of weights and conversations that the example makes, as changes of a training file."""
     monkeypatch.syspath_prepend(str(EXAMPLES / "sft"))
     importlib.import_module("sft").make(tmp_path / "base", num_chats=60)
     sys.modules.pop("sft")
-    base = (f"model.source=hf:{tmp_path / 'base'}", f"data.source={tmp_path / 'base' / 'chats.jsonl'}")
+    return f"model.source=hf:{tmp_path / 'base'}", f"data.source={tmp_path / 'base' / 'chats.jsonl'}"
+
+
+def test_conversations_are_trained_from_a_folder_and_a_file(ranks, tmp_path, base):
     two_and_one(ranks, tmp_path, "sft", base)
     told = (tmp_path / "two" / "run" / "eval.jsonl").read_text().splitlines()
     assert json.loads(told[-1])
+
+
+def test_adapters_are_trained_around_a_base_in_4_bits(ranks, tmp_path, base):
+    pytest.importorskip("bitsandbytes")
+    two_and_one(ranks, tmp_path, "qlora", base)

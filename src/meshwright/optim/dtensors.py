@@ -38,7 +38,7 @@ from meshwright.runtime.torch_internals.optim import (
     init_group_of,
 )
 
-_ROW = 2**14  # elements of long tensors whose norm is taken at a time
+_ROW = 2**10  # elements of long tensors whose norm is taken at a time
 Layout = tuple[DeviceMesh, tuple[int, ...]] | None
 """The mesh of a tensor and the mesh dims that split it; None for a plain tensor."""
 
@@ -227,7 +227,7 @@ def _norm_by_rows(part: torch.Tensor, norm_type: float, dtype: torch.dtype | Non
     # A CPU adds a long tensor up in fp32, in one thread: of 2**26 numbers the norm is 0.5 % too small.
     rows = part.reshape(-1).split(part.numel() // _ROW * _ROW or _ROW)
     norms = [torch.linalg.vector_norm(row.view(-1, min(_ROW, row.numel())), norm_type, 1, dtype=dtype) for row in rows]
-    return torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    return torch.linalg.vector_norm(found := torch.cat(norms), norm_type, dtype=torch.float64).to(found.dtype)
 
 
 def _norm_type_of(parts: list[torch.Tensor]) -> torch.dtype:
