@@ -131,6 +131,18 @@ def test_formulas_say_what_traces_do(kind, name):
     assert formula == pytest.approx(traced, rel=CLOSE)
 
 
+@pytest.mark.parametrize("half", [HALF, ("half", "bf16")], ids=["autocast", "half"])
+def test_formulas_know_gradients_beside_the_buckets_of_data_parallelism(half):
+    """Those of all micro-batches but the last; with fp32 copies at the update where weights are in half precision."""
+    model = named_model(WIDE["llama"], None, CLUSTER)
+    for num in (1, 4):
+        traced, formula = (
+            each.subject(CLUSTER, 16 * num, None).plan(Strategy([mesh(data=8), half]), num).needed_bytes
+            for each in (model, FamilyModel(model.name, model.shape))
+        )
+        assert formula == pytest.approx(traced, rel=0.01)
+
+
 def test_a_search_without_time_for_traces_shows_what_formulas_found():
     model = named_model(WIDE["llama"].replace("layers=3", "layers=4"), None, CLUSTER)  # which no test has traced
     limits = []

@@ -502,6 +502,8 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     lasting = whole.gradients if shards_last or step.shard_axis is None else 0
     if step.whole_gradients and _has_accumulated(step):
         lasting = unsharded_gradients(step)
+    if averages_in_buckets(step):  # those of micro-batches before are beside the buckets
+        lasting = _in_model(step) * (2 if _has_accumulated(step) else 1)
 
     def at(gradients: int, gathered: int, activations: int, recomputation: int = 0) -> Memory:
         return dataclasses.replace(
@@ -548,14 +550,12 @@ def _reductions(step: Step, most: Memory, given: int) -> Iterator[tuple[int, int
 def _at_update(step: Step, most: Memory) -> Memory:
     """Return the memory at the update: all gradients, the optimizer's temporaries, and the batch.
 
-    With a traced model FSDP2 has freed what it gathered, and DDP keeps its buckets beside fp32 gradients of half
-    weights.
+    With a traced model FSDP2 has freed what it gathered. DDP keeps its buckets beside fp32 gradients of half weights.
     """
     known = step.activations
     real = known is not None and bool(known.transients)
     gathered = 0 if real or step.gathered != "model" else whole_weights_bytes(step)
-    beside = real and step.master is not None and averages_in_buckets(step)
-    buffers = _in_model(step) if beside else 0
+    buffers = _in_model(step) if step.master is not None and averages_in_buckets(step) else 0
     return dataclasses.replace(
         most,
         gradients=most.gradients + buffers,
