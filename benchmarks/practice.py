@@ -103,12 +103,12 @@ CASES = {
     ),
     "Qwen3 235B-A22B, 256 H100": Case(
         f"{_QWEN},seq=4096", "h100x256", 2048, (("tensor", 2), ("expert", 16), ("pipeline", 8)),
-        ("tensor_parallel", "expert_parallel", "pipeline_parallel", _BF16, "checkpoint"), 128,
+        (_TP, "expert_parallel", "pipeline_parallel", "zero1", _BF16, "checkpoint"), 128,
         "Megatron Bridge: tensor 2, pipeline 8, experts over 32", included=("expert_parallel",),
     ),
     "Qwen3 235B-A22B, 64 H100": Case(
         f"{_QWEN},seq=4096", "h100x64", 512, (("tensor", 2), ("expert", 4), ("pipeline", 8)),
-        ("tensor_parallel", "expert_parallel", "pipeline_parallel", _BF16, "checkpoint"), 128,
+        (_TP, "expert_parallel", "pipeline_parallel", "zero1", _BF16, "checkpoint"), 128,
         "the layout of 256 on a quarter of the devices; nobody publishes one", included=("expert_parallel",),
     ),
     "Llama 2 7B, 8 A100-40": Case(

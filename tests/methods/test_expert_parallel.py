@@ -55,6 +55,10 @@ CASES = {
     "kept results": (4, "llama4", {"expert": 2, "zero": 2}, ["zero2", KEEPING], "sgd", 2),
     "half": (2, "mixtral", {"expert": 2}, [("half", "bf16")], "bf16", 1),
     "amp": (2, "mixtral", {"expert": 2}, ["zero1", ("amp_native", "bf16")], "bf16", 1),
+    "amp whole": (2, "mixtral", {"expert": 2}, [("amp_native", "bf16")], "bf16", 1),
+    "amp whole tensor": (
+        4, "qwen3", {"tensor": 2, "expert": 2}, ["tensor_parallel", ("amp_native", "bf16")], "bf16", 2
+    ),
     "amp listed": (2, "listed", {"expert": 2}, [("amp_native", "bf16")], "bf16", 1),
     "half listed": (2, "listed", {"expert": 2}, ["zero2", ("half", "bf16")], "bf16", 1),
     "data": (4, "mixtral", {"expert": 2, "data": 2}, [], "sgd", 2),

@@ -7,8 +7,10 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from meshwright.runtime.torch_internals.autograd import split_sizes_of
+from meshwright.runtime.torch_internals.operators import cast_grouped_products
 from tests.house import INTERNALS, SOURCE, torch_internals
 
 FILES = sorted((SOURCE / INTERNALS).glob("[!_]*.py"))
@@ -132,3 +134,24 @@ def test_no_other_file_names_one():
 def test_every_file_says_why():
     for path in FILES:
         assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_covers_grouped_products(dtype):
+    cast_grouped_products("cpu")
+    cast_grouped_products("cpu")  # once is enough
+    cast_grouped_products("meta")
+    rows, weights = torch.randn(8, 16, requires_grad=True), torch.randn(2, 16, 8, requires_grad=True)
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    with torch.autocast("cpu", dtype):
+        found = F.grouped_mm(rows, weights, offs=ends)
+        narrow = F.grouped_mm(rows, weights[..., :4].contiguous(), offs=ends)
+    expected = F.grouped_mm(rows.detach().to(dtype), weights.detach().to(dtype), offs=ends)
+    assert torch.equal(found, expected)
+    assert found.dtype == dtype
+    assert narrow.dtype == torch.float32  # rows of 8 bytes, for which there is no kernel
+    found.float().square().sum().backward()
+    assert rows.grad.dtype == weights.grad.dtype == torch.float32
+    slope = 2 * expected.float()
+    torch.testing.assert_close(rows.grad[:3], slope[:3] @ weights.detach()[0].T, rtol=0.02, atol=0.02)
+    assert F.grouped_mm(rows, weights, offs=ends).dtype == torch.float32

@@ -16,6 +16,7 @@ from meshwright.methods.job import Precision
 from meshwright.methods.planner_hooks import ComputeDtypes, Role, SearchScope
 from meshwright.nn import widen, wrap_method
 from meshwright.nn.batches import cast_floating
+from meshwright.runtime.torch_internals.operators import cast_grouped_products
 from meshwright.strategy import Strategy
 
 
@@ -147,6 +148,7 @@ class AmpNative(HalfPrecisionMethod):
                 return forward(*args, **kwargs)
 
         self.widen(job)
+        cast_grouped_products(job.device.type)
         wrap_method(job.model, "forward", in_autocast)
         if hasattr(type(job.model), "generate"):
             wrap_method(job.model, "generate", in_autocast)

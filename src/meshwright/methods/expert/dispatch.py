@@ -97,6 +97,12 @@ class ExpertAxis:
         return result
 
 
+def autocast_dtype(given: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which products of a tensor run: autocast's if it is enabled, else the tensor's own."""
+    kind = given.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
+
+
 def _padded(rows: torch.Tensor, missing: int) -> torch.Tensor:
     """Return rows with so many of zeros behind them."""
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
@@ -234,10 +240,13 @@ class StackedDispatch:
             weights = {name: weight.to(self.compute_dtype) for name, weight in weights.items()}
         order, sent, received, experts, most = self._routes(call.index)
         top_k = call.index.shape[1]
-        arrived = axis.send(call.hidden[order // top_k], sent, received, grad=grad)
+        # Their products would cast tokens to autocast's precision: half the bytes to send, and the same numbers. Cast
+        # once for each expert, so that the gradients of a token are summed in its own precision.
+        dtype = autocast_dtype(call.hidden)
+        arrived = axis.send(call.hidden[order // top_k].to(dtype), sent, received, grad=grad)
         with swapped_parameters(self._module, dict(weights)):
             computed = self._computed(forward, arrived, experts, most)
-        back = axis.send_back(computed.to(call.hidden.dtype), received, sent, grad=grad)
+        back = axis.send_back(computed.to(dtype), received, sent, grad=grad)
         # In the order of tokens, zeros where none was sent. A scatter-add would be shorter, but not deterministic.
         every = back.new_zeros((call.index.numel(), back.shape[1])).index_copy(0, order, back)
         weighted = every.view(*call.index.shape, -1) * call.weights[..., None]

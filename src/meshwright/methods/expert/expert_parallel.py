@@ -28,10 +28,9 @@ from meshwright.methods.expert.balance import (
     router_of,
     traced_z_loss,
 )
-from meshwright.methods.expert.dispatch import Call, ExpertAxis, TracedDispatch, TracedExperts
+from meshwright.methods.expert.dispatch import Call, ExpertAxis, TracedDispatch, TracedExperts, autocast_dtype
 from meshwright.methods.expert.divided_experts import divide, prove
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
-from meshwright.methods.expert.listed_dispatch import answer_dtype
 from meshwright.methods.job import AVERAGED, sum_over
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import SampleRun
@@ -162,7 +161,8 @@ class ExpertTrace:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = Call.of(layer, args, kwargs)
             grad = call.hidden.requires_grad or any(weight.requires_grad for weight in module.parameters())
-            size = round(call.index.numel() * self._share(layer)) * call.hidden.shape[1] * call.hidden.element_size()
+            rows = round(call.index.numel() * self._share(layer))
+            size = rows * call.hidden.shape[1] * autocast_dtype(call.hidden).itemsize
             self._count(layer, size, size, grad=grad)
             for each in (call.hidden, call.weights):
                 self._count_gather(each, "backward")
@@ -183,7 +183,7 @@ class ExpertTrace:
             places = torch.arange(round(tokens.shape[0] * rate), device=hidden.device) % tokens.shape[0]
             grad = hidden.requires_grad or any(weight.requires_grad for weight in layer.experts.parameters())
             numel = len(places) * features
-            self._count(layer, numel * hidden.element_size(), numel * answer_dtype(hidden).itemsize, grad=grad)
+            self._count(layer, numel * hidden.element_size(), numel * autocast_dtype(hidden).itemsize, grad=grad)
             rows = tokens[places]
             self._count_gather(rows, "backward")
             parts = self._axis.echo(self._axis.cut(rows), grad=grad).tensor_split(len(own))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.methods.expert.dispatch import ExpertAxis
+from meshwright.methods.expert.dispatch import ExpertAxis, autocast_dtype
 from meshwright.methods.tensor.split_layers import swapped_parameters
 from meshwright.runtime import preserved_rng
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -151,7 +151,7 @@ def questions_of(block: nn.Module, experts: DividedExperts, run: Callable[[], An
 
     def note(number: int, given: torch.Tensor) -> torch.Tensor:
         asked.append((number, given))
-        return torch.zeros_like(given, dtype=answer_dtype(given))
+        return torch.zeros_like(given, dtype=autocast_dtype(given))
 
     with answered_by(experts, note), preserved_rng(), preserved_buffers(block):
         run()
@@ -201,12 +201,6 @@ def answering(asked: Sequence[Question], answers: Sequence[torch.Tensor]) -> Res
         return found
 
     return answer
-
-
-def answer_dtype(given: torch.Tensor) -> torch.dtype:
-    """Return the dtype of experts' answers: autocast's if it is enabled, else the input's."""
-    kind = given.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
 
 
 class ListedDispatch:
@@ -264,7 +258,7 @@ class ListedDispatch:
         received = [sum(max(count, 0) for count in part) for part in arriving]
         grad = torch.is_grad_enabled() and (self._trains or any(part.requires_grad for part in (*rows, like)))
         arrived = axis.send(axis.cut(whole), sent, received, grad=grad)
-        computed = self._experts(arrived, arriving, answer_dtype(like))
+        computed = self._experts(arrived, arriving, autocast_dtype(like))
         back = axis.gather(axis.send_back(computed, received, sent, grad=grad), len(whole))
         answers: list[torch.Tensor] = [back] * len(asked)
         for each, answer in zip(order, back.split([part.shape[0] for part in rows]) if rows else (), strict=True):

@@ -50,6 +50,7 @@ from meshwright.planner.trace.repeated_blocks import (
 from meshwright.planner.trace.split_backward import BackwardInParts
 from meshwright.runtime.lazy import paused_collection
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
+from meshwright.runtime.torch_internals.operators import cast_grouped_products
 from meshwright.runtime.torch_internals.tensors import storage_identity
 
 if TYPE_CHECKING:
@@ -291,6 +292,7 @@ class Pass:
         counter = FlopCount()
         blocks = self._blocks_here()
         work = PlacedWork(self.model, blocks, counter)
+        cast_grouped_products(device.type)
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
         found = record_saved(self.model, counter=counter, blocks=blocks, retains_graph=parts is not None)
         held = LiveBytes(state.values(), tensors_in(inputs.tree))
