@@ -41,7 +41,6 @@ class Case:
         micro_batches: Micro-batches of a step.
         source: Who trained so.
         measured: Tokens per second and device that the source gives.
-        included: Methods that the planner's choice must have, too.
     """
 
     model: str
@@ -52,7 +51,6 @@ class Case:
     micro_batches: int
     source: str
     measured: float | None = None
-    included: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Strategy:
@@ -94,22 +92,20 @@ CASES = {
     "Mixtral 8x7B, 64 H100": Case(
         "mixtral-8x7b:seq=4096", "h100x64", 256, (("expert", 8), ("zero", 2), ("pipeline", 4)),
         ("expert_parallel", _interleaved(8), "zero1", _BF16), 16, "Megatron Core's layout for Mixtral",
-        included=("expert_parallel",),
     ),
     "Mixtral 8x7B, 256 H100": Case(
         "mixtral-8x7b:seq=4096", "h100x256", 1024, (("expert", 8), ("zero", 8), ("pipeline", 4)),
         ("expert_parallel", _interleaved(8), "zero1", _BF16), 16, "Megatron Core's layout for Mixtral",
-        included=("expert_parallel",),
     ),
     "Qwen3 235B-A22B, 256 H100": Case(
         f"{_QWEN},seq=4096", "h100x256", 2048, (("tensor", 2), ("expert", 16), ("pipeline", 8)),
         (_TP, "expert_parallel", "pipeline_parallel", "zero1", _BF16, "checkpoint"), 128,
-        "Megatron Bridge: tensor 2, pipeline 8, experts over 32", included=("expert_parallel",),
+        "Megatron Bridge: tensor 2, pipeline 8, experts over 32",
     ),
     "Qwen3 235B-A22B, 64 H100": Case(
         f"{_QWEN},seq=4096", "h100x64", 512, (("tensor", 2), ("expert", 4), ("pipeline", 8)),
         (_TP, "expert_parallel", "pipeline_parallel", "zero1", _BF16, "checkpoint"), 128,
-        "the layout of 256 on a quarter of the devices; nobody publishes one", included=("expert_parallel",),
+        "the layout of 256 on a quarter of the devices; nobody publishes one",
     ),
     "Llama 2 7B, 8 A100-40": Case(
         "llama-2-7b:seq=2048", "a100-40x8", 128, (("zero", 8),), ("fsdp", _BF16, "checkpoint"), 4,
@@ -152,7 +148,7 @@ def outcome(case: Case) -> Outcome:
     except MeshwrightError as error:
         refused = error.what
     try:
-        found = PlanRequest(model, cluster, case.batch, included=case.included, top=1).found()
+        found = PlanRequest(model, cluster, case.batch, top=1).found()
     except MeshwrightError as error:
         return Outcome(case, published, refused or error.what, None)
     return Outcome(case, published, refused, found.plans[0])

@@ -24,8 +24,10 @@ from meshwright.planner.model_shapes import Shape, parse_family
 from meshwright.planner.plans import Plan, PlannedModel, Subject, usable_bytes
 from meshwright.planner.search import (
     USUAL_LIMIT_S,
+    FollowUp,
     Found,
     default_space,
+    experts_first,
     read_constraints,
     search,
     search_and_trace,
@@ -159,7 +161,10 @@ class PlanRequest:
         def search_within(within: int, limit_s: float | None, enough_s: float | None) -> Found:
             outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
             own = {**options, "limit_s": limit_s, "top": max(self.top, _ALTERNATIVES)}
-            found = search(outline, space=default_space(outline), **own, enough_s=enough_s)
+            space, follow_ups = default_space(outline), tuple[FollowUp, ...]()
+            if shape.experts > 1 and not self.included and "expert_parallel" not in self.excluded:
+                space, follow_ups = experts_first(space, shape.experts, outline.world)
+            found = search(outline, space=space, follow_ups=follow_ups, **own, enough_s=enough_s)
             # What is too large stays as the formulas have it, since the model would refuse a pipeline of which no cut
             # fits, and so does what there is no time to trace.
             return dataclasses.replace(

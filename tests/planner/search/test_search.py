@@ -5,9 +5,9 @@ import pytest
 
 from meshwright.cost import Calibration, find_cluster, fitted, make_cluster
 from meshwright.errors import ConfigError, MeshwrightError, StrategyError
-from meshwright.planner.family_workload import FamilyWorkload
+from meshwright.planner.family_workload import FamilyModel, FamilyWorkload
 from meshwright.planner.model_shapes import Shape, parse_family
-from meshwright.planner.search import choices, default_space, search
+from meshwright.planner.search import choices, default_space, experts_first, search
 from meshwright.planner.search.search_space import Candidates, divisors_of, offloads, zero_sizes
 from meshwright.planner.search.search_state import rank_of_plan
 from meshwright.planner.strategy_choice import choose, only_configs
@@ -347,3 +347,21 @@ def test_no_more_of_the_states_leaves_the_device_than_has_to():
 def _with_all_states_away(shape):
     methods = ["parallel_mode", ("amp_native", "bf16"), ("offload", "optimizer")]
     return FamilyWorkload(shape, find_cluster("h100x1"), 1).plan(Strategy(methods)).forecast.time.step_time_s
+
+
+def test_experts_are_divided_without_being_asked_for():
+    cluster = find_cluster("h100x16")
+    text = "mixtral:layers=8,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=32000,seq=2048,experts=8"
+    model = FamilyModel("moe", parse_family(text))
+    subject = model.subject(cluster, 32, 70 * 2**30)
+    space, (after,) = experts_first(default_space(subject), 8, 16)
+    assert space.sizes["expert"] == (2, 4, 8)
+    assert set(space.sizes) == {"tensor", "pipeline", "expert"}
+    assert after.space.sizes["expert"] == (1, 2, 4, 8)
+    assert set(after.space.sizes) >= {"context", "sequence"}
+    found = search(subject, space=space, follow_ups=[after], limit_s=30)
+    without = search(subject, space=default_space(subject), limit_s=30)
+    assert dict(found.plans[0].step.axes).get("expert", 1) > 1
+    assert found.plans[0].forecast.time.step_time_s < without.plans[0].forecast.time.step_time_s
+    dense = default_space(subject)
+    assert experts_first(dense, 7, 16) == (dense, ())  # which no number of these devices divides

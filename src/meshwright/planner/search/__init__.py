@@ -16,7 +16,12 @@ if TYPE_CHECKING:
         choices as choices,
         default_space as default_space,
     )
-    from meshwright.planner.search.search_state import Found as Found, Objective as Objective
+    from meshwright.planner.search.search_state import (
+        FollowUp as FollowUp,
+        Found as Found,
+        Objective as Objective,
+        experts_first as experts_first,
+    )
     from meshwright.planner.search.time_limit import USUAL_LIMIT_S as USUAL_LIMIT_S
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError, did_you_mean
 from meshwright.methods import Role, find_method
 from meshwright.planner.plans import Plan
 from meshwright.planner.search.choice import Family, family_of, surcharge
-from meshwright.planner.search.search_space import Space
+from meshwright.planner.search.search_space import Space, divisors_of
 
 Objective = Literal["tokens_per_s", "price", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("tokens_per_s", "price", "memory")
@@ -261,3 +261,28 @@ class FollowUp:
             return self.space
         size = dict(state.best.step.axes).get("tensor", 1)
         return self.space if size == 1 else self.space.replace(sizes={**self.space.sizes, "tensor": (size,)})
+
+
+def experts_first(space: Space, num_experts: int, world: int) -> tuple[Space, tuple[FollowUp, ...]]:
+    """Return the space in which the search of a model with experts begins, and the one that follows.
+
+    Such models are trained with their experts divided, and few other strategies fit. But a rank computes as much either
+    way, so that bounds cannot tell: among all strategies, those with an axis of experts would come last.
+
+    Args:
+        space: The space of a model without experts.
+        num_experts: Experts of a layer.
+        world: Number of devices.
+    """
+    sizes = tuple(size for size in divisors_of(world) if num_experts % size == 0)
+    if len(sizes) == 1:
+        return space, ()
+    whole = space.replace(sizes={**space.sizes, "expert": sizes})
+    own = {axis: every for axis, every in space.sizes.items() if axis in ("tensor", "pipeline")}
+    usual = space.replace(
+        sizes={**own, "expert": sizes[1:]},
+        sharding=tuple(filter(None, space.sharding)) or space.sharding,
+        hybrid=False,
+        recompute=(space.recompute[0], space.recompute[-1])[: len(space.recompute)],
+    )
+    return usual, (FollowUp(whole),)
