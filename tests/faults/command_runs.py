@@ -10,14 +10,35 @@ from typing import Any
 
 from tests.cli.helpers import meshwright, project
 
-# What strikes: one line of JSON per fault, taken once each by whoever removes its mark first.
+# What strikes: one line of JSON per fault, each once. "kill later" ends the process some milliseconds after the step,
+# in a copy, a sum, a message to the neighbour, a checkpoint or the next step; "kill again" ends it at once, and the
+# attempt that follows while that starts, joins, restores or trains.
 FAULTS = """
-import json, os, resource, signal, time
+import json, os, random, resource, signal, threading, time
 from pathlib import Path
 
 import torch
 
 RANK = int(os.environ["RANK"])
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_within(seconds, number, what):
+    def end():
+        time.sleep(random.Random(number).uniform(0.0, seconds))
+        Path(f"{what}-{number}").touch()
+        die()
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+if RANK == 0:
+    for path in Path().glob("again-*"):
+        path.unlink()
+        die_within(0.6, path.name.removeprefix("again-") + str(os.getppid()), "in-recovery")
 
 
 class Faults:
@@ -39,11 +60,16 @@ class Faults:
             mark = Path(f"struck-{number}")
             if (fault["step"], fault["rank"]) == (step, RANK) and not mark.exists():
                 mark.touch()
-                self.strike(fault["kind"])
+                self.strike(fault["kind"], number)
 
-    def strike(self, kind):
+    def strike(self, kind, number):
         if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
+        elif kind == "kill later":
+            die_within(0.02, number, "soon")
+        elif kind == "kill again":
+            Path(f"again-{number}").touch()
+            die()
         elif kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "hang":

@@ -1,5 +1,6 @@
 """Ranks that stand still, or are slow, are named by the others, in time."""
 
+import contextlib
 import os
 import time
 
@@ -11,8 +12,9 @@ from tests.faults.world import World
 LIMIT_S, GIVE_UP_S = 1.0, 90.0
 
 
-def watched(rank, size, port, folder, faults, limit_s=LIMIT_S):
-    """Steps that meet in a barrier, under a Watch. Every text is a line of ``told``, after the seconds it came."""
+def watched(rank, size, port, folder, faults, limit_s=LIMIT_S, pauses=False):
+    """Steps that meet in a barrier, under a Watch, which may be paused then. Every text is a line of ``told``, after
+    the seconds it came."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch.distributed as dist
 
@@ -31,7 +33,8 @@ def watched(rank, size, port, folder, faults, limit_s=LIMIT_S):
                 if fault.is_due(rank, step, BEFORE_STEP):
                     _write("struck", fault.kind)
                     fault.strike()
-            dist.barrier()
+            with watch.paused() if pauses else contextlib.nullcontext():
+                dist.barrier()
 
 
 def _first(file, words, until_s):
@@ -60,6 +63,28 @@ def test_a_rank_at_fault_is_named_in_time(tmp_path):
             assert "rank 0: step 5, in barrier" in text
             assert told_s - struck_s < 2 * LIMIT_S
         _first(tmp_path / "slow" / "told", "rank 1 is slow", until_s)
+    finally:
+        for world in worlds:
+            world.end()
+
+
+@pytest.mark.long  # it holds seconds against a limit: not for a machine that others use
+def test_a_rank_that_stops_while_the_others_save_is_named_and_one_that_takes_long_is_not(tmp_path):
+    faults = {"stop": [stop(rank=1, at_step=5)], "slow": [hang(rank=1, at_step=5, seconds=4 * LIMIT_S)]}
+    worlds = []
+    for kind, given in faults.items():
+        (tmp_path / kind).mkdir()
+        worlds.append(World(2, watched, tmp_path / kind, given, LIMIT_S, True))
+    until_s = time.monotonic() + GIVE_UP_S
+    try:
+        told_s, _ = _first(tmp_path / "stop/told", "rank 1: no sign of life", until_s)
+        struck_s, _ = _first(tmp_path / "stop/struck", "stop", until_s)
+        assert told_s - struck_s < 4 * LIMIT_S
+        _first(tmp_path / "slow/struck", "hang", until_s)
+        time.sleep(2 * LIMIT_S)
+        assert "no sign of life" not in (
+            (tmp_path / "slow/told").read_text() if (tmp_path / "slow/told").exists() else ""
+        )
     finally:
         for world in worlds:
             world.end()

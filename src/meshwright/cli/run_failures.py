@@ -25,7 +25,6 @@ from meshwright.errors import CheckpointError, ConfigError, NonFiniteError, Stra
 from meshwright.runtime import print_rank, rank
 from meshwright.runtime.launch import HUNG, NOT_FINITE, Attempt, Failure, restart_count, restarts_left
 
-_STACKS_S = 0.5  # for the rank at fault to show where it is
 _FEW = 3  # steps whose median is the usual time
 
 
@@ -111,7 +110,6 @@ class RunFailures:
         """Record a hang, and end this rank where the launcher starts all of them again."""
         note(self._run_dir, "hang", ranks=list(guilty), text=text)
         if restarts_left():
-            time.sleep(_STACKS_S)
             self._leave(HUNG)
 
     def not_finite(self, step: int, loss: float, grad_norm: float) -> None:

@@ -136,11 +136,23 @@ def begun_run_dir(file: Path) -> Path | None:
 
 
 def _was_begun_by(launch: str | None, directory: Path) -> bool:
+    return bool(_written_by(launch, directory))
+
+
+def _written_by(launch: str | None, directory: Path) -> dict[str, Any]:
+    """Return the ``config.json`` that an attempt of a launch has written; empty if none has."""
     try:
         found = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return False
-    return launch is not None and isinstance(found, dict) and found.get("launch") == launch
+        return {}
+    return found if launch is not None and isinstance(found, dict) and found.get("launch") == launch else {}
+
+
+def known_peak_flops_per_s(directory: Path, ranks: int) -> float | None:
+    """Return the peak of all ranks that an earlier attempt of this launch has measured; None: none has."""
+    found = _written_by(launch_id(), directory)
+    peak = found.get("peak_flops_per_s")
+    return peak if isinstance(peak, float) and peak > 0 and found.get("ranks") == ranks else None
 
 
 def check_run_dir(directory: Path, *, resume: bool | None) -> None:

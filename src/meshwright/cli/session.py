@@ -32,6 +32,7 @@ from meshwright.cli.run_files import (
     check_run_dir,
     default_run_dir,
     is_restart,
+    known_peak_flops_per_s,
     write_document,
 )
 from meshwright.cli.train_corpus import Corpus
@@ -131,8 +132,8 @@ def open_session(options: Options) -> Session:
         callbacks = Callbacks(prepared.config.run.callbacks, accelerated)
     data.start_at(state.samples_seen)
     lock = lock_run(run_dir, is_new=not (options.resume or restarted or prepared.config.run.resume))
-    _write_documents(options, prepared, run_dir, accelerated)
-    peak_flops_per_s, tokens = _peak_flops_per_s(accelerated.device), data.tokens_per_sample
+    peak_flops_per_s, tokens = _peak_flops_per_s(accelerated.device, run_dir), data.tokens_per_sample
+    _write_documents(options, prepared, run_dir, accelerated, peak_flops_per_s)
     return Session(
         options,
         prepared,
@@ -446,7 +447,9 @@ def _change_of_strategy(then: str, now: Strategy, planned: bool) -> list[str]:
     return [f"the strategy has changed from {before} to {now}{why}"] if before != str(now) else []
 
 
-def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accelerated: Accelerated) -> None:
+def _write_documents(
+    options: Options, prepared: Prepared, run_dir: Path, accelerated: Accelerated, peak_flops_per_s: float | None
+) -> None:
     adapters = adapters_of(accelerated.model)
     with same_on_every_rank():
         if rank() == 0:
@@ -454,6 +457,7 @@ def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accele
                 "file": str(options.file.resolve()),
                 "ranks": world_size(),
                 "launch": launch_id(),
+                "peak_flops_per_s": peak_flops_per_s,
                 **prepared.config.model_dump(mode="json"),
             }
             write_document(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -477,10 +481,13 @@ def _transformers_config(model: nn.Module) -> str | None:
     return json.dumps(found, indent=2, default=str) + "\n"
 
 
-def _peak_flops_per_s(device: torch.device) -> float | None:
+def _peak_flops_per_s(device: torch.device, run_dir: Path) -> float | None:
     if device.type == "cuda":
         own = half_peak_flops_per_s(torch.cuda.get_device_name(device))
     else:
+        known = broadcast_object(known_peak_flops_per_s(run_dir, world_size()) if rank() == 0 else None)
+        if known is not None:
+            return float(known)
         # All ranks measure at once: they share the machine while they train, too.
         synchronize()
         own = measured_flops_per_s(device, 0.1 if restart_count() == 0 else 0.0)  # a restart does not wait for it

@@ -52,16 +52,17 @@ _SLOW_LOOKS = 5  # pauses between two searches for slow ranks
 # [Note: hangs noticed early]
 #
 # A limit that no step may ever reach is long: minutes. Where going back costs seconds, waiting so long costs more than
-# a false alarm. A step that is late by ten usual ones, and by twice what a restart takes, is then looked into, and is a
-# hang if the rank that the others wait for is silent, or has hardly used its processor meanwhile: one that compiles or
-# computes is none. The usual time is that of many steps, so that the first steps of an attempt have the long limit: a
-# step that takes long again after a restart is given the time.
-_EARLY_STEPS = 10
-_EARLY_RESTARTS = 2
-_LEAST_EARLY_S = 1.0
+# a false alarm. A step that is late by five usual ones, and by what a restart takes, is then looked into, and is a hang
+# if the rank that the others wait for is silent, or has hardly used its processor meanwhile: one that compiles or
+# computes is none. Whoever waits as long as a restart takes loses at most twice what the better choice would have cost.
+# The usual time is that of many steps, so that the first steps of an attempt have the long limit: a step that takes
+# long again after a restart is given the time.
+_EARLY_STEPS = 5
+_LEAST_EARLY_S = 0.5
 _EARLY_PAUSE_S = 0.25
 _USUAL_OF = 20  # steps
 _BUSY_SHARE = 0.05  # of the time of one processor
+_STACKS_S = 0.5  # for the ranks at fault to show where they are
 
 _SAMPLE_S = 0.02
 _SAMPLES = 100  # fewer say nothing of a share
@@ -328,15 +329,15 @@ class Watch:
         if self._restart_s is not None and self._step > 1:
             self._latest_s.append(now_s - self._beat_s)
             if len(self._latest_s) == _USUAL_OF:
-                later_s = max(_EARLY_RESTARTS * self._restart_s, _LEAST_EARLY_S)
+                later_s = max(self._restart_s, _LEAST_EARLY_S)
                 self._early_limit_s = min(later_s + _EARLY_STEPS * statistics.median(self._latest_s), self._limit_s)
         self._step += 1
         self._beat_s = now_s
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend watching, for a checkpoint or an evaluation."""
-        self._paused = True
+        """Suspend watching, for a checkpoint or an evaluation, but for ranks that give no sign of life."""
+        self._beat_s, self._paused = time.monotonic(), True
         try:
             yield
         finally:
@@ -355,7 +356,7 @@ class Watch:
 
     def _report_lost_store(self, error: RuntimeError) -> None:
         """Tell, on one rank of each host, that a hang cannot be explained without the store."""
-        if self._is_news() and not self._over.is_set():
+        if self._is_news() and not self._paused and not self._over.is_set():
             self._reported_step = self._step
             if self._is_sender:
                 cause = f"which rank 0 or the launcher keeps: {str(error).splitlines()[0]}"
@@ -374,7 +375,7 @@ class Watch:
                 self._waits += bool(place_of(self._watched).operation)
 
     def _is_late(self, limits: float = 1.0) -> bool:
-        return self._step > 1 and not self._paused and self._late_s > limits * self._early_limit_s
+        return self._step > 1 and self._late_s > limits * (self._limit_s if self._paused else self._early_limit_s)
 
     @property
     def _late_s(self) -> float:
@@ -419,7 +420,7 @@ class Watch:
         This rank keeps reporting between two looks: others would take it for silent.
         """
         if self._store is None:
-            if self._late_s > self._limit_s:
+            if self._late_s > self._limit_s and not self._paused:
                 self._conclude(str(found := verdict({self._rank: self._own}, [])), found.guilty)
             return
         state = self._diagnosis
@@ -455,6 +456,9 @@ class Watch:
         silent = [each for each in silent if each != self._rank]
         if silent and state.num_reads <= _SILENT_LOOKS:
             return
+        if self._paused and not silent:  # a checkpoint may take as long as it likes
+            self._beat_s, self._diagnosis = time.monotonic(), None
+            return
         found = verdict(now, silent)
         if self._late_s <= self._limit_s:  # [Note: hangs noticed early]
             at_work = [each for each in found.guilty if each not in silent and now[each].busy]
@@ -473,7 +477,7 @@ class Watch:
         store.set(f"{self._keys}/latest", str(number))
         # Whoever took over from this rank may have told it; the step of the last rank tells hangs apart.
         is_first = store.add(f"{self._keys}/told/{min(ranks_at)}", 1) == 1
-        self._conclude(str(found) if is_first else "", found.guilty)
+        self._conclude(str(found) if is_first else "", found.guilty, self._stacks_key(number))
 
     def _verdict_key(self, number: int) -> str:
         return f"{self._keys}/verdict/{number}"
@@ -484,21 +488,36 @@ class Watch:
         intervals = found["steps"].get(str(self._step), [])
         if not any(first <= self._rank <= last for first, last in intervals):
             return False
-        self._conclude("", found["guilty"])
+        self._conclude("", found["guilty"], self._stacks_key(number))
         return True
 
-    def _conclude(self, text: str, guilty: Sequence[int]) -> None:
-        """Tell what was found, and where this rank is if it is at fault."""
+    def _stacks_key(self, number: int) -> str:
+        return f"{self._keys}/stacks/{number}"
+
+    def _conclude(self, text: str, guilty: Sequence[int], stacks: str = "") -> None:
+        """Tell what was found, and where this rank is if it is at fault; ``stacks`` counts the ranks that have."""
         self._reported_step, self._diagnosis = self._step, None
         if self._rank in guilty and self._size > 1:
             self._tell(f"rank {self._rank} holds up the others; it is at\n{stack_of(self._watched)}")
+            if self._store is not None:
+                with contextlib.suppress(RuntimeError):  # what follows must be told without the store, too
+                    self._store.add(stacks, 1)
         if text:
             self._tell(f"{self._hang_text()} {text}")
             if self._hung is not None:
+                self._wait_for_stacks(stacks, len(guilty))
                 self._hung(text, guilty)
 
+    def _wait_for_stacks(self, key: str, num_guilty: int) -> None:
+        """Wait a little until the ranks at fault have shown where they are; one that is gone never does."""
+        end_s = time.monotonic() + _STACKS_S
+        with contextlib.suppress(RuntimeError):
+            while self._store is not None and time.monotonic() < end_s and self._store.add(key, 0) < num_guilty:
+                time.sleep(_SAMPLE_S)
+
     def _hang_text(self) -> str:
-        return f"no step has ended for {min(self._early_limit_s, self._limit_s):.3g} s:"
+        limit_s = self._limit_s if self._paused else min(self._early_limit_s, self._limit_s)
+        return f"no step has ended for {limit_s:.3g} s:"
 
     def _find_slow(self, store: Store) -> None:
         shares = {each: report.wait_share for each, report in read_hosts(store, self._keys).items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -140,6 +141,7 @@ def from_plain(value: Any) -> Any:
     return {key: from_plain(item) for key, item in value.items()}
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
@@ -369,7 +371,7 @@ def generator_tensors() -> dict[str, torch.Tensor]:
     _, keys, position, has_gauss, cached = np.random.get_state()
     tensors = {
         "torch.cpu": torch.get_rng_state(),
-        "python.state": torch.from_numpy(np.array(internal, dtype=np.int64)),
+        "python.state": _python_state(internal),
         # A normal number that random.gauss has stored for its next call; nan where there is none.
         "python.gauss": torch.tensor(float("nan") if gauss is None else gauss, dtype=torch.float64),
         "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
@@ -379,6 +381,11 @@ def generator_tensors() -> dict[str, torch.Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors["torch.cuda"] = torch.cuda.get_rng_state()
     return tensors
+
+
+@functools.lru_cache(1)  # most steps draw no such number, and the conversion takes longer than a comparison
+def _python_state(internal: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(np.array(internal, dtype=np.int64))
 
 
 def set_generators(tensors: dict[str, torch.Tensor]) -> bool:

@@ -6,7 +6,6 @@ See [Note: verified checkpoints] in :mod:`meshwright.store.checkpoints` for how 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -343,7 +342,8 @@ class Record:
     def to_json(self, indent: int | None = 1) -> str:
         """Return JSON text, with the versions that wrote it; without indentation it takes a tenth of the time."""
         versions = {"torch": str(torch.__version__), "meshwright": _own_version()}
-        return json.dumps({"schema": _RECORD_SCHEMA, **versions, **dataclasses.asdict(self)}, indent=indent) + "\n"
+        # ``vars`` rather than ``asdict``, which copies every value first: a snapshot writes this at every step.
+        return json.dumps({"schema": _RECORD_SCHEMA, **versions, **vars(self)}, indent=indent, default=vars) + "\n"
 
 
 @functools.cache
