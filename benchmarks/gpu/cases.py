@@ -90,6 +90,8 @@ CASES = (
     Case("fp8_kernels", "right", "checks:fp8_kernels", "8-bit products beside fp32 ones of the same values", **_FP8),  # type: ignore[arg-type]
     Case("attention", "right", "checks:attention", "the kernels of ring attention beside attention written out"),
     Case("offload", "right", "checks:offload", "offloading with late copies, and freed memory that is poisoned"),
+    _llama("1B", "checkpointed", 45),
+    _llama("1B", "offload", 30, 120),
     _llama("1B", "fp8", 40, 120, **_FP8),
     _llama("1B", "raw_fsdp2", 40),
     _llama("1B", "fsdp", 40),
@@ -106,7 +108,7 @@ CASES = (
     _llama("8B", "bf16", 115, 180),
     _llama("8B", "bf16_fp8", 115, 240, **_FP8),
     _llama("8B", "raw_bf16", 115, 180),
-    _llama("1B", "offload", 30, 120),
+    _llama("1B", "offload_on_host", 30, 120),
     _llama("3B", "compiled", 70, 150),
     _llama("8B", "offload", 60, 240, host_bytes=110 * GIB),
     Case("adam_offload", "fast", "adam_offload.py", "a step of Adam on the device and on the host, beside DeepSpeed's",

@@ -285,8 +285,13 @@ def late_copies_and_poison(model: torch.nn.Module) -> Iterator[None]:
         handle.remove()
 
 
+_FEW_AT_A_TIME = {"optimizer": 1.0, "bucket_bytes": 2**14}
 _OFFLOADED: dict[str, list[Any]] = {
     "optimizer": [("offload", "optimizer")],
+    "optimizer in buckets": [("offload", _FEW_AT_A_TIME)],
+    "optimizer in buckets, half": [("half", "bf16"), ("offload", _FEW_AT_A_TIME)],
+    "optimizer in buckets, fsdp": ["fsdp", ("offload", {**_FEW_AT_A_TIME, "optimizer": 0.6})],
+    "optimizer on the host": [("offload", {**_FEW_AT_A_TIME, "update_on": "host"})],
     "activations": [("offload", "activation")],
     "all": [("offload", "all"), "fsdp"],
 }
@@ -309,7 +314,7 @@ def offload(session: Session) -> None:
 
     def run(name: str) -> dict[str, Any]:
         with world(session):
-            expected = _losses(_job([]), 10)
+            expected = _losses(_job([each for each in _OFFLOADED[name] if each[0] == "half"]), 10)
             job = _job(_OFFLOADED[name])
             with late_copies_and_poison(job.model):
                 found = _losses(job, 10)

@@ -42,7 +42,9 @@ _STRATEGIES: dict[str, list[Any]] = {
     "tuned": [("half", "bf16"), "compile", _FUSED_LOSS],
     "bf16": ["compile", _FUSED_LOSS],  # weights and states are of bf16
     "bf16_fp8": ["compile", _FUSED_LOSS, ("fp8", {"exclude": ["lm_head"]})],
-    "offload": [("half", "bf16"), "checkpoint", ("offload", "optimizer")],
+    "checkpointed": [("half", "bf16"), "checkpoint"],
+    "offload": [("half", "bf16"), "checkpoint", ("offload", "optimizer")],  # states visit the GPU
+    "offload_on_host": [("half", "bf16"), "checkpoint", ("offload", {"optimizer": 1.0, "update_on": "host"})],
 }
 
 

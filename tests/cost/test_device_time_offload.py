@@ -9,6 +9,7 @@ from meshwright.cost.device_time import offload_time
 from meshwright.planner import FamilyWorkload, parse_family
 from meshwright.strategy import Strategy
 
+ON_HOST = {"optimizer": 1.0, "update_on": "host"}
 SUBJECT = FamilyWorkload(parse_family("gpt2-xl"), find_cluster("a100-80x1"), 8, "bf16")
 
 
@@ -18,7 +19,7 @@ def planned(offload, cluster=None, micro_batches=1):
 
 
 def test_states_in_host_memory_update_at_its_speed():
-    plain, offloaded = (planned(keys).forecast.time for keys in (None, "optimizer"))
+    plain, offloaded = (planned(keys).forecast.time for keys in (None, ON_HOST))
     elements = sum(count * p.numel for count, p in planned(None).step.every_parameter())
     # Weights, gradients and two moments in fp32: read, and all but gradients written; gradients thrice with clipping.
     moved = elements * (2 * 4 + 3 * 4 + 2 * 8)
@@ -27,6 +28,29 @@ def test_states_in_host_memory_update_at_its_speed():
     assert offloaded.update_s == pytest.approx(expected, rel=0.02)
     assert offloaded.update_s > 5 * plain.update_s
     assert offloaded.copies_s == 0.0
+
+
+def test_states_that_visit_the_device_take_the_time_of_their_way():
+    elements = sum(count * p.numel for count, p in planned(None).step.every_parameter())
+    roomy = dataclasses.replace(SUBJECT.cluster, host_memory=Link(1e13, 1e-7))
+    plain, offloaded = (planned(keys, roomy).forecast.time for keys in (None, "optimizer"))
+    # Two moments come, and leave with the weights; the other direction and the update run beside.
+    assert offloaded.update_s == pytest.approx(3 * 4 * elements / roomy.host_link.bytes_per_s, rel=0.01)
+    fast = dataclasses.replace(roomy, host_link=Link(1e13, 1e-7))
+    assert planned("optimizer", fast).forecast.time.update_s == pytest.approx(plain.update_s, rel=0.01)
+    half = planned({"optimizer": 0.5}, roomy).forecast.time.update_s
+    assert half == pytest.approx((offloaded.update_s + plain.update_s) / 2, rel=0.05)
+
+
+def test_what_visits_the_device_is_there_in_a_few_buckets():
+    plain, offloaded = (planned(keys).memory for keys in (None, "optimizer"))
+    elements = sum(count * p.numel for count, p in planned(None).step.every_parameter())
+    assert offloaded.visiting == pytest.approx(3 * 2 * 2**26, rel=1e-6)
+    assert (offloaded.host_master, offloaded.gradients) == (4 * elements, plain.gradients)
+    assert offloaded.host_optimizer + offloaded.optimizer == plain.optimizer
+    small = planned({"optimizer": 1.0, "bucket_bytes": 2**20}).memory
+    assert small.visiting == pytest.approx(3 * 2 * 2**20, rel=1e-6)
+    assert planned(ON_HOST).memory.visiting == 0
 
 
 def test_activations_hide_behind_computing_as_far_as_the_link_allows():
@@ -49,7 +73,7 @@ def test_neighbours_behind_one_switch_copy_at_half_the_speed():
 
 
 def test_both_directions_at_once_are_bound_by_the_hosts_memory():
-    step = planned({"optimizer": 1.0, "gradients": 0.0}).step  # gradients leave as weights come back
+    step = planned({**ON_HOST, "gradients": 0.0}).step  # gradients leave as weights come back
     cluster = find_cluster("h100x8")
     moved = sum(copy.bytes_per_step for copy in copies(step) if copy.moment == "update")
     assert cluster.host_memory.bytes_per_s < 2 * cluster.host_share.bytes_per_s

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from meshwright.cost import Block, Parameter, Placement, StateTensor, Step, building, local_shape, memory, names_class
-from meshwright.cost.rank_memory import DRAWN_PER_S
+from meshwright.cost.step_time import DRAWN_PER_S
 
 
 @given(st.integers(1, 40), st.integers(1, 9))

@@ -130,7 +130,34 @@ def one_rank_precision(folder):
     compared(["fsdp"], ["all"], SGD)
 
 
-@pytest.mark.parametrize("run", [one_rank_states, one_rank_activations, one_rank_disk, one_rank_precision])
+def one_rank_visits(folder):
+    on_device = {"update_on": "device", "bucket_bytes": 4096 + 700}  # larger layers are cut in the middle
+    every, part, mixed = compared(
+        [], [on_device, {**on_device, "optimizer": 0.5}, {**on_device, "optimizer": 1.0, "gradients": 0.25}]
+    )
+    measured, moved, plain = every
+    numel = measured["parameters"] // 4
+    assert measured["gradients"] == plain["gradients"] == numel * 4
+    assert (measured["host_gradients"], measured["host_master"]) == (0, numel * 4)
+    assert measured["host_optimizer"] == 2 * numel * 4
+    assert moved == {("device", "host", "update"): 3 * numel * 4, ("host", "device", "update"): 2 * numel * 4}
+    assert 0 < part[0]["host_optimizer"] < every[0]["host_optimizer"]
+    assert 0 < mixed[0]["host_gradients"] == numel * 4 - mixed[0]["gradients"]
+    ((kept, _, _),) = compared([], [on_device], SGD, micro=2)
+    assert kept["host_optimizer"] == numel * 4  # momentum
+    for master in (True, False):
+        half = ("half", {"dtype": "bf16", "master_weights": master})
+        ((measured, moved, _),) = compared([half], [on_device], SGD, micro=2)
+        assert measured["host_master"] == numel * (4 if master else 2)
+        assert measured["gradients"] == numel * (4 if master else 2)
+        assert moved["host", "device", "update"] == numel * (8 if master else 2)
+    scale = {"initial_scale": 2.0**21, "hysteresis": 1}
+    compared([("half", {"dtype": "fp16", "loss_scale": scale})], [on_device, {**on_device, "optimizer": 0.5}])
+
+
+@pytest.mark.parametrize(
+    "run", [one_rank_states, one_rank_activations, one_rank_disk, one_rank_precision, one_rank_visits]
+)
 def test_one_rank(ranks, tmp_path, run):
     ranks(1).run(run, str(tmp_path / "states"))
 
@@ -155,7 +182,18 @@ def two_ranks_sharded(folder):
         assert moved["host", "device", "forward"] == 2 * plain["parameters"]
 
 
-@pytest.mark.parametrize("run", [two_ranks_replicated, two_ranks_sharded])
+def two_ranks_visits(folder):
+    on_device = {"update_on": "device", "bucket_bytes": 900}
+    (replicated,) = compared([], [on_device], micro=2)
+    assert replicated[0]["gradients"] == replicated[2]["gradients"]
+    compared(["zero1"], [{**on_device, "optimizer": 0.7, "activations": 0.4}], micro=2)
+    compared(["zero2"], [{**on_device, "parameters": 0.5}], SGD)
+    (sharded,) = compared(["fsdp", "checkpoint", ("amp_native", "bf16")], [on_device], micro=2)
+    assert sharded[0]["host_optimizer"] == 2 * sharded[0]["host_master"] > 0
+    compared(["fsdp", ("half", {"dtype": "fp16", "loss_scale": {"initial_scale": 2.0**21}})], [on_device])
+
+
+@pytest.mark.parametrize("run", [two_ranks_replicated, two_ranks_sharded, two_ranks_visits])
 def test_two_ranks(ranks, tmp_path, run):
     ranks(2).run(run, str(tmp_path / "states"))
 

@@ -36,7 +36,7 @@ REASONS = {
         "meshwright/methods/expert/listed_dispatch.py:questions_of < pair_runs.py:forward",
         "meshwright/methods/expert/listed_dispatch.py:__call__ < pair_runs.py:forward",
     },
-    "offload": {"meshwright/optim/offloaded_optimizer.py:_land"},
+    "offload": {"meshwright/optim/visiting_states.py:step"},
     "outer": {
         "meshwright/optim/outer/synchronizer.py:_send",
         "meshwright/optim/outer/replica_averaging.py:finish",

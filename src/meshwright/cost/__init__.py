@@ -46,11 +46,9 @@ if TYPE_CHECKING:
     from meshwright.cost.peak_memory import AVERAGING as AVERAGING, Peak as Peak, moments as moments, peak as peak
     from meshwright.cost.rank_memory import (
         MEMORY_LABELS as MEMORY_LABELS,
-        Building as Building,
         Memory as Memory,
         OffloadPlacement as OffloadPlacement,
         balanced_owners as balanced_owners,
-        building as building,
         local_shape as local_shape,
         memory as memory,
         offload_placements as offload_placements,
@@ -99,7 +97,9 @@ if TYPE_CHECKING:
         send_boundaries as send_boundaries,
     )
     from meshwright.cost.step_time import (
+        Building as Building,
         StepTime as StepTime,
+        building as building,
         seconds_of as seconds_of,
         simulate as simulate,
         timeline as timeline,

@@ -16,6 +16,7 @@ from meshwright.cost.rank_memory import (
     offload_placements,
     shape_on,
     state_bytes,
+    visiting_bytes,
 )
 from meshwright.cost.step import ATTENTION_BACKWARD_FLOPS, Copy, Op, Step, element_bytes
 
@@ -308,15 +309,18 @@ def _parameters(step: Step) -> tuple[Copy, ...]:
 
 
 def _updates(step: Step) -> tuple[Copy, ...]:
-    early = late = 0
+    early = late = come = leave = 0
     for placement, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
         early += placement.gradients * held_bytes(step, parameter)
-        late += placement.optimizer * held_bytes(step, parameter)
+        late += (placement.optimizer - placement.visiting) * held_bytes(step, parameter)
+        if placement.visiting:
+            sizes = visiting_bytes(step, parameter)
+            come, leave = come + placement.visiting * sizes[0], leave + placement.visiting * sizes[1]
     reductions = 1 if step.whole_gradients else step.num_micro_batches
     return (
         Copy("device", "host", early * reductions, "backward"),
-        Copy("device", "host", late, "update"),
-        Copy("host", "device", early + late, "update"),
+        Copy("device", "host", late + leave, "update"),
+        Copy("host", "device", early + late + come, "update"),
     )
 
 
@@ -369,17 +373,19 @@ def offload_time(step: Step, cluster: Cluster) -> OffloadTime:
     return OffloadTime(forward, backward, update, hides=not step.on_cpu)
 
 
-def offloaded_share(step: Step) -> float:
-    """Return the share of the trainable elements whose update runs in host memory."""
+def offloaded_shares(step: Step) -> tuple[float, float]:
+    """Return the shares of the trainable elements whose update runs on the host, and whose states visit the device."""
     if step.offloaded is None:
-        return 0.0
-    here = there = 0
+        return 0.0, 0.0
+    here = there = visiting = 0
     for placement, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
         if parameter.trainable:
             numel = math.prod(shape_on(step, parameter, step.optimizer.axis))
             here += placement.on_device * numel
-            there += (placement.count - placement.on_device) * numel
-    return there / (here + there) if here + there else 0.0
+            there += placement.updated_on_host * numel
+            visiting += placement.visiting * numel
+    every = here + there + visiting or 1
+    return there / every, visiting / every
 
 
 def _copies_s(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:

@@ -596,5 +596,5 @@ def _reserved(every: dict[Moment, Memory], weights: int) -> int:
 
     whole = every["update"]
     lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + whole.gradients
-    lasting += whole.outer + whole.average
+    lasting += whole.outer + whole.average + whole.visiting
     return lasting + weights + max(computing(each) for each in every.values())

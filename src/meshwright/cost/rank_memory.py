@@ -96,6 +96,7 @@ class OffloadPlacement:
     parameters: int = 0  # the parameter itself is on the host, with its gradient and states
     gradients: int = 0  # states are on the host, and gradients leave in backward
     optimizer: int = 0  # states are on the host, and gradients stay on the device until the update
+    visits: bool = False  # states of these visit the device for it, and gradients stay there
 
     @property
     def on_device(self) -> int:
@@ -104,8 +105,18 @@ class OffloadPlacement:
 
     @property
     def copied(self) -> int:
-        """Instances with a copy of the parameter on the host, where it is updated."""
+        """Instances with a copy of the parameter on the host."""
         return self.gradients + self.optimizer
+
+    @property
+    def visiting(self) -> int:
+        """Instances that are updated on the device, which their states visit."""
+        return self.optimizer if self.visits else 0
+
+    @property
+    def updated_on_host(self) -> int:
+        """Instances that the host updates."""
+        return self.count - self.on_device - self.visiting
 
 
 def offload_placements(step: Step) -> list[OffloadPlacement]:
@@ -134,6 +145,7 @@ def offload_placements(step: Step) -> list[OffloadPlacement]:
     leaving = pick_numbers(keys, sizes, early, step.offloaded.gradients * total - taken)
     for placement, number, gone in zip(placements, offloaded, leaving, strict=True):
         placement.optimizer, placement.gradients = number - gone, gone
+        placement.visits = step.offloaded.visiting_bytes > 0
     return placements
 
 
@@ -186,6 +198,7 @@ MEMORY_LABELS = {
     "returned": "activations brought back",
     "gathered": "gathered while computing",
     "updating": "held while updating",
+    "visiting": "offloaded states under way",
     "host_parameters": "on the host: parameters",
     "host_master": "on the host: copies to update",
     "host_gradients": "on the host: gradients",
@@ -216,6 +229,7 @@ class Memory:
     recomputation: int = 0  # saved again while the largest recomputed part runs backward
     returned: int = 0  # offloaded activations that are back on the device at once
     updating: int = 0  # what the optimizer holds for a moment: at the update, when no activations are left
+    visiting: int = 0  # offloaded states in a few buckets, on their way to an update on the device and back
     host_parameters: int = 0  # in host memory beside a device, or apart from the model where the host is the device
     host_master: int = 0  # copies of parameters, which the optimizer updates in their place
     host_gradients: int = 0
@@ -275,15 +289,18 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         total(copied, lambda placement: placement.copied),
         total(states, lambda h: h.count - h.on_device),
     )
+    # Counters of parameters that are updated on the device stay there.
+    visiting_scalars = total(scalars, lambda placement: placement.visiting)
+    host_states -= visiting_scalars
     host_scalars = total(scalars, lambda placement: placement.count - placement.on_device) if on_disk else host_states
     return Memory(
         parameters=total(
             lambda p: held_bytes(step, p, where), lambda placement: placement.count - placement.parameters
         ),
         master=total(lambda p: _master_bytes(step, p, where), lambda placement: placement.on_device),
-        gradients=total(gradient, lambda placement: placement.on_device)
-        + total(lambda p: held_bytes(step, p, where), lambda placement: placement.optimizer),
-        optimizer=total(states, lambda placement: placement.on_device),
+        gradients=total(gradient, lambda placement: placement.on_device + placement.visiting)
+        + total(lambda p: held_bytes(step, p, where), lambda placement: placement.optimizer - placement.visiting),
+        optimizer=total(states, lambda placement: placement.on_device) + visiting_scalars,
         buffers=sum(buffer.numel * element_bytes(buffer, step.buffers_itemsize) for buffer in step.buffers),
         gathered=_gathered_bytes(step),
         activations=known.saved_bytes if known is not None else None,
@@ -292,9 +309,10 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         recomputation=known.working_bytes if known is not None else 0,
         returned=known.returned_bytes if known is not None else 0,
         updating=_updating_bytes(step, placements, where),
+        visiting=_visiting_bytes(step, placements, where),
         host_parameters=total(lambda p: held_bytes(step, p, where), lambda placement: placement.parameters),
         host_master=0 if on_disk else host_master,
-        host_gradients=total(copied, lambda placement: placement.copied)
+        host_gradients=total(copied, lambda placement: placement.copied - placement.visiting)
         + total(gradient, lambda placement: placement.parameters),
         host_optimizer=host_scalars,
         host_activations=known.offloaded_bytes if known is not None else 0,
@@ -424,6 +442,28 @@ def _updating_bytes(step: Step, placements: Sequence[OffloadPlacement], where: M
     return max((together[key] + apart[key] for key in together), default=0)
 
 
+def _visiting_bytes(step: Step, placements: Sequence[OffloadPlacement], where: Mapping[str, int]) -> int:
+    """Return the bytes that the device holds for the few buckets of offloaded states that are there at once."""
+    fp32 = whole = 0
+    for placement, (_, p) in zip(placements, step.every_parameter(), strict=True):
+        if placement.visiting:
+            fp32 += placement.visiting * _FP32_BYTES * math.prod(shape_on(step, p, step.parameters.axis, where))
+            whole += placement.visiting * visiting_bytes(step, p, where)[0]
+    if step.offloaded is None or not fp32:
+        return 0
+    return math.ceil(whole * min(1.0, step.offloaded.visiting_bytes / fp32))
+
+
+def visiting_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> tuple[int, int]:
+    """Return the bytes that come to the device for the update of one rank's part of a parameter, and those that leave.
+
+    A parameter whose copy on the host has its own type is updated itself, so that only states come.
+    """
+    states = sum(_state_bytes(step, parameter, each, where or {}) for each in parameter.states if not _is_scalar(each))
+    copied = copy_bytes(step, parameter, where)
+    return states + (copied if copied != held_bytes(step, parameter, where) else 0), states + copied
+
+
 def _outer_bytes(step: Step, where: Mapping[str, int]) -> int:
     outer = step.outer
     if outer is None or outer.on_host:
@@ -522,79 +562,3 @@ def _whole_bytes(
         for parameter in block.parameters
         if parameter.sharded and (parameter.trainable or not trainable_only)
     )
-
-
-# --- Building the model, before the first step.
-
-DRAWN_PER_S = 2e8
-"""Normally distributed numbers that one core of a server draws in a second; an assumption."""
-
-
-@dataclass(frozen=True)
-class Building:
-    """Memory and time of building a model that is born sharded, on the rank that holds most of it.
-
-    Bytes on the host are those beside a device. Where the host is the device, they are all.
-    """
-
-    device_bytes: int  # parameters and buffers
-    host_bytes_initialised: int  # of the largest tensor, which is whole while it is drawn
-    host_bytes_read: int  # of this rank's part of it, which is all that is read from stored weights
-    ordinary_host_bytes: int  # of the whole model, which each rank would hold if it was built before it is divided
-    ranks_per_host: int
-    read_bytes_per_host: int  # each byte that a rank of the host needs once
-    read_s: float | None  # at the speed of the host's disks; None: unknown
-    num_drawn: int  # every rank draws the numbers of all parameters: the result must not depend on the layout
-    draw_s: float
-
-
-def building(steps: Sequence[Step], *, ranks_per_host: int = 1, disk_bytes_per_s: float | None = None) -> Building:
-    """Predict what it takes to build a model.
-
-    Args:
-        steps: Steps of a pipeline's ranks, or the one step of all ranks, after all ``cost`` twins.
-        ranks_per_host: Ranks that share the memory and the disks of a host.
-        disk_bytes_per_s: Rate at which a host reads its disks; None: unknown.
-    """
-    numel, whole_bytes = _whole_model(steps)
-    found = max(steps, key=lambda step: _born_bytes(step)[0])
-    held, (needed, stored) = memory(found), _born_bytes(found)
-    parameters = [parameter for _, parameter in found.every_parameter()]
-    on_host = needed if found.on_cpu else held.host_parameters
-    read = min(whole_bytes, ranks_per_host * stored)
-    return Building(
-        device_bytes=needed - on_host,
-        host_bytes_initialised=on_host + max((whole_numel(found, p) * p.itemsize for p in parameters), default=0),
-        host_bytes_read=on_host + max((held_bytes(found, p) for p in parameters), default=0),
-        ordinary_host_bytes=whole_bytes + sum(buffer.numel * buffer.itemsize for buffer in found.buffers),
-        ranks_per_host=ranks_per_host,
-        read_bytes_per_host=read,
-        read_s=None if disk_bytes_per_s is None else read / disk_bytes_per_s,
-        num_drawn=numel,
-        draw_s=numel / DRAWN_PER_S,
-    )
-
-
-def _born_bytes(step: Step) -> tuple[int, int]:
-    """Return the bytes of one rank's part of a model, wherever it is, and of the parameters in it."""
-    held = memory(step)
-    parameters = held.parameters + held.host_parameters
-    return parameters + held.buffers, parameters
-
-
-def _whole_model(steps: Sequence[Step]) -> tuple[int, int]:
-    """Return the elements and bytes of all parameters; those that several pipeline ranks have count once."""
-    numel = num_bytes = 0
-    seen: set[str] = set()
-    for step in {id(step): step for step in steps}.values():
-        for block in step.blocks:
-            for parameter in block.parameters:
-                if not block.on_ranks and parameter.name in seen:
-                    continue
-                # Of a list of experts a rank has its part, each expert whole.
-                listed = parameter.expert is not None and parameter.expert[0] is not None
-                parts = step.size("expert") * step.size("tensor") if listed else 1
-                count = block.count * parts * whole_numel(step, parameter)
-                numel, num_bytes = numel + count, num_bytes + count * parameter.itemsize
-        seen |= {parameter.name for block in step.blocks if not block.on_ranks for parameter in block.parameters}
-    return numel, num_bytes

@@ -310,6 +310,7 @@ class Offloaded:
     gradients: float = 0.0  # of the same: gradients that leave the device while backward runs
     parameters: float = 0.0  # of the sharded elements; their gradients and states are on the host, too
     on_disk: bool = False  # states and master weights are in files instead of host memory
+    visiting_bytes: int = 0  # of fp32 parameters whose states visit the device at once; 0: the host updates
 
 
 @dataclass(frozen=True)
@@ -378,6 +379,7 @@ class Step:
     reduce_itemsize: int | None = None  # bytes per element of gradients in collectives; None: as the gradient
     gathered: Literal["nothing", "unit", "model"] = "nothing"  # how much is whole at once while sharded
     gathers_ahead: bool = True  # backward gathers the next block while one computes
+    updates_elements: bool = True  # the optimizer updates every element by itself
     waits_to_update: bool = False  # the host reads from the device whether to update (fp16's loss scale)
     whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
     compression: Compression | None = None  # of gathered weights and reduced gradients
@@ -428,10 +430,8 @@ class Step:
         return self.replace(traffic=self.traffic + real)
 
     def every_parameter(self) -> Iterator[tuple[int, Parameter]]:
-        """Yield all distinct parameters with the number of times each is in the model."""
-        for block in self.blocks:
-            for parameter in block.parameters:
-                yield block.count, parameter
+        """Iterate over all distinct parameters with the number of times each is in the model."""
+        return ((block.count, parameter) for block in self.blocks for parameter in block.parameters)
 
 
 # FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.

@@ -1,4 +1,7 @@
-"""Seconds of the simulated step: one rank block by block, then all streams and pipeline ranks together."""
+"""Seconds of the simulated step: one rank block by block, then all streams and pipeline ranks together.
+
+And, before the first one, memory and seconds of building the model.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ from meshwright.cost.device_time import (
     group_of,
     launched_s,
     offload_time,
-    offloaded_share,
+    offloaded_shares,
     ring_s,
     update_s,
     weights_s,
 )
+from meshwright.cost.rank_memory import held_bytes, memory, whole_numel
 from meshwright.cost.scheduling import (
     SPLIT_BACKWARD,
     Event,
@@ -102,11 +106,14 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
 
 
 def updated_s(step: Step, machine: Machine, cluster: Cluster, moved: OffloadTime) -> float:
-    """Return the seconds of the update on the device and in host memory, with the copies it waits for."""
+    """Return the seconds of the update on the device and in host memory, with the copies it waits for.
+
+    The update of what visits the device runs beside the copies of other buckets.
+    """
     here = max(update_s(step, machine), launched_s(step, machine) - _ahead_s(step, machine))
-    share = 0.0 if step.on_cpu else offloaded_share(step)
+    on_host, visiting = (0.0, 0.0) if step.on_cpu else offloaded_shares(step)
     slower = machine.bytes_per_s * machine.efficiency.update / cluster.host_memory.bytes_per_s
-    return here * (1 - share + share * slower) + moved.update_s
+    return here * (1 - on_host - visiting + on_host * slower) + max(here * visiting, moved.update_s)
 
 
 def _ahead_s(step: Step, machine: Machine) -> float:
@@ -482,3 +489,79 @@ def stage_times(rank: Rank) -> StageTimes:
     if rank.reduces_each:
         backward += _left_s(rank, passes.all_reductions_s, backward)
     return StageTimes(forward, backward, passes.weights_s)
+
+
+# --- Building the model, before the first step.
+
+DRAWN_PER_S = 2e8
+"""Normally distributed numbers that one core of a server draws in a second; an assumption."""
+
+
+@dataclass(frozen=True)
+class Building:
+    """Memory and time of building a model that is born sharded, on the rank that holds most of it.
+
+    Bytes on the host are those beside a device. Where the host is the device, they are all.
+    """
+
+    device_bytes: int  # parameters and buffers
+    host_bytes_initialised: int  # of the largest tensor, which is whole while it is drawn
+    host_bytes_read: int  # of this rank's part of it, which is all that is read from stored weights
+    ordinary_host_bytes: int  # of the whole model, which each rank would hold if it was built before it is divided
+    ranks_per_host: int
+    read_bytes_per_host: int  # each byte that a rank of the host needs once
+    read_s: float | None  # at the speed of the host's disks; None: unknown
+    num_drawn: int  # every rank draws the numbers of all parameters: the result must not depend on the layout
+    draw_s: float
+
+
+def building(steps: Sequence[Step], *, ranks_per_host: int = 1, disk_bytes_per_s: float | None = None) -> Building:
+    """Predict what it takes to build a model.
+
+    Args:
+        steps: Steps of a pipeline's ranks, or the one step of all ranks, after all ``cost`` twins.
+        ranks_per_host: Ranks that share the memory and the disks of a host.
+        disk_bytes_per_s: Rate at which a host reads its disks; None: unknown.
+    """
+    numel, whole_bytes = _whole_model(steps)
+    found = max(steps, key=lambda step: _born_bytes(step)[0])
+    held, (needed, stored) = memory(found), _born_bytes(found)
+    parameters = [parameter for _, parameter in found.every_parameter()]
+    on_host = needed if found.on_cpu else held.host_parameters
+    read = min(whole_bytes, ranks_per_host * stored)
+    return Building(
+        device_bytes=needed - on_host,
+        host_bytes_initialised=on_host + max((whole_numel(found, p) * p.itemsize for p in parameters), default=0),
+        host_bytes_read=on_host + max((held_bytes(found, p) for p in parameters), default=0),
+        ordinary_host_bytes=whole_bytes + sum(buffer.numel * buffer.itemsize for buffer in found.buffers),
+        ranks_per_host=ranks_per_host,
+        read_bytes_per_host=read,
+        read_s=None if disk_bytes_per_s is None else read / disk_bytes_per_s,
+        num_drawn=numel,
+        draw_s=numel / DRAWN_PER_S,
+    )
+
+
+def _born_bytes(step: Step) -> tuple[int, int]:
+    """Return the bytes of one rank's part of a model, wherever it is, and of the parameters in it."""
+    held = memory(step)
+    parameters = held.parameters + held.host_parameters
+    return parameters + held.buffers, parameters
+
+
+def _whole_model(steps: Sequence[Step]) -> tuple[int, int]:
+    """Return the elements and bytes of all parameters; those that several pipeline ranks have count once."""
+    numel = num_bytes = 0
+    seen: set[str] = set()
+    for step in {id(step): step for step in steps}.values():
+        for block in step.blocks:
+            for parameter in block.parameters:
+                if not block.on_ranks and parameter.name in seen:
+                    continue
+                # Of a list of experts a rank has its part, each expert whole.
+                listed = parameter.expert is not None and parameter.expert[0] is not None
+                parts = step.size("expert") * step.size("tensor") if listed else 1
+                count = block.count * parts * whole_numel(step, parameter)
+                numel, num_bytes = numel + count, num_bytes + count * parameter.itemsize
+        seen |= {parameter.name for block in step.blocks if not block.on_ranks for parameter in block.parameters}
+    return numel, num_bytes

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         global_batch_loader as global_batch_loader,
         numbers_that_divide as numbers_that_divide,
     )
-    from meshwright.data.mixture import IndexOrder as IndexOrder, MixedOrder as MixedOrder
     from meshwright.data.records import BadLines as BadLines, Record as Record, read_records as read_records
     from meshwright.data.sample_files import (
         SampleFiles as SampleFiles,
@@ -23,7 +22,12 @@ if TYPE_CHECKING:
         sample_cache as sample_cache,
         trained_labels as trained_labels,
     )
-    from meshwright.data.streams import InterleavedShards as InterleavedShards, RepeatedStream as RepeatedStream
+    from meshwright.data.streams import (
+        IndexOrder as IndexOrder,
+        InterleavedShards as InterleavedShards,
+        MixedOrder as MixedOrder,
+        RepeatedStream as RepeatedStream,
+    )
     from meshwright.data.token_files import (
         Progress as Progress,
         TokenDataset as TokenDataset,

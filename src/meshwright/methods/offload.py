@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from meshwright.cost import Activations, Offloaded, Step, pick_largest, tie_key
 from meshwright.errors import StrategyError
@@ -20,7 +22,16 @@ from meshwright.methods.offload_activations import ActivationOffload
 from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.zero_config import ZeroMethod, unit_of, units_of
 from meshwright.nn import find_blocks, require_blocks
-from meshwright.optim import Disk, HostWeights, copies_for
+from meshwright.optim import (
+    BUCKETS_UNDER_WAY,
+    CUTTABLE,
+    VISITING_BUCKET_BYTES,
+    Copies,
+    Disk,
+    HostWeights,
+    copies_for,
+    inner_optimizer,
+)
 from meshwright.runtime import settings, use_share_of_cores
 from meshwright.strategy import Strategy
 
@@ -188,16 +199,21 @@ class Offload(Method):
     summary: ClassVar[str] = "states, gradients, parameters, activations in host memory; states on disk"
     effect: ClassVar[str] = (
         "memory: what is chosen leaves the device. Time: copies, beside the computation where they can hide, and the "
-        "update on the host. Communication: none"
+        "update, for which states visit the device, or on the host. Communication: none"
     )
     optimizer: Fraction | None = None
     """Fraction of the trainable elements. None: as ``gradients`` or ``parameters`` need; all if no key is given."""
     gradients: Fraction | None = None
-    """Fraction whose gradients leave while backward runs. None: as ``optimizer``, where backward completes them."""
+    """Fraction whose gradients leave while backward runs, and that is updated on the host. None: as ``optimizer``,
+    where backward completes them and the host updates; as ``parameters``, where the device does."""
     parameters: Fraction = 0.0
     """Fraction of the sharded elements."""
     activations: Fraction = 0.0
     """Fraction of the blocks, from the first, whose activations backward needs last."""
+    update_on: Literal["device", "host"] | None = None
+    """Where offloaded states meet the gradients: they visit the device in buckets, or the host updates. None: on a GPU
+    the device, many times faster; on a CPU, and with ``disk``, the host. Optimizers that do not update every element by
+    itself, and gradients or parameters that leave, are always updated on the host."""
     disk: str | None = None
     """A folder on a disk of each node for master weights and states, instead of host memory."""
     keep_files: bool = False
@@ -207,7 +223,8 @@ class Offload(Method):
     prefetch: Annotated[int, Field(ge=0)] = 1
     """Blocks whose activations come back ahead of their backward."""
     bucket_bytes: PositiveInt = 2**28
-    """Size of the fp32 parameters that are updated at a time, while the states of the next are read."""
+    """Size of the fp32 parameters that are updated at a time, while the states of the next are read; those that visit
+    the device take at most a quarter of the usual size."""
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
@@ -241,17 +258,21 @@ class Offload(Method):
             low, high = getattr(self, smaller), getattr(self, larger)
             if low is not None and high is not None and low > high:
                 raise ValueError(f"{smaller} at most {larger}: what is updated on the host has its states there")
+        if self.update_on == "device" and self.disk is not None:
+            raise ValueError("update_on 'host' beside disk: states in files do not visit the device")
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try states, also in part, the least first: their update waits for the host. Then activations, then all.
+        """Try states, also in part, the least first: their update waits for copies. Then activations, then all.
 
         On very many devices, where sharded states are small beside all else, states leave whole or not at all.
+        Gradients leave with all of them if the host updates.
         """
         parts = [cls.parse({"optimizer": each}) for each in _SEARCHED_PARTS if scope.world <= _MOST_IN_PART]
         # Of gradients what can leave before the update: on some meshes backward does not complete them.
         every = cls.parse({"optimizer": 1.0, "parameters": 1.0, "activations": 1.0})
-        return *parts, cls.parse("optimizer"), cls.parse("activation"), every
+        on_host = cls.parse({"optimizer": 1.0, "update_on": "host"})
+        return *parts, cls.parse("optimizer"), on_host, cls.parse("activation"), every
 
     @property
     def moves_parameters(self) -> bool:
@@ -303,35 +324,53 @@ class Offload(Method):
             job.model.register_forward_pre_hook(offload.forget)
             job.activations = offload
         job.sharding.offloaded_units, job.sharding.pin_memory = offloaded_units(job, offloaded.parameters), pin
-        if not offloaded.optimizer:
-            return
-        if self.gradients is None and offloaded.gradients < offloaded.optimizer:
+        if offloaded.optimizer:
+            job.optimizer.make_host_weights = functools.partial(self._host_weights, job, copies, pin=pin)
+
+    def _host_weights(self, job: Job, copies: Copies, *, pin: bool) -> HostWeights:
+        """Build copies of the model's parameters as they are now."""
+        axes, on_device = dict(job.axes), self._updates_on_device(on_cpu=job.device.type == "cpu")
+        offloaded = self._offloaded(axes, job.shard_axis)
+        chosen, visiting = choose(job, offloaded), frozenset[torch.Tensor]()
+        if on_device:
+            kept = choose(job, self._offloaded(axes, job.shard_axis, on_device=True))
+            visiting = frozenset(kept.offloaded - kept.in_backward)
+        return HostWeights(
+            [parameter for parameter in job.model.parameters() if parameter.requires_grad],
+            offloaded=chosen.offloaded,
+            in_backward=chosen.in_backward,
+            resident=chosen.resident,
+            fp32=job.optimizer.master_weights,
+            copies=copies,
+            pin_memory=pin,
+            disk=Disk(Path(self.disk), keep=self.keep_files) if self.disk is not None else None,
+            bucket_bytes=self.bucket_bytes,
+            on_device=visiting,
+            note_host=functools.partial(self._note_host, job, offloaded, bool(visiting)),
+        )
+
+    def _note_host(self, job: Job, offloaded: Offloaded, was_to_visit: bool, optimizer: Optimizer) -> None:
+        """Tell what the host updates, and with how many threads."""
+        refused = was_to_visit and type(inner_optimizer(optimizer)) not in CUTTABLE
+        if refused:
+            kind = type(inner_optimizer(optimizer)).__name__
+            job.notices.append(f"offload: the host updates, since {kind} is not known to update elements one by one")
+        if (refused or not was_to_visit) and self.gradients is None and offloaded.gradients < offloaded.optimizer:
             job.notices.append(
                 "offload: gradients stay on the device until the update, since ranks average them after backward"
             )
-
         if job.device.type == "cuda" and (threads := use_share_of_cores(settings().local_world_size)):
             job.notices.append(f"offload: the host updates with {threads} threads a rank, where torchrun had left one")
 
-        def host_weights() -> HostWeights:
-            chosen = choose(job, offloaded)
-            return HostWeights(
-                [parameter for parameter in job.model.parameters() if parameter.requires_grad],
-                offloaded=chosen.offloaded,
-                in_backward=chosen.in_backward,
-                resident=chosen.resident,
-                fp32=job.optimizer.master_weights,
-                copies=copies,
-                pin_memory=pin,
-                disk=Disk(Path(self.disk), keep=self.keep_files) if self.disk is not None else None,
-                bucket_bytes=self.bucket_bytes,
-            )
-
-        job.optimizer.make_host_weights = host_weights
+    def _updates_on_device(self, *, on_cpu: bool) -> bool:
+        if self.update_on is not None or self.disk is not None:
+            return self.update_on == "device"
+        return not on_cpu
 
     def cost(self, step: Step) -> Step:
         """Move bytes from the device to the host or to disk."""
-        offloaded = self._offloaded(dict(step.axes), step.shard_axis)
+        on_device = self._updates_on_device(on_cpu=step.on_cpu) and step.updates_elements
+        offloaded = self._offloaded(dict(step.axes), step.shard_axis, on_device=on_device)
         known = step.activations
         if known is not None and (count := self._num_blocks(len(known.blocks))):
             step = step.replace(activations=_offloaded_activations(known, count, self.prefetch))
@@ -340,13 +379,17 @@ class Offload(Method):
     def _num_blocks(self, every: int) -> int:
         return round(self.activations * every)
 
-    def _offloaded(self, sizes: Mapping[str, int], shard_axis: str | None) -> Offloaded:
+    def _offloaded(self, sizes: Mapping[str, int], shard_axis: str | None, *, on_device: bool = False) -> Offloaded:
         """Return the fractions, with the default of ``gradients`` for these axes filled in."""
         assert self.optimizer is not None, "normalised"
         gradients = self.gradients
         if gradients is None:
-            gradients = self.optimizer if completed_in_backward(sizes, shard_axis) else self.parameters
-        return Offloaded(self.optimizer, gradients, self.parameters, on_disk=self.disk is not None)
+            leave = completed_in_backward(sizes, shard_axis) and not on_device
+            gradients = self.optimizer if leave else self.parameters
+        at_once = BUCKETS_UNDER_WAY * min(self.bucket_bytes, VISITING_BUCKET_BYTES) if on_device else 0
+        return Offloaded(
+            self.optimizer, gradients, self.parameters, on_disk=self.disk is not None, visiting_bytes=at_once
+        )
 
 
 def _offloaded_activations(known: Activations, count: int, prefetch: int) -> Activations:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     )
     from meshwright.optim.came import CAME as CAME
     from meshwright.optim.dtensors import (
+        CUTTABLE as CUTTABLE,
         ParameterPlacement as ParameterPlacement,
         Stages as Stages,
         check_steps_alone as check_steps_alone,
@@ -72,6 +73,10 @@ if TYPE_CHECKING:
     )
     from meshwright.optim.outer.sync_policy import OuterPolicy as OuterPolicy
     from meshwright.optim.sharded.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from meshwright.optim.visiting_states import (
+        BUCKETS_UNDER_WAY as BUCKETS_UNDER_WAY,
+        VISITING_BUCKET_BYTES as VISITING_BUCKET_BYTES,
+    )
     from meshwright.optim.weight_average import EmaPolicy as EmaPolicy, WeightAverage as WeightAverage
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -355,8 +355,7 @@ def placement_of(parameter: torch.Tensor) -> ParameterPlacement | None:
 
 def is_in_parts(optimizer: Optimizer) -> bool:
     """Return whether this rank has only some of the model's parameters, or has them in another order."""
-    every: Iterable[dict[str, Any]] = optimizer.param_groups
-    placements = (placement_of(parameter) for group in every for parameter in group["params"])
+    placements = (placement_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     return any(each is not None and (each.of > 1 or each.order is not None) for each in placements)
 
 
@@ -498,6 +497,7 @@ def _parts_of(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 # They update element by element, and `_init_group` collects all their states. SGD's makes its momentum later.
 _ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+CUTTABLE = (*_ELEMENTWISE, SGD)  # the same update of any piece of a parameter, with its piece of the states
 
 
 def step_on_local_tensors(optimizer: Optimizer) -> None:

@@ -29,7 +29,7 @@ from meshwright.optim.dtensors import (
     local_tensor,
 )
 from meshwright.optim.full_state_dict import gathered_state_dict, laid_out_like, load_laid_out
-from meshwright.optim.mixed_precision import MasterWeights, ScaleGradient
+from meshwright.optim.mixed_precision import MasterWeights, ScaleGradient, gradient_holders
 from meshwright.runtime import HostCopy, agreed
 from meshwright.runtime.torch_internals.optim import (
     found_inf_of,
@@ -287,14 +287,14 @@ class GuardedOptimizer(WrappedOptimizer):
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Prepare the gradients, clip them and return their norm before clipping (0-dim, equal on all ranks)."""
         self.prepare_gradients()
-        norm = clip_grad_norm_(self._parameters(), max_norm, norm_type, self.stages)
+        norm = clip_grad_norm_(gradient_holders(self.inner), max_norm, norm_type, self.stages)
         self._norm = norm if max_norm == float("inf") or norm_type == 2.0 else None
         return norm
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Prepare the gradients and clamp every element to ``[-clip_value, clip_value]``."""
         self.prepare_gradients()
-        clip_grad_value_(self._parameters(), clip_value)
+        clip_grad_value_(gradient_holders(self.inner), clip_value)
         self._norm = None
 
     @torch.no_grad()
@@ -350,7 +350,7 @@ class GuardedOptimizer(WrappedOptimizer):
             found += [each.reshape(()) > 0 for each in found_inf_of(self.scaler)(self.inner).values()]
         elif self.skip_nonfinite:
             if self._norm is None:
-                self._norm = clip_grad_norm_(self._parameters(), float("inf"), stages=self.stages)
+                self._norm = clip_grad_norm_(gradient_holders(self.inner), float("inf"), stages=self.stages)
             found += [~torch.isfinite(each) for each in (self._norm, self.loss) if each is not None]
         if len(found) < 2:
             return found[0].float() if found else None

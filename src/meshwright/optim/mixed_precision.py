@@ -232,6 +232,17 @@ def unscale_(tensors: Iterable[torch.Tensor], inverse_scale: torch.Tensor, found
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
 
 
+def gradient_holders(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the tensor that holds the gradient of each of an optimizer's parameters; as a rule the parameter itself.
+
+    An optimizer of copies in host memory, whose gradients stay on the device, has a method of this name.
+    """
+    own = getattr(optimizer, "gradient_holders", None)
+    if own is not None:
+        return list(own())
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class LossScaler(torch.amp.GradScaler):
     """torch's GradScaler over any mixture of layouts, with bounds and hysteresis as ColossalAI has them.
 
@@ -294,7 +305,7 @@ class LossScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [holder.grad for holder in gradient_holders(optimizer) if holder.grad is not None]
         if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients.")
         unscale_(map(local_tensor, gradients), inv_scale, found_inf)

@@ -1,4 +1,4 @@
-"""Storage of offloaded tensors: asynchronous copies to page-locked host memory, and memory-mapped files on disk."""
+"""Storage of offloaded tensors: page-locked host memory with asynchronous copies, and memory-mapped files on disk."""
 
 from __future__ import annotations
 
@@ -150,9 +150,94 @@ def copies_for(device: torch.device) -> Copies:
     return CudaCopies(device) if device.type == "cuda" else DirectCopies()
 
 
-# --- Tensors in memory-mapped files: the operating system moves pages, and we advise it which come next
+# --- Tensors in host memory that stay, and are copied from and to a device
 
 _ALIGNMENT = 64  # bytes, for vector kernels
+_LARGEST_BLOCK = 2**30  # bytes that may be taken ahead of need
+
+
+class HostRoom:
+    """Host memory for many tensors that live as long as the run.
+
+    torch rounds every page-locked block up to a power of two, which would be up to twice the memory for a tensor of its
+    own. Blocks here have such sizes, grow with what they hold already, and are shared by tensors.
+
+    Args:
+        pin: Whether it is page-locked; tensors have memory of their own otherwise.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._blocks: list[tuple[torch.Tensor, int]] = []  # with the bytes that are taken
+        self._num_bytes = 0
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised tensor with the size, type and strides of ``like``."""
+        if not self._pin or like.numel() == 0:
+            return torch.empty_like(like, device="cpu")
+        needed = -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
+        place = next((at for at, (block, taken) in enumerate(self._blocks) if block.numel() - taken >= needed), None)
+        if place is None:
+            size = 1 << (max(needed, min(self._num_bytes, _LARGEST_BLOCK)) - 1).bit_length()
+            self._blocks.append((torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), 0))
+            self._num_bytes += size
+            place = len(self._blocks) - 1
+        block, start = self._blocks[place]
+        self._blocks[place] = block, start + needed
+        flat = block[start : start + like.nbytes].view(like.dtype)
+        return flat.as_strided(like.size(), like.stride()) if is_dense(like) else flat.view(like.shape)
+
+
+class DeviceRoom:
+    """Memory on a device for tensors that come from the host and go back, cut anew for each set of them.
+
+    Args:
+        copies: Copies between host and device.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._flat: torch.Tensor | None = None
+        self.arrived: Event | None = None
+        """The last copies into it."""
+        self.left: Event | None = None
+        """The last copies out of it, after which others may come; None where something else may still use it."""
+
+    def take(self, likes: Sequence[torch.Tensor], device: torch.device) -> tuple[list[torch.Tensor], Any]:
+        """Return uninitialised tensors like dense ones, and the point after which they may be written to."""
+        starts, end = _aligned(likes)
+        after, self.left = self.left, None
+        if self._flat is None or self._flat.numel() < end:
+            # The old memory may be handed out for other work of the current stream as soon as it is let go.
+            for event in (self.arrived, after):
+                if event is not None:
+                    event.wait()
+            self._flat = after = None
+            self._flat = torch.empty(end, dtype=torch.uint8, device=device)
+        flat = self._flat
+        taken = [
+            flat[start : start + like.nbytes].view(like.dtype).as_strided(like.size(), like.stride())
+            for start, like in zip(starts, likes, strict=True)
+        ]
+        return taken, self._copies.mark() if after is None else after
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that are held."""
+        return 0 if self._flat is None else self._flat.numel()
+
+
+def _aligned(likes: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Return where tensors begin that lie one behind the other, and where the last one ends."""
+    starts, end = [], 0
+    for like in likes:
+        starts.append(end)
+        end += -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return starts, end
+
+
+# --- Tensors in memory-mapped files: the operating system moves pages, and we advise it which come next
+
 _CHUNK = 2**24  # bytes written at a time where a file system cannot reserve
 
 
@@ -187,10 +272,7 @@ class DiskFile:
         cls, folder: Path, likes: Sequence[torch.Tensor], *, keep: bool
     ) -> tuple[DiskFile | None, list[torch.Tensor]]:
         """Make a file and one tensor of zeros in it for each of ``likes``; no file where all of them are empty."""
-        starts, end = [], 0
-        for tensor in likes:
-            starts.append(end)
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        starts, end = _aligned(likes)
         file = cls(folder, end, keep=keep) if end else None
         return file, [
             torch.empty_like(like, device="cpu") if file is None else file._tensor(start, like)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from itertools import compress, zip_longest
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from meshwright.errors import ConfigError
 from meshwright.optim.checks import check_dense
-from meshwright.optim.dtensors import HALF_TYPES, local_tensor, wrapped_like
+from meshwright.optim.dtensors import CUTTABLE, HALF_TYPES, local_tensor, wrapped_like
 from meshwright.optim.guarded_step import WrappedOptimizer
 from meshwright.optim.mixed_precision import MasterWeights
-from meshwright.optim.offload_storage import Copies, Disk, DiskFile, Event
+from meshwright.optim.offload_storage import Copies, Disk, DiskFile, Event, HostRoom
+from meshwright.optim.sharded.sharded_optimizer import local_gradient
+from meshwright.optim.visiting_states import Visits, fused_kernels
 from meshwright.runtime import same_on_every_rank
-from meshwright.runtime.torch_internals.optim import step_post_hooks_of, step_pre_hooks_of
+from meshwright.runtime.torch_internals.optim import (
+    STEP_POST_HOOKS,
+    STEP_PRE_HOOKS,
+    step_post_hooks_of,
+    step_pre_hooks_of,
+)
 
 
 @dataclass(eq=False)
@@ -34,6 +41,11 @@ class Bucket:
     files: list[DiskFile]
     """The files of their copies and states."""
 
+    def without(self, visiting: Mapping[torch.Tensor, torch.Tensor]) -> Bucket:
+        """Return the bucket without parameters that are updated on the device."""
+        stays = [parameter not in visiting for parameter in self.parameters]
+        return Bucket([*compress(self.parameters, stays)], [*compress(self.updated, stays)], self.files)
+
 
 class OffloadedOptimizer(WrappedOptimizer):
     """Wrapper that steps an optimizer over host copies of parameters bucket by bucket.
@@ -41,13 +53,14 @@ class OffloadedOptimizer(WrappedOptimizer):
     torch's optimizers treat every parameter by itself, so steps over parts are equal to one over all. Each bucket is
     updated alone, with torch's fused kernel where there is one and the group does not choose otherwise, while the
     weights of the bucket before travel to the device and the states of the next are read. Parameters on the device are
-    updated first. Any other optimizer takes one step over everything.
+    updated first, then those whose states visit it. Any other optimizer takes one step over everything.
 
     Args:
         inner: The optimizer.
         buckets: The parameters on the host.
         disk: Where states move after the step that made them; None: they stay in memory.
         send: Begins to copy the new weights of some of the model's parameters to the device.
+        visits: The parameters whose states visit the device; None where none do.
     """
 
     def __init__(
@@ -56,6 +69,7 @@ class OffloadedOptimizer(WrappedOptimizer):
         buckets: Sequence[Bucket],
         disk: Disk | None,
         send: Callable[[Sequence[torch.Tensor]], None],
+        visits: Visits | None = None,
     ) -> None:
         super().__init__(inner)
         if isinstance(inner, LBFGS):
@@ -65,7 +79,7 @@ class OffloadedOptimizer(WrappedOptimizer):
                 got="LBFGS",
                 fix="leave offload out, or use another optimizer",
             )
-        self._buckets, self._disk, self._send = buckets, disk, send
+        self._buckets, self._disk, self._send, self._visits = buckets, disk, send, visits
         self._on_host = {parameter: bucket for bucket in buckets for parameter in bucket.updated}
         self._stored: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # states on disk, by parameter and name
         self._offered: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # room for states about to be loaded
@@ -74,17 +88,28 @@ class OffloadedOptimizer(WrappedOptimizer):
         if disk is not None:  # checkpoints then load states straight into their files
             inner.state_like = self.state_like  # type: ignore[attr-defined]
 
-    @property
-    def offloaded(self) -> set[torch.Tensor]:
-        """Return the optimizer's parameters that are on the host."""
-        return set(self._on_host)
+    def place_of(self, parameter: torch.Tensor, key: str) -> Literal["device", "host", "disk"]:
+        """Return where a state of one of the optimizer's parameters lives between steps."""
+        if self._visits is not None and parameter in self._visits.parameters:
+            value = self.inner.state[parameter][key]
+            return "host" if isinstance(value, torch.Tensor) and value.dim() else "device"  # counters stay there
+        if parameter not in self._on_host:
+            return "device"
+        return "disk" if self.is_stored(parameter, key) else "host"
+
+    def gradient_holders(self) -> list[torch.Tensor]:
+        """Return the tensor that holds the gradient of each parameter: itself, or the model's where states visit."""
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self._visits is None:
+            return every
+        return [self._visits.parameters.get(parameter, parameter) for parameter in every]
 
     def is_stored(self, parameter: torch.Tensor, key: str) -> bool:
         """Return whether a state is on disk."""
         return self._stored.get((parameter, key)) is self.inner.state[parameter][key]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update the parameters on the device, then bucket after bucket on the host.
+        """Update the parameters on the device and those whose states visit it, then bucket after bucket on the host.
 
         Raises:
             ConfigError: When a disk has no room for new states, on every rank; the step is done then, with them in
@@ -92,25 +117,35 @@ class OffloadedOptimizer(WrappedOptimizer):
         """
         if closure is not None:
             raise ValueError("An offloaded optimizer takes no closure. What to do: call backward before step.")
+        if self._visits is not None:
+            with _hooks_once(self.inner):
+                self._step(self._visits)
+        else:
+            self._step()
+        if self._disk is not None:
+            self._raise_if_full()
+
+    def _step(self, visits: Visits | None = None) -> None:
         if self._in_parts:
             others = {p for group in self.param_groups for p in group["params"]} - self._on_host.keys()
+            others -= visits.parameters.keys() if visits is not None else set()
             if others:
                 with _only(self.inner, others):
                     self.inner.step()
         else:
             self.inner.step()
-        for bucket, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
+        if visits is not None:
+            visits.step()
+        for bucket, following in zip_longest(self._buckets, self._buckets[1:]):
             if self._disk is not None and following is not None:
                 self._disk.read_ahead(following.files)
             if self._in_parts:
-                with _only(self.inner, set(bucket.updated)), _fused(self.inner):
+                with _only(self.inner, set(bucket.updated)), fused_kernels(self.inner):
                     self.inner.step()
             self._store(bucket)
             self._send(bucket.parameters)
             if self._disk is not None:
                 self._disk.write_behind(bucket.files)
-        if self._disk is not None:
-            self._raise_if_full()
 
     @property
     def _in_parts(self) -> bool:
@@ -192,7 +227,8 @@ class OffloadedOptimizer(WrappedOptimizer):
         self.inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
-        return f"OffloadedOptimizer({len(self._on_host)} parameters on the host, {self.inner!r})"
+        visiting = f"{len(self._visits.parameters)} visiting the device, " if self._visits is not None else ""
+        return f"OffloadedOptimizer({len(self._on_host)} parameters on the host, {visiting}{self.inner!r})"
 
 
 def _alike(place: torch.Tensor, value: torch.Tensor) -> bool:
@@ -214,27 +250,20 @@ def _only(optimizer: Optimizer, parameters: set[torch.Tensor]) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def _fused(optimizer: Optimizer) -> Iterator[None]:
-    """Let groups that do not choose use torch's fused CPU kernels, several times faster than its loop."""
-    chosen = [group for group in optimizer.param_groups if _can_fuse(optimizer, group)]
-    before = [group["fused"] for group in chosen]
-    for group in chosen:
-        group["fused"] = True
+def _hooks_once(optimizer: Optimizer) -> Iterator[None]:
+    """Call an optimizer's own hooks around all of its steps inside the block, and not around each."""
+    before, after = step_pre_hooks_of(optimizer), step_post_hooks_of(optimizer)
+    for hook in before.values():
+        hook(optimizer, (), {})
+    setattr(optimizer, STEP_PRE_HOOKS, OrderedDict())
+    setattr(optimizer, STEP_POST_HOOKS, OrderedDict())
     try:
         yield
     finally:
-        for group, fused in zip(chosen, before, strict=True):
-            group["fused"] = fused
-
-
-def _can_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    # Not for half-precision states; and torch's fused SGD has no rule for DTensors.
-    has_shards = any(isinstance(parameter, DTensor) for parameter in group["params"])
-    kinds = (Adam, AdamW) if has_shards else (Adam, AdamW, SGD)
-    undecided = group.get("fused") is None and group.get("foreach") is None and "fused" in group
-    plain = not group.get("differentiable") and not group.get("capturable")
-    wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in group["params"])
-    return type(optimizer) in kinds and undecided and plain and wide
+        setattr(optimizer, STEP_PRE_HOOKS, before)
+        setattr(optimizer, STEP_POST_HOOKS, after)
+    for hook in after.values():
+        hook(optimizer, (), {})
 
 
 # --- Copies of parameters in host memory, which the optimizer updates in their place
@@ -244,7 +273,8 @@ class HostWeights(MasterWeights):
     """Master weights of which some are on the host, with their gradients and states (ZeRO-Offload, Ren et al. 2021).
 
     A gradient is copied to the host in its own type and becomes the copy's gradient there; new weights travel back in
-    the parameter's type. On CUDA copies run on two streams of their own, from and to page-locked memory.
+    the parameter's type; or the copy and its states visit the device, and the gradient stays (``on_device``). On CUDA
+    copies run on two streams of their own, from and to page-locked memory.
 
     Args:
         parameters: All parameters that train.
@@ -257,6 +287,9 @@ class HostWeights(MasterWeights):
         pin_memory: Whether host copies are page-locked.
         disk: Where host copies and states live; None: in memory.
         bucket_bytes: Bytes of copies that are updated at a time, while the next ones are read.
+        on_device: The parameters to update on the device, if the optimizer updates every element by itself. Otherwise
+            they are updated on the host, and ``in_backward`` says which gradients leave before.
+        note_host: Called with the optimizer when it is built, if it updates some of them on the host.
     """
 
     def __init__(
@@ -271,12 +304,18 @@ class HostWeights(MasterWeights):
         pin_memory: bool,
         disk: Disk | None,
         bucket_bytes: int,
+        on_device: Set[torch.Tensor] = frozenset(),
+        note_host: Callable[[Optimizer], None] | None = None,
     ) -> None:
         super().__init__([p for p in parameters if p not in offloaded and p not in resident] if fp32 else [])
         self.resident, self.disk = resident, disk
         self.offloaded: dict[torch.Tensor, torch.Tensor] = {}
         """The copies on the host, by parameter."""
+        self.visits: Visits | None = None
+        """Updates on the device, once the optimizer is built; None where it updates on the host."""
         self._in_backward, self._copies, self._pin, self._fp32 = in_backward, copies, pin_memory, fp32
+        self._note_host = note_host
+        self._on_device, self._bucket_bytes, self._room = on_device, bucket_bytes, HostRoom(pin=pin_memory)
         self._arriving: dict[torch.Tensor, tuple[torch.Tensor, Event]] = {}  # gradients on their way
         self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # gradients that the device may still copy from
         self._window = bucket_bytes  # most bytes of these
@@ -288,7 +327,10 @@ class HostWeights(MasterWeights):
         self.buckets += [Bucket(each, each, []) for each in _cut(own, bucket_bytes)]
         self.of.update(self.offloaded)
         self._mark()
-        for parameter in in_backward:
+        self._let_leave(in_backward - on_device)
+
+    def _let_leave(self, parameters: Set[torch.Tensor]) -> None:
+        for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._leave)  # type: ignore[attr-defined]
 
     @torch.no_grad()
@@ -296,7 +338,7 @@ class HostWeights(MasterWeights):
         likes = [torch.empty_like(local_tensor(p), dtype=self._type_of(p), device="meta") for p in parameters]
         files: list[DiskFile] = []
         if self.disk is None:
-            host = [_empty(like, self._pin) for like in likes]
+            host = [self._room.take(like) for like in likes]
         else:
             file, host = self.disk.make(likes)
             files += [file] if file is not None else []
@@ -311,7 +353,19 @@ class HostWeights(MasterWeights):
     def optimizer(self, optim_func: Callable[[Any], Optimizer], params: Iterable[Any]) -> Optimizer:
         """Build ``optim_func(params)`` over the copies, to be stepped bucket by bucket."""
         inner = super().optimizer(optim_func, params)
-        return OffloadedOptimizer(inner, self.buckets, self.disk, send=self.send)
+        if type(inner) not in CUTTABLE:
+            self._let_leave(self._in_backward & self._on_device)
+        elif self._on_device:
+            copy_of = {p: copy for p, copy in self.offloaded.items() if p in self._on_device}
+            self.visits = Visits(inner, copy_of, self._copies, self._room, self._bucket_bytes)
+            self._in_backward = self._in_backward - copy_of.keys()
+            kept = (bucket.without(copy_of) for bucket in self.buckets)
+            self.buckets = [bucket for bucket in kept if bucket.parameters]
+            for parameter in copy_of:
+                parameter.grad_dtype = None  # type: ignore[attr-defined]  # it may be fp32 beside a half parameter
+        if self.buckets and self._note_host is not None:
+            self._note_host(inner)
+        return OffloadedOptimizer(inner, self.buckets, self.disk, send=self.send, visits=self.visits)
 
     @torch.no_grad()
     def _leave(self, parameter: torch.Tensor) -> None:
@@ -353,9 +407,16 @@ class HostWeights(MasterWeights):
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Set every copy's gradient; those that did not leave in backward are copied now."""
+        """Set every copy's gradient; those that did not leave in backward are copied now.
+
+        Where states visit the device, the parameter's own gradient is made fp32, and the first states set out.
+        """
         self._sent.clear()
+        visiting = self.visits.parameters if self.visits is not None else {}
         for parameter, master in self.of.items():
+            if master in visiting:
+                self._widen(parameter)
+                continue
             if parameter not in self.offloaded:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
@@ -365,11 +426,19 @@ class HostWeights(MasterWeights):
                 else:
                     self._sums.pop(parameter, None)  # the gradient on the device is the sum
                     self._depart(parameter)
+        if self.visits is not None:
+            self.visits.begin()
+            self._sent.update(visiting.values())
         for parameter, copy in self.offloaded.items():
             self._land(parameter)
             found = self._sums.get(parameter)
             copy.grad = None if found is None else wrapped_like(copy, found)
         self._leaving.clear()  # the host has waited for all of them
+
+    def _widen(self, parameter: torch.Tensor) -> None:
+        gradient = local_gradient(parameter)
+        if gradient is not None and self._type_of(parameter) != gradient.dtype:
+            parameter.grad = wrapped_like(parameter, gradient.to(self._type_of(parameter)))
 
     def _lacks(self, updated: torch.Tensor) -> bool:
         return self._fp32 and updated not in self.resident and super()._lacks(updated)

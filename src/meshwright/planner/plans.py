@@ -31,7 +31,8 @@ from meshwright.cost import (
     peak,
     simulate,
 )
-from meshwright.cost.rank_memory import DRAWN_PER_S, snapshot_bytes
+from meshwright.cost.rank_memory import snapshot_bytes
+from meshwright.cost.step_time import DRAWN_PER_S
 from meshwright.errors import ConfigError, readable_bytes
 from meshwright.methods import besides_mesh, with_micro_batches
 from meshwright.runtime import COMMUNICATOR_BYTES, host_share_bytes, machine_name

@@ -286,6 +286,7 @@ class Workload:
             flops=traced.flops,
             fp8_flops=traced.fp8_flops,
             boundaries=traced.boundaries,
+            updates_elements=self._probe.updates_elements,
         )
 
     def _decide_cut(self, pipeline: Pipeline, step: Step, resolved: Resolved, conditions: Conditions) -> Decision:

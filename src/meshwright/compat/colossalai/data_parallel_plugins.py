@@ -40,7 +40,7 @@ class LowLevelZeroPlugin(LossScaleArguments, DPPluginBase):
     """Optimizer states (stage 1) and gradients (stage 2) sharded, with fp32 master weights. Seed: ColossalAI.
 
     Stage 1 is the method zero1, stage 2 is zero2; ``extra_dp_size`` is the number of replicas, each sharded.
-    ``cpu_offload`` is the method offload: it keeps states and fp32 master weights in host memory, and updates there.
+    ``cpu_offload`` is the method offload: it keeps states and fp32 master weights in host memory.
     """
 
     stage: int = 1

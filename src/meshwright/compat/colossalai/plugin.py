@@ -378,7 +378,7 @@ def in_fp8(products: bool, communication: bool, *, gathers: bool) -> list[Any]:
 
 
 def offloaded(cpu_offload: bool) -> list[Any]:
-    """Return the methods of ``cpu_offload``: master weights and states in host memory, updated there."""
+    """Return the methods of ``cpu_offload``: master weights and states in host memory, which visit a GPU."""
     return [("offload", "optimizer")] if cpu_offload else []
 
 

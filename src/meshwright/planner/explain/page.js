@@ -7,8 +7,9 @@ const CLASSES = {
   optimizer: ["optimizer state", 3], outer: ["outer state", 7], buffers: ["buffers", 8], activations: ["activations", 4],
   recomputation: ["recomputed activations", 6], returned: ["activations brought back", 7], gathered: ["gathered", 5],
   average: ["averaged weights", 6], updating: ["held while updating", 3],
+  visiting: ["offloaded states under way", 8],
 };
-const PATTERNS = { gathered: "/", returned: "/", average: "/", updating: "/" };
+const PATTERNS = { gathered: "/", returned: "/", average: "/", updating: "/", visiting: "/" };
 const MOMENTS = { gather: "arrival", loss: "loss", recomputation: "last block", reduction: "last reduction", update: "update" };
 const PARTS = {
   compute_s: ["computing", 1], inline_s: ["collectives waited for", 2], exposed_s: ["gathers, reductions", 3],

@@ -286,6 +286,7 @@ class Bounds:
             stages=Stages((0,), ((0, 1),), 1, 0) if branch.mesh.pipeline > 1 else None,
             on_cpu=probe.step.on_cpu,
             on_one_host=probe.step.on_one_host,
+            updates_elements=probe.step.updates_elements,
         )
         return cost_of(sharding, step)
 

@@ -24,7 +24,7 @@ from torch.optim import SGD, Optimizer
 from meshwright.cost import Block, Buffer, Parameter, StateTensor, Updating
 from meshwright.errors import ConfigError
 from meshwright.nn import class_name, class_names, find_blocks
-from meshwright.optim import average_of, guard_of, local_tensor
+from meshwright.optim import CUTTABLE, average_of, guard_of, local_tensor
 from meshwright.optim.guarded_step import is_outer, use_fused
 from meshwright.optim.mixed_precision import MASTER
 from meshwright.planner.trace.aten_kernels import device_here, tensors_in
@@ -67,9 +67,9 @@ class OffloadedBytes:
                     yield value
 
     def _place(self, parameter: torch.Tensor, key: str) -> str:
-        if self._inner is None or parameter not in self._inner.offloaded:
+        if self._inner is None:
             return "device"
-        return "disk" if self._inner.is_stored(parameter, key) else "host"
+        return self._inner.place_of(parameter, key)
 
 
 def _offloaded(guard: GuardedOptimizer | None) -> tuple[HostWeights | None, OffloadedOptimizer | None]:
@@ -142,6 +142,14 @@ class OptimizerProbe:
         if kind not in self._updating:
             self._updating[kind] = _watched(self._optim_func, parameter, group, self._device)
         return self._updating[kind]
+
+    @functools.cached_property
+    def updates_elements(self) -> bool:
+        """Return whether every element is updated by itself, so that states can be offloaded and visit the device."""
+        if self._optim_func is None:
+            return True
+        tiny = _tiny(nn.Parameter(torch.empty(1, 1)), device_here(self._device))
+        return type(_built(self._optim_func, [tiny] if self._groups is None else [{"params": [tiny]}])) in CUTTABLE
 
     def _group_of(self, parameter: nn.Parameter) -> _Group | None:
         """Return the group of a parameter; None where the optimizer does not get it."""

@@ -15,6 +15,8 @@ from torch.optim.optimizer import (
 __all__ = [
     "FOREACH_DEVICES",
     "INIT_GROUP",
+    "STEP_POST_HOOKS",
+    "STEP_PRE_HOOKS",
     "foreach_add_",
     "foreach_addcmul_",
     "foreach_clamp_max_",
@@ -69,8 +71,9 @@ non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 # Hooks that users have registered on one optimizer, and on all (``global_step_pre_hooks``,
 # ``global_step_post_hooks``): torch can only register
 # them. A wrapper calls them itself, or does not fuse what they want to see.
-step_pre_hooks_of = attrgetter("_optimizer_step_pre_hooks")
-step_post_hooks_of = attrgetter("_optimizer_step_post_hooks")
+STEP_PRE_HOOKS, STEP_POST_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+step_pre_hooks_of = attrgetter(STEP_PRE_HOOKS)
+step_post_hooks_of = attrgetter(STEP_POST_HOOKS)
 
 # The method with which torch's optimizers collect parameters, gradients and states for their kernels: DTensors are
 # unwrapped there. Replaced by foreach kernels for DTensors without dispatch of every operator.
