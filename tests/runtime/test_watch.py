@@ -43,6 +43,18 @@ def _hang():
     return told, timer[0]
 
 
+def _hang_behind_the_first():
+    """Rank 1 sleeps behind its first step, which takes longer than the limit; what was told before and after."""
+    told: list[str] = []
+    with Watch(LIMIT_S, told.append) as watch:
+        _steps(watch, [2 * LIMIT_S])
+        before = len(told)
+        watch.warm()
+        time.sleep(4 * LIMIT_S if rank() == 1 else 0)
+        dist.barrier()
+    return before, told
+
+
 def _disagree():
     """Ranks wait in different collectives until each one's helper thread does the other's; what they were told."""
     told: list[str] = []
@@ -137,6 +149,13 @@ def test_who_holds_up_the_others_is_named(ranks):
     (hang,) = [text for text in first[4] + second[4] if "no step has ended" in text]
     assert "rank 0: step 4" in hang
     assert "rank 1: step 3" in hang
+
+
+def test_a_rank_that_hangs_behind_the_first_step_is_named(ranks):
+    every = ranks(2).run(_hang_behind_the_first)
+    assert [before for before, _ in every] == [0, 0]  # the first step may take as long as it likes
+    (found,) = [text for _, texts in every for text in texts if "no step has ended" in text]
+    assert "rank 1: not in a collective, while others wait in one" in found
 
 
 def test_a_limit_is_a_duration():

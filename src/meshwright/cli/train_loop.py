@@ -217,12 +217,15 @@ def _steps(
     while session.state.step < run.steps:
         watch.beat()
         anomalies.begin()
+        is_first = session.state.step == start
         try:
-            result = _step(session, observer, batches, is_first=session.state.step == start)
+            result = _step(session, observer, batches, is_first=is_first)
         except UnsoundStepError as error:
             with watch.paused():
                 anomalies.end(error)
             raise
+        if is_first:
+            watch.warm()
         _check_finite(session, failures, result)
         with watch.paused() if result.spike == "rollback" else contextlib.nullcontext():
             if anomalies.look(result):

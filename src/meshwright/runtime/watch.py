@@ -256,8 +256,8 @@ class Watch:
     rank at fault shows its own stack too. Nothing is ended: that is for the backend's timeout, or for ``tell``, to
     decide.
 
-    The thread that enters is the one watched. Watching begins at the second :meth:`beat`, as the first step may
-    compile.
+    The thread that enters is the one watched. Watching begins at the second :meth:`beat`, or at :meth:`warm`, as the
+    first step may compile.
 
     Args:
         limit_s: Seconds without a beat that make a hang. It is reported within 1.5 times as many.
@@ -292,6 +292,7 @@ class Watch:
         self._store: Store | None = None
         self._host: HostReports | None = None
         self._step, self._beat_s, self._paused = 0, 0.0, False
+        self._unwatched = 1  # steps at the beginning
         self._samples = self._waits = 0  # where the thread was, of late
         self._device_share = 0.0  # of the time in which the device was in collectives
         self._number = 0  # of reports
@@ -334,6 +335,10 @@ class Watch:
         self._step += 1
         self._beat_s = now_s
 
+    def warm(self) -> None:
+        """Mark that the first step has been computed: what follows it within the step is watched."""
+        self._unwatched, self._beat_s = 0, time.monotonic()
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Suspend watching, for a checkpoint or an evaluation, but for ranks that give no sign of life."""
@@ -367,7 +372,7 @@ class Watch:
     def _sample_for(self, duration_s: float) -> None:
         end_s = time.monotonic() + duration_s
         while time.monotonic() < end_s and not self._over.wait(min(_SAMPLE_S, duration_s)):
-            if self._step > 1 and not self._paused:
+            if self._step > self._unwatched and not self._paused:
                 # Halve the count, so that older samples fade.
                 if self._samples == 2 * _SAMPLES:
                     self._samples, self._waits = _SAMPLES, self._waits // 2
@@ -375,7 +380,8 @@ class Watch:
                 self._waits += bool(place_of(self._watched).operation)
 
     def _is_late(self, limits: float = 1.0) -> bool:
-        return self._step > 1 and self._late_s > limits * (self._limit_s if self._paused else self._early_limit_s)
+        limit_s = self._limit_s if self._paused else self._early_limit_s
+        return self._step > self._unwatched and self._late_s > limits * limit_s
 
     @property
     def _late_s(self) -> float:
