@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, ModelError, StrategyError, readable_bytes
-from meshwright.methods import SAMPLED, num_micro_batches
+from meshwright.methods import SAMPLED, method_of_axes, num_micro_batches
 from meshwright.planner.config_models import config_path, model_of_shape, transformers_model, why_formulas
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.family_workload import FamilyModel
@@ -162,7 +162,7 @@ class PlanRequest:
             outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
             own = {**options, "limit_s": limit_s, "top": max(self.top, _ALTERNATIVES)}
             space, follow_ups = default_space(outline), tuple[FollowUp, ...]()
-            if shape.experts > 1 and not self.included and "expert_parallel" not in self.excluded:
+            if shape.experts > 1 and not self.included and method_of_axes()["expert"] not in self.excluded:
                 space, follow_ups = experts_first(space, shape.experts, outline.world)
             found = search(outline, space=space, follow_ups=follow_ups, **own, enough_s=enough_s)
             # What is too large stays as the formulas have it, since the model would refuse a pipeline of which no cut

@@ -283,6 +283,12 @@ class Pass:
         transients = (each._replace(split=found.get(each.place)) for each in recorded.transients)
         return recorded._replace(transients=tuple(transients))
 
+    def _autocast(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return _nothing()
+        cast_grouped_products(device)
+        return torch.autocast(device, dtype=self.autocast_dtype)
+
     # Without pauses, circles of references would be freed at random operators.
     @paused_collection()
     def _recorded(self, parts: BackwardInParts | None) -> _Recorded:
@@ -292,8 +298,7 @@ class Pass:
         counter = FlopCount()
         blocks = self._blocks_here()
         work = PlacedWork(self.model, blocks, counter)
-        cast_grouped_products(device.type)
-        autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
+        autocast = self._autocast(device.type)
         found = record_saved(self.model, counter=counter, blocks=blocks, retains_graph=parts is not None)
         held = LiveBytes(state.values(), tensors_in(inputs.tree))
         ends = BlockEnds(blocks, held)
