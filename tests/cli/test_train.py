@@ -53,6 +53,7 @@ def test_a_run_writes_and_shows_everything(run):
     assert config.pop("file") == str(folder / "tiny.toml")
     assert config.pop("ranks") == 2
     assert config.pop("launch").startswith("meshwright-")
+    assert config.pop("peak_flops_per_s") > 0
     config["optimizer"]["betas"] = None
     assert parse_config(config, "config.json").run.steps == 6
     for words in ("Plan: ", "predicted", "measured", "step 6/6", "nats per byte", "--resume --steps 12 --nproc 2"):
