@@ -137,7 +137,7 @@ def test_a_tracker_that_fails_is_told_once_and_left_alone(tmp_path, monkeypatch,
 
 
 class Trackio:
-    """What trackio 0.43 is called with; it greets as that does."""
+    """Note what trackio 0.43 would be called with, and greet as that does."""
 
     def __init__(self):
         self.calls = []

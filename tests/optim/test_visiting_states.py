@@ -32,7 +32,7 @@ class Queue:
 
 
 class Point:
-    """What a queue has done once so many of its copies are over; of no queue, the device's own work, which is."""
+    """Stand for what a queue has done once so many copies are over; without a queue, for the device's own work."""
 
     def __init__(self, queue=None, number=0):
         self.queue, self.number = queue, number

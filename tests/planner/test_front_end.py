@@ -133,7 +133,7 @@ def test_formulas_say_what_traces_do(kind, name):
 
 @pytest.mark.parametrize("half", [HALF, ("half", "bf16")], ids=["autocast", "half"])
 def test_formulas_know_gradients_beside_the_buckets_of_data_parallelism(half):
-    """Those of all micro-batches but the last; with fp32 copies at the update where weights are in half precision."""
+    """Compare peaks where micro-batches before the last left gradients, and where half weights have fp32 copies."""
     model = named_model(WIDE["llama"], None, CLUSTER)
     for num in (1, 4):
         traced, formula = (

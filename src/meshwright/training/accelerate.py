@@ -261,8 +261,9 @@ def _share_birth(model: nn.Module, birth: Birth | None) -> list[str]:
         return []
     notices = []
     if birth.weights is not None:
-        missing = join_names(birth.weights.missing, limit=3)  # adapters have a hundred
-        notices.append(f"weights from {birth.weights}" + (f"; initialised: {missing}" if missing != "none" else ""))
+        missing = birth.weights.missing
+        some = f"; initialised: {join_names(missing, limit=3)}" if missing else ""  # adapters have a hundred
+        notices.append(f"weights from {birth.weights}{some}")
     notices += [notice] if (notice := birth.share_seed()) is not None else []
     if is_on_meta(model):
         with same_on_every_rank():
