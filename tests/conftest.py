@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from meshwright import runtime
 from tests import on_device
 from tests.pool import Pool
 
@@ -38,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-s", type=float, default=0.0, help="seconds for each parser; 0 tries a few inputs")
     parser.addoption("--kills", type=int, default=200, help="how many random kills make faults tries")
     parser.addoption("--parity", choices=("some", "all"), default="some", help="how much of the parity matrices to run")
+    parser.addoption("--seed", type=int, default=0, help="of the numbers that tests draw")
     parser.addoption("--device", choices=on_device.DEVICES, default="cpu", help="run those tests that a GPU can run")
 
 
@@ -103,6 +105,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
     yield pool
     for each in pools.values():
         each.stop()
+
+
+@pytest.fixture(autouse=True)
+def draws_the_same(request: pytest.FixtureRequest) -> None:
+    """Draw the same numbers in each run, as ranks do: what is too narrow a tolerance shows on the first day."""
+    runtime.seed_everything(request.config.getoption("--seed"))
 
 
 @pytest.fixture(autouse=True)
