@@ -80,7 +80,7 @@ def test_a_step_that_is_never_finite_ends_the_run(tmp_path):
 def test_random_failures_leave_the_curve_as_it_is(tmp_path, request, nproc):
     # In the first step after a restart DDP has other buckets than later: more than two ranks add up in another order.
     strategy = ("--strategy", "zero2") if nproc > 2 else ()
-    steps, rng = 40, random.Random(nproc)
+    steps, rng = 40, random.Random(nproc + 1000 * request.config.getoption("--seed"))
     whole, struck, number = _whole(tmp_path, steps, nproc, *strategy), 0, 0
     most = request.config.getoption("--kills") // 10
     while struck < most:

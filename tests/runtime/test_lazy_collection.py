@@ -1,10 +1,11 @@
 import contextlib
 import gc
+import weakref
 from unittest import mock
 
 import meshwright.optim
 from meshwright.optim import guarded_step
-from meshwright.runtime.lazy import paused_collection
+from meshwright.runtime.lazy import paused_collection, settling
 
 
 def test_nothing_is_collected_inside_and_the_setting_comes_back():
@@ -44,6 +45,31 @@ def test_what_is_there_to_stay_counts_as_old_unless_somebody_has_frozen_things()
         # Thawed, none would be left; how many there are changes meanwhile: other threads drop what was frozen.
         assert gc.get_freeze_count() > 0
         assert not any(each is young for each in gc.get_objects(generation=2))
+    finally:
+        gc.unfreeze()
+
+
+def test_what_is_alive_when_training_has_settled_is_left_alone_until_the_end():
+    gc.unfreeze()
+    gone, alive = Cycle(), Cycle()
+    seen = weakref.ref(gone)
+    del gone
+    with contextlib.suppress(ValueError), settling() as settle:
+        assert gc.get_freeze_count() == 0
+        settle()
+        assert seen() is None  # garbage is not kept
+        assert not any(each is alive for each in gc.get_objects())
+        raise ValueError
+    assert gc.get_freeze_count() == 0
+    assert any(each is alive for each in gc.get_objects())
+
+
+def test_what_a_caller_has_frozen_stays_frozen():
+    gc.freeze()
+    try:
+        with settling() as settle:
+            settle()
+        assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
 

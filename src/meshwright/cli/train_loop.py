@@ -7,7 +7,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.run_display import Observer, print_report
@@ -30,6 +30,7 @@ from meshwright.runtime import (
     world_size,
 )
 from meshwright.runtime.launch import restarts_left
+from meshwright.runtime.lazy import settling
 from meshwright.runtime.watch import Watch
 from meshwright.store.entries import generator_tensors, set_generators
 from meshwright.store.manifest import step_name
@@ -174,8 +175,8 @@ def _run(session: Session, opening_s: float) -> int:
     restart_s = opening_s if is_early else None
     watching = Watch(run.hang_limit_s, failures.told, failures.hung, restart_s=restart_s)
     with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals, watching as watch:
-        with _profiled(session) as profile:
-            stopped_by = _steps(session, observer, signals, watch, failures)
+        with _profiled(session) as profile, settling() as settle:
+            stopped_by = _steps(session, observer, signals, watch, failures, settle)
         if observer is not None and profile is not None:
             observer.show_profile(profile)
     (peak_bytes,) = largest([peak_memory_bytes(session.accelerated.device)])
@@ -205,7 +206,12 @@ def _profiled(session: Session) -> contextlib.AbstractContextManager[StepProfile
 
 
 def _steps(
-    session: Session, observer: Observer | None, signals: StopSignals, watch: Watch, failures: RunFailures
+    session: Session,
+    observer: Observer | None,
+    signals: StopSignals,
+    watch: Watch,
+    failures: RunFailures,
+    settle: Callable[[], None],
 ) -> int:
     """Train and save up to the end of the run; return the signal that ended it early, or 0."""
     run, start, accelerated = session.prepared.config.run, session.state.step, session.accelerated
@@ -226,6 +232,7 @@ def _steps(
             raise
         if is_first:
             watch.warm()
+            settle()  # all that lasts has been made
         _check_finite(session, failures, result)
         with watch.paused() if result.spike == "rollback" else contextlib.nullcontext():
             if anomalies.look(result):
