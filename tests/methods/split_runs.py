@@ -122,6 +122,8 @@ def with_a_plan(name):
         "qwen2 moe": ("Qwen2Moe", "ForCausalLM", QWEN_MIXTURE | {"shared_expert_intermediate_size": 36}),
         "deepseek": ("DeepseekV2", "ForCausalLM", LATENT),
         "gptoss": ("GptOss", "ForCausalLM", MIXTURE | {"head_dim": 8, "sliding_window": 5, "num_hidden_layers": 2}),
+        "olmo2": ("Olmo2", "ForCausalLM", {"pad_token_id": 0, "eos_token_id": 1}),
+        "olmoe": ("Olmoe", "ForCausalLM", MIXTURE | {"num_experts": 4, "pad_token_id": 0, "eos_token_id": 1}),
         "qwen3 moe": ("Qwen3Moe", "ForCausalLM", QWEN_MIXTURE | {"head_dim": 6}),
     }[name]
     return getattr(transformers, kind + size)(

@@ -46,7 +46,7 @@ CASES = {
     },
     **{
         f"{name} tensor sequence": (4, name, {"tensor": 2, "expert": 2}, [SEQUENCE], "sgd", 1)
-        for name in ("qwen2", "deepseek2", "gptoss", "glm4")
+        for name in ("qwen2", "deepseek2", "gptoss", "glm4", "olmoe")
     },
     "llama4 tensor sequence": (4, "llama4", {"tensor": 2, "expert": 2}, [WITHOUT_SHARED], "sgd", 1),
     # Experts that take rows, a sigmoid on them, and an expert that all tokens share.

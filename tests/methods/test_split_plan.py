@@ -8,6 +8,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 import meshwright as mw
 from meshwright.methods import TensorParallel
 from meshwright.methods.tensor.split_checks import check_grouped
+from meshwright.methods.tensor.split_plan import norm_casts_first
 from meshwright.planner import Workload
 from tests.methods.split_runs import LATENT, MLP_PLAN, SIZES, Mlp, build
 
@@ -50,6 +51,47 @@ def test_sinks_are_split_with_their_heads():
     assert found[f"{attention}.q_proj"] == "colwise"
     assert attention not in styles(build("gptoss"), {f"{attention}.q_proj": "replicate"})
     assert attention not in styles(build("gptoss"), ranks=4)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "olmoe"])
+def test_norms_over_all_heads_are_split_with_them(name):
+    """Otherwise the model's own plan holds, which computes all heads on every rank."""
+    found, attention = styles(build(name)), "model.layers.0.self_attn"
+    assert found[f"{attention}.q_norm"] == found[f"{attention}.k_norm"] == "wide_norm"
+    assert (found[f"{attention}.q_proj"], found[f"{attention}.o_proj"]) == ("colwise", "rowwise")
+    for whole in (
+        styles(build(name), {f"{attention}.k_norm": "replicate"}),
+        styles(build(name), {f"{attention}.v_proj": "colwise_gather_output"}),
+        styles(build(name), ranks=4),  # which do not divide the heads of keys
+    ):
+        assert f"{attention}.q_norm" not in whole
+        assert whole[f"{attention}.q_proj"] == "colwise_gather_output"
+
+
+class Squared(nn.Module):
+    """No norm of root mean squares, though it looks like one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, hidden):
+        return self.weight * hidden / (hidden.square().mean(-1, keepdim=True) + self.eps)
+
+
+def test_what_a_norm_computes_is_tried_out():
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
+
+    assert norm_casts_first(Olmo2RMSNorm(8)) is False
+    assert norm_casts_first(OlmoeRMSNorm(8)) is True
+    with torch.device("meta"):
+        assert norm_casts_first(OlmoeRMSNorm(64)) is True
+    for other in (Squared(), nn.LayerNorm(8), nn.Linear(8, 8), nn.RMSNorm(8, eps=None)):
+        assert norm_casts_first(other) is None
+    model = build("llama")
+    with pytest.raises(mw.ModelError, match="wide_norm cannot split model.layers.0.mlp"):
+        styles(model, {"model.layers.0.mlp": "wide_norm"})
 
 
 @pytest.mark.parametrize("name", ["extended", "extended, tied"])

@@ -21,6 +21,7 @@ WHOLE = ("tensor_parallel", {"sequence": True, "plan": {"model.layers.*.mlp.expe
 TWO_RANKS = [
     ("gpt2", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("plain", [SEQUENCE, MESH], "sgd", 1),
+    ("olmo2", [SEQUENCE, MESH, "checkpoint"], "sgd", 2),
     ("qwen2 moe", ["tensor_parallel", MESH], "sgd", 1),
     ("extended", ["tensor_parallel", MESH], "sgd", 1),
     ("mixtral", [WHOLE, MESH], "sgd", 1),
@@ -28,6 +29,12 @@ TWO_RANKS = [
     ("gptoss", [SEQUENCE, MESH], "sgd", 1),
     ("gptoss", [SEQUENCE, MESH, "checkpoint"], "adamw", 2),
     ("gptoss", ["tensor_parallel", MESH], "sgd", 1),
+    ("olmo2", ["tensor_parallel", MESH], "adamw", 1),
+    ("olmo2", [SEQUENCE, MESH], "sgd", 1),
+    ("olmo2", ["tensor_parallel", MESH, ("half", "bf16")], "bf16", 1),
+    ("olmo2", [SEQUENCE, MESH, ("amp_native", "bf16")], "bf16", 1),
+    ("olmoe", ["tensor_parallel", MESH], "sgd", 1),
+    ("olmoe", [WHOLE, MESH, "checkpoint"], "sgd", 2),
     ("plain", ["tensor_parallel", MESH], "adamw", 1),
     ("odd", ["tensor_parallel", MESH], "sgd", 1),
     ("bert", ["tensor_parallel", MESH], "adamw", 1),
@@ -67,6 +74,8 @@ FOUR_RANKS = [
     ("qwen3 moe", ["tensor_parallel", BOTH, "zero2"], "adamw", 1),
     ("llama", [SEQUENCE, BOTH, "fsdp", "checkpoint"], "sgd", 2),
     ("gptoss", [SEQUENCE, BOTH, "fsdp"], "sgd", 1),
+    ("olmo2", [SEQUENCE, BOTH, "fsdp"], "sgd", 2),
+    ("olmo2", ["tensor_parallel", ("parallel_mode", {"tensor": 2, "zero": 2}), "zero1"], "adamw", 1),
     ("llama", [SEQUENCE, BOTH, "fsdp"], "sgd", 2),
     ("gpt2", [SEQUENCE, BOTH, "zero2"], "adamw", 1),
     ("bert", [SEQUENCE, ("parallel_mode", {"tensor": 2, "zero": 2}), "zero1"], "sgd", 1),
@@ -85,8 +94,8 @@ reference = functools.cache(split_runs.reference)
 
 
 def cases():
-    """The first five on 2 ranks and the first on 4 always, the others with ``--parity=all``."""
-    for world, every, first in ((2, TWO_RANKS, 5), (4, FOUR_RANKS, 1)):
+    """The first six on 2 ranks and the first on 4 always, the others with ``--parity=all``."""
+    for world, every, first in ((2, TWO_RANKS, 6), (4, FOUR_RANKS, 1)):
         for index, (name, methods, mode, micro) in enumerate(every):
             marks = [pytest.mark.long] if index >= first else []
             label = f"{world}-{name}-{mw.Strategy(methods)}-{mode}-{micro}"

@@ -48,6 +48,12 @@ def lora():
     return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
+def olmo2():
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    return Olmo2ForCausalLM(Olmo2Config(**DECODER, pad_token_id=0, eos_token_id=1))
+
+
 def bert():
     from transformers import BertConfig, BertForMaskedLM
 
@@ -82,7 +88,7 @@ def gpt():
 
 
 MODELS = {
-    "gpt": gpt, "gpt2": hf_gpt2, "llama": llama, "lora": lora, "bert": bert, "mixtral": mixtral, "vit": vit,
+    "gpt": gpt, "gpt2": hf_gpt2, "llama": llama, "lora": lora, "bert": bert, "olmo2": olmo2, "mixtral": mixtral, "vit": vit,
     "resnet": resnet, "listed": functools.partial(expert_runs.Net, "listed"),
     "stacked": functools.partial(expert_runs.Net, "stacked"), "packed": llama,
 }  # fmt: skip
@@ -290,7 +296,7 @@ def test_tokens_that_tensor_ranks_divide_beside_stages_and_axes_that_cut_them_to
 def test_gathered_inputs_are_saved_in_part_and_gathered_again(ranks):
     tokens, kept = (("tensor_parallel", {"sequence": True} | keys) for keys in ({}, {"keep_gathered": True}))
     mesh = ("parallel_mode", {"tensor": 2})
-    cases = {"llama": ("llama", [mesh, tokens]), "kept": ("llama", [mesh, kept])}
+    cases = {"llama": ("llama", [mesh, tokens]), "kept": ("llama", [mesh, kept]), "olmo2": ("olmo2", [mesh, tokens])}
     found = ranks(2).run(compared, cases)[0]
     check(found, 0.01)
 
@@ -300,6 +306,8 @@ def test_so_they_are_beside_other_methods(ranks):
     mesh, tokens = ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True})
     cases = {
         "gpt2": ("gpt2", [mesh, tokens]),
+        "olmo2": ("olmo2", [*TENSOR, "checkpoint"]),
+        "olmo2, autocast": ("olmo2", [mesh, tokens, ("amp_native", "bf16")]),
         "checkpoint": ("llama", [mesh, tokens, "checkpoint"]),
         "reentrant": ("llama", [mesh, tokens, ("checkpoint", {"no_reentrant": False})]),
         "selective": ("llama", [mesh, tokens, SELECTIVE], 2),

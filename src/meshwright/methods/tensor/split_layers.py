@@ -22,7 +22,14 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis
 from meshwright.methods.tensor.model_split import Change, Split, gather_around, gathers_of, let_exchange_tokens
-from meshwright.methods.tensor.split_plan import EXPERTS, LATENT, PlannedLayer, rotated_features
+from meshwright.methods.tensor.split_plan import (
+    EXPERTS,
+    LATENT,
+    WIDE_NORM,
+    PlannedLayer,
+    norm_in_parts,
+    rotated_features,
+)
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, part_of
 from meshwright.nn import RankOrder, is_transposed, keep_rank_order, move_to, without_fast_path, wrap_method
 from meshwright.runtime.torch_internals.modules import PARAMETERS
@@ -94,6 +101,8 @@ def _let_exchange(layer: PlannedLayer, axis: TensorAxis, scatter: Change | None)
         wrap_method(module, "forward", _with_summed_gradients(module, axis))
     elif style.name == LATENT:
         wrap_method(module, "forward", _with_shared_key(rotated_features(layer), axis))
+    elif style is WIDE_NORM:
+        wrap_method(module, "forward", _normed_in_parts(module, axis))
     elif style.name in EXPERTS:
         wrap_method(module, "forward", _summing_experts(module, axis))
     elif style.output == "all_reduce":
@@ -173,6 +182,17 @@ def _with_summed_gradients(module: nn.Module, axis: TensorAxis) -> Callable[...,
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with swapped_parameters(module, {name: axis.copy(p) for name, p in module.named_parameters(recurse=False)}):
             return forward(*args, **kwargs)
+
+    return around
+
+
+def _normed_in_parts(module: nn.Module, axis: TensorAxis) -> Callable[..., torch.Tensor]:
+    """Return the forward of a norm over all heads' features, of which this rank has its own heads'."""
+    normed = norm_in_parts(module, axis.size, axis.total)
+
+    def around(forward: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        with swapped_parameters(module, {"weight": local(module.get_parameter("weight"))}):
+            return normed(hidden)
 
     return around
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
-from meshwright.nn import features, is_linear, is_transposed
+from meshwright.nn import call_with, features, is_linear, is_transposed
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,14 @@ last features are one rotated key for all heads: each rank computes a gradient f
 Gradients of all others are whole already, since they come from a layer that is split by columns."""
 SINKS = Style("sinks", (("sinks", 0),))
 """Style of an attention that holds one more score for every head (GPT-OSS), beside projections that are split."""
+WIDE_NORM = Style("wide_norm", (("weight", 0),))
+"""Style of a norm over the features of all heads (OLMo 2, OLMoE), between projections that are split by heads."""
 ANY = {
     LATENT: Style(LATENT),
     "replicated_with_grad_allreduce": Style("replicated_with_grad_allreduce"),
     "replicate": Style("replicate"),
     SINKS.name: SINKS,
+    WIDE_NORM.name: WIDE_NORM,
 }
 EXPERTS = {"experts": Style("experts", gradient="all_reduce", output="all_reduce")}
 STYLES = LINEAR | EMBEDDING | ANY | EXPERTS
@@ -117,6 +120,13 @@ def _check_kind(path: str, module: nn.Module, name: str) -> None:
             expected="weights of floating point, rows by columns",
             got=f"{weight.dtype} of shape {tuple(weight.shape)}",
             fix="use data, zero1, zero2 or fsdp, or load the model without quantization (leave adapter.bits out)",
+        )
+    if name == WIDE_NORM.name and norm_casts_first(module) is None:
+        raise ModelError(
+            f"tensor_parallel: the style {name} cannot split {path}",
+            expected="a root-mean-square norm over the last dim, with a weight and variance_epsilon or eps",
+            got=type(module).__name__,
+            fix=f"leave it and the layers around it as they are with plan={{{path!r}: 'replicate'}}",
         )
     if isinstance(module, nn.Embedding) and name in EMBEDDING:
         odd = [key for key in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(module, key)]
@@ -284,6 +294,101 @@ def _of_sink_attentions(
     return {path: style for path, style in found.items() if not matches(own, path)}
 
 
+def _of_wide_norms(model: nn.Module, own: Mapping[str, str], given: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Return entries for attentions that norm queries and keys over all heads, in place of the model's own.
+
+    Plans of transformers gather queries, keys and values there, and every rank computes the attention of all heads. An
+    attention whose heads the axis does not divide stays so; so does one of which the user's entries name a part.
+    """
+    norms = {"q_norm": "q_proj", "k_norm": "k_proj"}
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        parts = dict(module.named_children())
+        size = getattr(module, "head_dim", None)
+        if not norms.keys() | _SINK_ATTENTION.keys() <= parts.keys() or not isinstance(size, int):
+            continue
+        if not all(is_linear(parts[name]) and matches(own, f"{path}.{name}") for name in _SINK_ATTENTION):
+            continue
+        widths = {name: features(parts[name])[1] for name in ("q_proj", "k_proj", "v_proj")}
+        if any(width % (size * ranks) for width in widths.values()):
+            continue
+        if any(_norm_width(parts[norm]) != widths[layer] for norm, layer in norms.items()):
+            continue
+        entries = _SINK_ATTENTION | dict.fromkeys(norms, WIDE_NORM.name)
+        if not any(matches(given, f"{path}.{name}") for name in ("", *entries)):
+            found |= {f"{path}.{name}": style for name, style in entries.items()}
+    return found
+
+
+def _norm_width(module: nn.Module) -> int | None:
+    return None if norm_casts_first(module) is None else module.get_parameter("weight").numel()
+
+
+_CASTS_FIRST: dict[type[nn.Module], bool | None] = {}  # what has been tried out: in a trace nothing can be
+
+
+def norm_casts_first(module: nn.Module) -> bool | None:
+    """Return whether a root-mean-square norm casts to its input's type before it multiplies by its weight.
+
+    None for any other module: what its class computes is tried out once.
+    """
+    if {name for name, _ in module.named_parameters()} != {"weight"} or not isinstance(_epsilon(module), float):
+        return None
+    if type(module) not in _CASTS_FIRST:
+        _CASTS_FIRST[type(module)] = _tried_out(module)
+    return _CASTS_FIRST[type(module)]
+
+
+@torch.no_grad()
+def _tried_out(norm: nn.Module) -> bool | None:
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(norm.get_parameter("weight").shape, generator=generator).bfloat16()
+        hidden = torch.randn(3, *weight.shape, generator=generator).bfloat16()
+        try:
+            computed = call_with(norm, {"weight": weight}, (hidden,), {})
+        except Exception:  # a module's code may do anything
+            return None
+    ways = {first: _normed(hidden, weight, _epsilon(norm), first, lambda mean: mean) for first in (False, True)}
+    return next((first for first, way in ways.items() if torch.equal(way, computed)), None)
+
+
+def norm_in_parts(
+    module: nn.Module, ranks: int, total: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the forward of a norm of whose features, and of whose weight, a rank has a part.
+
+    Args:
+        module: The norm, which computes with the weight that it has then.
+        ranks: How many equal parts there are.
+        total: Sums a tensor over the ranks, and its gradient in backward.
+    """
+    casts_first = norm_casts_first(module)
+    assert casts_first is not None, "the style has been checked"
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        weight: Any = module.weight  # a plain tensor, where a part of a parameter takes its place
+        return _normed(hidden, weight, _epsilon(module), casts_first, lambda mean: total(mean / ranks))
+
+    return forward
+
+
+def _epsilon(module: nn.Module) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _normed(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    casts_first: bool,
+    of_all: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    wide = hidden.to(torch.float32)
+    wide = wide * torch.rsqrt(of_all(wide.pow(2).mean(-1, keepdim=True)) + epsilon)
+    return weight * wide.to(hidden.dtype) if casts_first else (weight * wide).to(hidden.dtype)
+
+
 def _heads_of_latent_attention(module: nn.Module) -> int:
     """Return how many heads share the latent keys and values; 1 if the module does not say it."""
     sizes = [getattr(module, name, None) for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")]
@@ -320,7 +425,9 @@ def planned_layers(
     if not is_part:
         _check_named(model, given)
     if own:
+        instead = _of_wide_norms(model, own, given, ranks)
         own |= _of_latent_attentions(model, own, ranks) | _of_sink_attentions(model, own, given, ranks)
+        own = instead | {pattern: style for pattern, style in own.items() if pattern not in instead}
     entries = [(re.compile(_regex(pattern)), style) for pattern, style in (*given.items(), *own.items())]
     chosen, places = _chosen(model, entries, is_part)
     _check_bare_parameters(model, entries, chosen)

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from meshwright.methods.tensor.block_trials import (
     split_dim,
     total,
 )
-from meshwright.methods.tensor.split_plan import PlannedLayer
+from meshwright.methods.tensor.split_plan import WIDE_NORM, PlannedLayer, norm_in_parts
 from meshwright.nn import call_with
 from meshwright.runtime.torch_internals.pytree import tree_leaves
 
@@ -125,15 +126,20 @@ class SequenceTrial:
         self, block: nn.Module, layers: list[PlannedLayer], own: Exchanged, whole: Exchanged | None, rank: int
     ) -> Iterator[None]:
         """Replace the exchanges of one run inside; the first run is that of the whole block."""
-        hooks = []
+        hooks, stack = [], contextlib.ExitStack()
         for path in self._scopes:
             hook = self._gathering(path, own, whole, rank)
             hooks.append(block.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         for layer in layers:
             if layer.style.output == "all_reduce":
                 hooks.append(layer.module.register_forward_hook(self._scattering(layer.path, own, whole, rank)))
+            if layer.style is WIDE_NORM:
+                total = self._adding_up(layer.path, own, whole)
+                normed = norm_in_parts(layer.module, 1 if whole is None else self._ranks, total)
+                stack.enter_context(mock.patch.object(layer.module, "forward", normed))
         try:
-            yield
+            with stack:
+                yield
         finally:
             for each in hooks:
                 each.remove()
@@ -164,6 +170,25 @@ class SequenceTrial:
             return with_argument(args, kwargs, change)
 
         return gather
+
+    def _adding_up(self, path: str, own: Exchanged, whole: Exchanged | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the sum of a norm's squares over the ranks, and in backward of its gradient."""
+        count = 0
+
+        def total(part: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            key, count = (path, count), count + 1
+            own.values[key] = part.detach().clone()
+            if whole is not None and part.shape != whole.values[key].shape:
+                raise Refuted(f"{path} gets other tokens")
+
+            def note(gradient: torch.Tensor) -> torch.Tensor:
+                own.gradients[key] = gradient.detach()
+                return gradient if whole is None else whole.gradients[key]
+
+            return _Exchange.apply(part, part.detach() if whole is None else whole.values[key], note)
+
+        return total
 
     def _scattering(self, path: str, own: Exchanged, whole: Exchanged | None, rank: int) -> Callable[..., Any]:
         count = 0

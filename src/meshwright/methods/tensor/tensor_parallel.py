@@ -41,7 +41,9 @@ from meshwright.methods.tensor.split_layers import share_key, split_layers, swap
 from meshwright.methods.tensor.split_plan import (
     EXPERTS,
     LATENT,
+    WIDE_NORM,
     PlannedLayer,
+    norm_in_parts,
     rotated_features,
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
@@ -118,6 +120,9 @@ class SplitTrace:
             for layer in self._layers:
                 if _adds_bias_last(layer):
                     stack.enter_context(mock.patch.object(layer.module, "forward", self._adding_up(layer)))
+                if layer.style is WIDE_NORM:
+                    normed = norm_in_parts(layer.module, self._ranks, functools.partial(self._total, layer.path))
+                    stack.enter_context(mock.patch.object(layer.module, "forward", normed))
                 if self.stands_in and layer.style.name in EXPERTS:
                     stack.enter_context(mock.patch.object(layer.module, "forward", stand_in(layer.module)))
             yield stack
@@ -207,6 +212,12 @@ class SplitTrace:
             self._note("all_reduce", "backward", bias, layer.path)
         tokens = gather_around(layer.path, self._gathers)
         return self._axis.scatter_tokens(output if tokens is None else tokens.behind(output), TOKENS_DIM)
+
+    def _total(self, path: str, part: torch.Tensor) -> torch.Tensor:
+        self._note("all_reduce", "forward", part, path)
+        if part.requires_grad:
+            self._note("all_reduce", "backward", part, path)
+        return self._axis.total(part)
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """Return the collectives of the last run in one micro-batch."""
