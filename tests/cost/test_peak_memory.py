@@ -1,5 +1,5 @@
 from meshwright.cost import Block, Buffer, Parameter, Step, moments
-from meshwright.cost.peak_memory import exchanged_in_memory
+from meshwright.cost.rank_memory import exchanged_in_memory
 
 MIB = 2**20
 

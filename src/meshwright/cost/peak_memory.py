@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.cost.activations import Activations, BackwardAt, Transient
 from meshwright.cost.rank_memory import (
     Memory,
+    exchanged_in_memory,
     held_bytes,
     memory,
     unsharded_gradients,
@@ -59,22 +60,6 @@ def _put_together(step: Step, block: Block) -> int:
     """Return the bytes of gathered weights that exist once more while their parts, cut inside, are put together."""
     cut = (p for p in block.parameters if p.sharded and p.shard_dim)
     return sum(padded_bytes(step, each, gathered_itemsize(step, each)) for each in cut)
-
-
-def exchanged_in_memory(step: Step) -> int:
-    """Return a rank's share of the host memory through which ranks exchange weights and gradients of shards.
-
-    It has room for three units of gathered weights, shared by all ranks, and for one unit of each rank's gradients.
-    """
-    if not step.shards_in_memory:
-        return 0
-    gathered = sorted(
-        size
-        for block, size in whole_weights(step, by_unit=True)
-        for _ in range(1 if block.name == "outside" else block.count)
-    )
-    reduced = max((size for _, size in whole_gradients(step, by_unit=True)), default=0)
-    return sum(gathered[-3:]) // step.size(step.shard_axis) + reduced
 
 
 def averages_in_buckets(step: Step) -> bool:
@@ -139,65 +124,62 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
     """
     known = step.activations
     assert known is not None
-    behind = step.stages.num_blocks if step.stages is not None else known.transients[-1].place
+    in_backward = whole if _has_accumulated(step) else dataclasses.replace(whole, host_gradients=0)
     for now in _moments_of_backward(step, known):
         if step.stages is not None and step.stages.own[0] == 0 < now.after:
             yield from _later_forward(step, known, whole, now)
-        if now.part != "both" and known.splits_backward:
-            yield from _backward_in_parts(step, known, whole, now)
-            continue
-        held = _held_bytes(step, known, now)
-        kept = {place: size for (place,), size in known.kept_at[now.stage]}
-        buffers, own = _received_bytes(step, now), _of_stage(step, known, now.stage)
-        left, returned = sum(each.left for each in own), sum(each.returned for each in own)
-        working = {place: size for (place,), size in known.working_at}
-        taken = {place: size for (place,), size in known.taken_at}
-        for each in own:
-            remains = sum(other.remains for other in own if other.place > each.place)
-            # What a stage hands on is kept until its backward has run.
-            end = own[-1].place
-            later = sum(size for place, size in kept.items() if each.place < place <= end) - buffers - left - remains
-            held_here = held - later + known.inputs.held - (each.far if each.place < end < behind else 0)
-            activations = held_here + each.most(
-                with_gradients=not _accumulates(step, now),
-                is_cut=each.place == end < behind,
-                is_recomputed=each.place in working,
-                is_reentrant=known.to_the_end and each.place in working,
-            )
-            gradients, gathered = _Gradients(step, whole, known, now).at(each)
-            at_peak = dataclasses.replace(
-                whole,
-                gradients=gradients,
-                gathered=gathered + _weights(step, each.place, behind),
-                activations=activations - taken.get(each.place, 0),
-                recomputation=working.get(each.place, 0),
-                host_gradients=whole.host_gradients if _has_accumulated(step) else 0,
-            )
-            yield each.place == behind, at_peak
-            if 0 <= each.place < behind and (on_way := _exchanged_bytes(step)):
-                yield (
-                    False,
-                    dataclasses.replace(
-                        at_peak,
-                        activations=held_here - kept.get(each.place, 0),
-                        gathered=_weights(step, each.place, behind) + on_way + known.transients[-1].gradients,
-                        recomputation=0,
-                    ),
-                )
-            if each.forward and not (step.gathered == "model" and _has_accumulated(step)):  # gathered before
-                most = max(instant.activations for instant in each.forward)
-                gradients, gathered = _Gradients(step, whole, known, now).at(own[-1])
-                gathered += _weights(step, each.place, behind, ahead=False) + last_gathered_bytes(step)
-                yield (
-                    True,
-                    dataclasses.replace(
-                        at_peak,
-                        activations=held_here - left - remains + returned + most,
-                        gradients=gradients,
-                        gathered=gathered,
-                        recomputation=0,
-                    ),
-                )
+        in_parts = now.part != "both" and known.splits_backward
+        yield from (_backward_in_parts if in_parts else _backward_at_once)(step, known, in_backward, now)
+
+
+def _backward_at_once(step: Step, known: Activations, whole: Memory, now: BackwardAt) -> Iterator[tuple[bool, Memory]]:
+    """Yield the same as :func:`backward_by_place` of a backward in one part."""
+    own, found = _of_stage(step, known, now.stage), _Gradients(step, whole, known, now)
+    behind = step.stages.num_blocks if step.stages is not None else known.transients[-1].place
+    end, left, on_way = own[-1].place, sum(each.left for each in own), _exchanged_bytes(step)
+    throughout = _held_bytes(step, known, now) + _received_bytes(step, now) + known.inputs.held
+    kept = {place: size for (place,), size in known.kept_at[now.stage]}
+    working, taken = ({place: size for (place,), size in sizes} for sizes in (known.working_at, known.taken_at))
+    for each in own:
+        # What a stage hands on is kept until its backward has run.
+        later = sum(size for place, size in kept.items() if each.place < place <= end)
+        held = throughout - later - (each.far if each.place < end < behind else 0)
+        remains = left + sum(other.remains for other in own if other.place > each.place)
+        (gradients, gathered), weights = found.at(each), _weights(step, each.place, behind)
+        most = each.most(
+            with_gradients=not _accumulates(step, now),
+            is_cut=each.place == end < behind,
+            is_recomputed=each.place in working,
+            is_reentrant=known.to_the_end and each.place in working,
+        )
+        at_peak = dataclasses.replace(
+            whole,
+            gradients=gradients,
+            gathered=gathered + weights,
+            activations=held + remains + most - taken.get(each.place, 0),
+            recomputation=working.get(each.place, 0),
+        )
+        yield each.place == behind, at_peak
+        if on_way and 0 <= each.place < behind:
+            gathered = weights + on_way + known.transients[-1].gradients
+            saved = held + remains - kept.get(each.place, 0)
+            yield False, dataclasses.replace(at_peak, activations=saved, gathered=gathered, recomputation=0)
+        if each.forward and not (step.gathered == "model" and _has_accumulated(step)):  # gathered before
+            weights = _weights(step, each.place, behind, ahead=False) + last_gathered_bytes(step)
+            yield True, _end_of_forward(found, own, each, held, weights)
+
+
+def _end_of_forward(found: _Gradients, own: Sequence[Transient], place: Transient, held: int, weights: int) -> Memory:
+    """Return the memory as forward ends: behind the blocks without the loss, or in hooks behind the last block."""
+    gradients, gathered = found.at(own[-1])
+    returned, most = sum(each.returned for each in own), max(instant.activations for instant in place.forward)
+    return dataclasses.replace(
+        found.whole,
+        gradients=gradients,
+        gathered=gathered + weights,
+        activations=held + returned + most,
+        recomputation=0,
+    )
 
 
 def _later_forward(step: Step, known: Activations, whole: Memory, now: BackwardAt) -> Iterator[tuple[bool, Memory]]:
@@ -287,7 +269,6 @@ def _backward_in_parts(step: Step, known: Activations, whole: Memory, now: Backw
                 gathered=gathered + _weights(step, each.place, behind),
                 activations=activations,
                 recomputation=0,
-                host_gradients=whole.host_gradients if _has_accumulated(step) else 0,
             ),
         )
 

@@ -258,69 +258,73 @@ _on_host = attrgetter(*(each.name for each in fields(Memory) if each.name.starts
 _on_device = attrgetter(*(each.name for each in fields(Memory) if not each.name.startswith(("host_", "disk_"))))
 
 
+_BytesOf = Callable[[Step, Parameter, Mapping[str, int]], int]
+"""The bytes of one rank's part of a parameter on the rank at a coordinate."""
+_NumberOf = Callable[[OffloadPlacement], int]
+
+
 def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
     """Predict the bytes of every class on the rank at ``coordinate`` (axis name -> index; absent axes count as 0).
 
     Rank 0 of the sharding axis holds the most: shards are cut as ``torch.chunk`` does, the remainder last.
     """
-    where = coordinate or {}
+    where, known = coordinate or {}, step.activations
     placements = offload_placements(step)
-
-    def total(bytes_of: Callable[[Parameter], int], number_of: Callable[[OffloadPlacement], int]) -> int:
-        pairs = zip(placements, step.every_parameter(), strict=True)
-        return sum(
-            number * bytes_of(parameter) for placement, (_, parameter) in pairs if (number := number_of(placement))
-        )
-
-    def gradient(p: Parameter) -> int:
-        return _local_bytes(step, p, step.gradients, where) if p.trainable else 0
-
-    def states(p: Parameter) -> int:
-        return sum(_state_bytes(step, p, state, where) for state in p.states)
-
-    def scalars(p: Parameter) -> int:
-        return sum(_state_bytes(step, p, state, where) for state in p.states if _is_scalar(state))
-
-    def copied(p: Parameter) -> int:
-        return copy_bytes(step, p, where)
-
-    on_disk, known = step.offloaded is not None and step.offloaded.on_disk, step.activations
-    host_master, host_states = (
-        total(copied, lambda placement: placement.copied),
-        total(states, lambda h: h.count - h.on_device),
-    )
-    # Counters of parameters that are updated on the device stay there.
-    visiting_scalars = total(scalars, lambda placement: placement.visiting)
-    host_states -= visiting_scalars
-    host_scalars = total(scalars, lambda placement: placement.count - placement.on_device) if on_disk else host_states
-    return Memory(
-        parameters=total(
-            lambda p: held_bytes(step, p, where), lambda placement: placement.count - placement.parameters
-        ),
-        master=total(lambda p: _master_bytes(step, p, where), lambda placement: placement.on_device),
-        gradients=total(gradient, lambda placement: placement.on_device + placement.visiting)
-        + total(lambda p: held_bytes(step, p, where), lambda placement: placement.optimizer - placement.visiting),
-        optimizer=total(states, lambda placement: placement.on_device) + visiting_scalars,
+    total = functools.partial(_total, step, placements, where)
+    found = Memory(
+        parameters=total(held_bytes, lambda placement: placement.count - placement.parameters),
+        master=total(_master_bytes, lambda placement: placement.on_device),
+        gradients=total(_gradient_bytes, lambda placement: placement.on_device + placement.visiting)
+        + total(held_bytes, lambda placement: placement.optimizer - placement.visiting),
+        # Counters of parameters that are updated on the device stay there.
+        optimizer=total(_all_state_bytes, lambda placement: placement.on_device)
+        + total(_counter_bytes, lambda placement: placement.visiting),
         buffers=sum(buffer.numel * element_bytes(buffer, step.buffers_itemsize) for buffer in step.buffers),
         gathered=_gathered_bytes(step),
         activations=known.saved_bytes if known is not None else None,
         outer=_outer_bytes(step, where),
-        average=total(lambda p: average_bytes(step, p, where), lambda placement: placement.on_device),
+        average=total(average_bytes, lambda placement: placement.on_device),
         recomputation=known.working_bytes if known is not None else 0,
         returned=known.returned_bytes if known is not None else 0,
         updating=_updating_bytes(step, placements, where),
         visiting=_visiting_bytes(step, placements, where),
-        host_parameters=total(lambda p: held_bytes(step, p, where), lambda placement: placement.parameters),
-        host_master=0 if on_disk else host_master,
-        host_gradients=total(copied, lambda placement: placement.copied - placement.visiting)
-        + total(gradient, lambda placement: placement.parameters),
-        host_optimizer=host_scalars,
         host_activations=known.offloaded_bytes if known is not None else 0,
-        host_average=total(
-            lambda p: average_bytes(step, p, where), lambda placement: placement.count - placement.on_device
-        ),
-        disk_master=host_master if on_disk else 0,
-        disk_optimizer=host_states - host_scalars,
+    )
+    return found if step.offloaded is None else _with_offloaded(found, total, on_disk=step.offloaded.on_disk)
+
+
+def _with_offloaded(found: Memory, total: Callable[[_BytesOf, _NumberOf], int], *, on_disk: bool) -> Memory:
+    """Add what is offloaded of parameters, and of their gradients and states, whose counters stay in memory."""
+    master = total(copy_bytes, lambda placement: placement.copied)
+    counters = total(_counter_bytes, lambda placement: placement.updated_on_host)
+    states = total(_all_state_bytes, lambda placement: placement.count - placement.on_device)
+    states -= total(_counter_bytes, lambda placement: placement.visiting)
+    return dataclasses.replace(
+        found,
+        host_parameters=total(held_bytes, lambda placement: placement.parameters),
+        host_master=0 if on_disk else master,
+        host_gradients=total(copy_bytes, lambda placement: placement.copied - placement.visiting)
+        + total(_gradient_bytes, lambda placement: placement.parameters),
+        host_optimizer=counters if on_disk else states,
+        host_average=total(average_bytes, lambda placement: placement.count - placement.on_device),
+        disk_master=master if on_disk else 0,
+        disk_optimizer=states - counters if on_disk else 0,
+    )
+
+
+def _total(
+    step: Step,
+    placements: Sequence[OffloadPlacement],
+    where: Mapping[str, int],
+    bytes_of: _BytesOf,
+    number_of: _NumberOf,
+) -> int:
+    """Return the bytes of all parameters, each counted for as many of its equal instances as its placement says."""
+    pairs = zip(placements, step.every_parameter(), strict=True)
+    return sum(
+        number * bytes_of(step, parameter, where)
+        for placement, (_, parameter) in pairs
+        if (number := number_of(placement))
     )
 
 
@@ -407,6 +411,18 @@ def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) ->
         return 0
     axis = step.master.axis if step.master is not None else None
     return math.prod(shape_on(step, parameter, axis, where)) * _FP32_BYTES
+
+
+def _gradient_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
+    return _local_bytes(step, parameter, step.gradients, where) if parameter.trainable else 0
+
+
+def _all_state_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
+    return sum(_state_bytes(step, parameter, state, where) for state in parameter.states)
+
+
+def _counter_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
+    return sum(_state_bytes(step, parameter, state, where) for state in parameter.states if _is_scalar(state))
 
 
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
@@ -533,6 +549,22 @@ def whole_gradients(step: Step, *, by_unit: bool = False) -> list[tuple[Block, i
     reduced = functools.partial(element_bytes, itemsize=step.reduce_itemsize)
     blocks = _units(step) if by_unit else step.blocks
     return [(block, _whole_bytes(step, block, reduced, trainable_only=True)) for block in blocks]
+
+
+def exchanged_in_memory(step: Step) -> int:
+    """Return a rank's share of the host memory through which ranks exchange weights and gradients of shards.
+
+    It has room for three units of gathered weights, shared by all ranks, and for one unit of each rank's gradients.
+    """
+    if not step.shards_in_memory:
+        return 0
+    gathered = sorted(
+        size
+        for block, size in whole_weights(step, by_unit=True)
+        for _ in range(1 if block.name == "outside" else block.count)
+    )
+    reduced = max((size for _, size in whole_gradients(step, by_unit=True)), default=0)
+    return sum(gathered[-3:]) // step.size(step.shard_axis) + reduced
 
 
 def unsharded_gradients(step: Step) -> int:

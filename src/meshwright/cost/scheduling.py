@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -155,47 +156,51 @@ def pass_tasks(passes: Passes, *, gather: bool, reduce: bool) -> list[Task]:
     Two blocks are whole at once: a gather waits for the computation of the block before the last.
     """
     tasks: list[Task] = []
-    count = len(passes.forward_s)
-
-    def add(name: str, stream: str, seconds: float, *after: int) -> int:
-        tasks.append(Task(name, stream, seconds, tuple(index for index in after if index >= 0)))
-        return len(tasks) - 1
-
-    gathers = gather and passes.gather_forward_s > 0
-    again = gather and passes.gather_backward_s > 0
+    _add_forward(tasks, passes, gathers=gather and passes.gather_forward_s > 0)
     sends = passes.reduce_s if reduce else 0.0
-    slowed_forward = _slowed(passes, passes.gather_forward_s if gathers else 0.0, sum(passes.forward_s))
-    beside = (passes.gather_backward_s if again and passes.gathers_ahead else 0.0) + sends
-    slowed_backward = _slowed(passes, beside, sum(passes.backward_s))
-    before = add("gather outside", "link", passes.gather_outside_s) if gathers else -1
+    _add_backward(tasks, passes, gathers=gather and passes.gather_backward_s > 0, sends_s=sends)
+    return tasks
+
+
+def _add_forward(tasks: list[Task], passes: Passes, *, gathers: bool) -> None:
+    slowed = _slowed(passes, passes.gather_forward_s if gathers else 0.0, sum(passes.forward_s))
+    before = _add(tasks, "gather outside", "link", passes.gather_outside_s) if gathers else -1
     computed: list[int] = []
-    for index in range(count):
+    for index, seconds in enumerate(passes.forward_s):
         ready = before
         if gathers:
             waits = computed[index - 2] if index >= 2 else -1
-            ready = add(f"gather {index}", "link", passes.gather_forward_s, waits)
-        computed.append(add(f"forward {index}", "compute", passes.forward_s[index] * slowed_forward, ready))
-    add("forward outside", "compute", passes.outside_forward_s, before)
-    last = add("backward outside", "compute", passes.outside_backward_s)
-    done: list[int] = [last]
-    order = list(reversed(range(count)))
-    ready = add(f"gather {order[0]} again", "link", passes.gather_backward_s) if again and order else -1
-    for turn, index in enumerate(order):
+            ready = _add(tasks, f"gather {index}", "link", passes.gather_forward_s, waits)
+        computed.append(_add(tasks, f"forward {index}", "compute", seconds * slowed, ready))
+    _add(tasks, "forward outside", "compute", passes.outside_forward_s, before)
+
+
+def _add_backward(tasks: list[Task], passes: Passes, *, gathers: bool, sends_s: float) -> None:
+    beside = (passes.gather_backward_s if gathers and passes.gathers_ahead else 0.0) + sends_s
+    slowed = _slowed(passes, beside, sum(passes.backward_s))
+    done = _add(tasks, "backward outside", "compute", passes.outside_backward_s)
+    order = list(reversed(range(len(passes.forward_s))))
+    ready = _add(tasks, f"gather {order[0]} again", "link", passes.gather_backward_s) if gathers and order else -1
+    for index, following in itertools.zip_longest(order, order[1:]):
         # The next gather is issued before the reduction of this block: on one link it would else wait for it.
-        following = order[turn + 1] if turn + 1 < count else None
         name = f"gather {following} again"
         after = -1
-        if again and following is not None and passes.gathers_ahead:
-            after = add(name, "link", passes.gather_backward_s, done[-1])
-        done.append(add(f"backward {index}", "compute", passes.backward_s[index] * slowed_backward, ready))
-        if again and following is not None and not passes.gathers_ahead:
-            after = add(name, "link", passes.gather_backward_s, done[-1])
-        if sends:
-            add(f"reduce {index}", "link", sends, done[-1])
+        if gathers and following is not None and passes.gathers_ahead:
+            after = _add(tasks, name, "link", passes.gather_backward_s, done)
+        done = _add(tasks, f"backward {index}", "compute", passes.backward_s[index] * slowed, ready)
+        if gathers and following is not None and not passes.gathers_ahead:
+            after = _add(tasks, name, "link", passes.gather_backward_s, done)
+        if sends_s:
+            _add(tasks, f"reduce {index}", "link", sends_s, done)
         ready = after
-    if sends:
-        add("reduce outside", "link", passes.reduce_outside_s, done[-1])
-    return tasks
+    if sends_s:
+        _add(tasks, "reduce outside", "link", passes.reduce_outside_s, done)
+
+
+def _add(tasks: list[Task], name: str, stream: str, seconds: float, *after: int) -> int:
+    """Add a task and return its index; -1 among those that it waits for is none."""
+    tasks.append(Task(name, stream, seconds, tuple(index for index in after if index >= 0)))
+    return len(tasks) - 1
 
 
 def _slowed(passes: Passes, per_block_s: float, compute_s: float) -> float:
