@@ -90,7 +90,7 @@ def test_what_a_norm_computes_is_tried_out():
     for other in (Squared(), nn.LayerNorm(8), nn.Linear(8, 8), nn.RMSNorm(8, eps=None)):
         assert norm_casts_first(other) is None
     model = build("llama")
-    with pytest.raises(mw.ModelError, match="wide_norm cannot split model.layers.0.mlp"):
+    with pytest.raises(mw.ModelError, match=r"wide_norm cannot split model\.layers\.0\.mlp"):
         styles(model, {"model.layers.0.mlp": "wide_norm"})
 
 

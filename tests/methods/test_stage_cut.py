@@ -33,7 +33,7 @@ def every_cut(count, stages):
     return [(0, *inner, count) for inner in itertools.combinations(range(1, count), stages - 1)]
 
 
-def test_the_dearest_stage_is_as_cheap_as_any_cut_makes_it():
+def test_the_dearest_stage_is_as_cheap_as_any_cut_makes_it_and_the_others_are_as_even():
     choice = random.Random(0)
     for _ in range(30):
         count, stages = choice.randint(3, 8), choice.randint(1, 3)
@@ -42,7 +42,13 @@ def test_the_dearest_stage_is_as_cheap_as_any_cut_makes_it():
         def dearest(bounds, costs=costs):
             return max(sum(costs[first:end]) for first, end in itertools.pairwise(bounds))
 
-        assert dearest(balanced_bounds(costs, stages)) == min(map(dearest, every_cut(count, stages)))
+        def unevenness(bounds, costs=costs):
+            return sum(sum(costs[first:end]) ** 2 for first, end in itertools.pairwise(bounds))
+
+        found, least = balanced_bounds(costs, stages), min(map(dearest, every_cut(count, stages)))
+        assert dearest(found) == least
+        even = [cut for cut in every_cut(count, stages) if dearest(cut) == least]
+        assert unevenness(found) == min(map(unevenness, even))
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1)], ids=["one", "v", "interleaved"])
@@ -201,10 +207,10 @@ class Attends(torch.nn.Module):
 def test_attention_counts_where_stages_are_cut_and_stages_add_up_to_the_model():
     model = Uneven(times=(1,) * 8)
     for index in range(4):
-        model.layers[index] = torch.nn.Sequential(Attends(), Attends(), Slow(1))
+        model.layers[index] = torch.nn.Sequential(*(Attends() for _ in range(6)), Slow(1))
     plan, whole = planned(model, four()), planned(model, [], world=1)
     # Scores and their sums over values, 2 products of 2 * 5 * 5 * 16 in forward; backward computes scores anew: 5.
-    attention, one = 2 * 7 * 2 * 5 * 5 * 16, 3 * 2 * 5 * 16 * 16
+    attention, one = 6 * 7 * 2 * 5 * 5 * 16, 3 * 2 * 5 * 16 * 16
     costs = [one + attention] * 4 + [one] * 3 + [7 * one]  # the head's six with the last
     assert plan.cut.bounds == balanced_bounds(costs, 4)
     assert plan.cut.bounds != balanced_bounds([one] * 7 + [7 * one], 4)

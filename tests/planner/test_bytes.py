@@ -88,8 +88,8 @@ def gpt():
 
 
 MODELS = {
-    "gpt": gpt, "gpt2": hf_gpt2, "llama": llama, "lora": lora, "bert": bert, "olmo2": olmo2, "mixtral": mixtral, "vit": vit,
-    "resnet": resnet, "listed": functools.partial(expert_runs.Net, "listed"),
+    "gpt": gpt, "gpt2": hf_gpt2, "llama": llama, "lora": lora, "bert": bert, "mixtral": mixtral, "vit": vit,
+    "olmo2": olmo2, "resnet": resnet, "listed": functools.partial(expert_runs.Net, "listed"),
     "stacked": functools.partial(expert_runs.Net, "stacked"), "packed": llama,
 }  # fmt: skip
 PLAIN, IMAGES = ("gpt", "listed", "stacked"), ("vit", "resnet")

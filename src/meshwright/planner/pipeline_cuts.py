@@ -47,6 +47,7 @@ class CandidateStages:
     ) -> None:
         self._finest, self._num_blocks, self._ranks, self._cost = finest, num_blocks, ranks, cost
         self._alike = _alike(finest, num_blocks) if uniform else tuple(range(num_blocks))
+        self._flops: dict[tuple[int, int], int] = {}  # of blocks of each kind; of the first and the last by themselves
         self._needs: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}  # of ranks with blocks of these kinds
 
     def flops(self, index: int) -> int:
@@ -54,8 +55,11 @@ class CandidateStages:
 
         The first and the last block have what is around the blocks, too.
         """
-        step = self._step(self._ranks[0], ((index, index + 1),))
-        return (step.flops or 0) + step.recompute_flops
+        key = self._alike[index], index in (0, self._num_blocks - 1) and index
+        if key not in self._flops:
+            step = self._step(self._ranks[0], ((index, index + 1),))
+            self._flops[key] = (step.flops or 0) + step.recompute_flops
+        return self._flops[key]
 
     def need(self, rank: int, ranges: Ranges) -> int:
         """Return the bytes that a rank holds whose first stages compute these ranges of blocks.

@@ -114,3 +114,22 @@ def test_backward_that_cannot_run_follows_by_rule():
     found = Pass(Net(), torch.ones(N, H), lambda model, x: Refuses.apply(model(x))).predict()
     assert {op.moment for op in found.ops.by_path["layers.0"]} == {"both"}
     assert found.flops == 3 * 2 * N * F * H
+
+
+class Experts(nn.Module):
+    """Two stacked experts, and a product of all rows before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(2, 8, 16))
+
+    def forward(self, rows):
+        ends = torch.tensor([2, 6], dtype=torch.int32, device=rows.device)
+        return nn.functional.grouped_mm(self.first(rows), self.second, offs=ends)
+
+
+def test_products_of_experts_are_work():
+    """torch's own table of FLOPs lacks them."""
+    rows = torch.zeros(N, 8, dtype=torch.bfloat16)
+    found = Pass(Experts().bfloat16(), rows, lambda model, rows: model(rows).sum()).predict()
+    assert found.flops == 3 * 2 * N * 8 * (8 + 16)

@@ -347,7 +347,9 @@ class Balancer:
 
 
 def balanced_bounds(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return the bounds of consecutive non-empty stages that minimise the time of the slowest.
+    """Return the bounds of consecutive non-empty stages that minimise the time of the slowest, and are most even then.
+
+    Where a rank has several stages, their sum is more even so, too.
 
     Args:
         costs: Time of every block, in any unit; the first and last include what is around the blocks.
@@ -355,7 +357,21 @@ def balanced_bounds(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """
     bounds = Balancer(costs, range(stages), lambda rank, ranges: 0).fastest(0)
     assert bounds is not None, "there are as many blocks as stages"
-    return bounds
+    sums = [0, *itertools.accumulate(costs)]
+    most = max(sums[end] - sums[first] for first, end in itertools.pairwise(bounds))
+    # Of the blocks before each: the least sum of squares, and the bounds of the stages that have it.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for stage in range(stages):
+        further: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for first, (squares, before) in best.items():
+            for end in range(first + 1, len(costs) - (stages - stage - 1) + 1):
+                takes = sums[end] - sums[first]
+                if takes > most:
+                    break
+                found = squares + takes**2, (*before, end)
+                further[end] = min(found, further.get(end, found))
+        best = further
+    return best[len(costs)][1]
 
 
 def parameter_costs(model: nn.Module, blocks: list[nn.Module], flow: Dataflow | None) -> list[int]:

@@ -59,6 +59,8 @@ class FlopCount(FakeDispatchMode):
         formula = flop_registry.get(packet_of(func)) or _of_cpu(packet_of(func))
         if formula is not None:
             self.total += formula(*_with_all_heads(func, args), **given, out_val=result)
+        else:
+            self.total += _flops_of_groups(func, args)
         return result
 
 
@@ -82,6 +84,12 @@ def _of_cpu(operator: Any) -> Callable[..., int] | None:
     if operator is flash_attention_on_cpu_backward:
         return lambda gradient, *qkv, **__: sdpa_backward_flop_count(gradient.shape, *(each.shape for each in qkv[:3]))
     return None
+
+
+def _flops_of_groups(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the FLOPs of grouped products, such as those of stacked experts, which torch's table lacks."""
+    name = schema_of(func).name.split("::")[1]
+    return sum(op.flops for op in _PRODUCTS[name](args)) if "grouped_mm" in name and name in _PRODUCTS else 0
 
 
 @functools.cache
