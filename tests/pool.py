@@ -162,7 +162,7 @@ def leave_world(port: int) -> None:
 
 def free_port() -> int:
     """A port nobody listens on, below those that the system hands out: no connection will take it meanwhile."""
-    for port in random.sample(range(20000, 32000), 100):
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):  # not that of a process with the same seed
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
