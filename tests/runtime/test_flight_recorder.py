@@ -101,6 +101,21 @@ def test_the_share_of_time_in_collectives(monkeypatch):
     assert abs(recorder.wait_share(5.0) - 0.4) < 1e-6
 
 
+def test_recorders_that_time_nothing_are_read_less_and_less(monkeypatch):
+    """As on a CPU, where reading full ones holds up a step for nothing."""
+    monkeypatch.setattr(flight_recorder, "enable_timings", lambda: None)
+    entries, reads = [_entry(0)], []
+    recorder = FlightRecorder([lambda: reads.append(1) or _dump(entries)], lambda: {"0": [0, 1]})
+    for _ in range(1 + 2 + 4 + 8 + 16 + 32 + 64 + 64):
+        assert recorder.wait_share(5.0) is None
+    assert len(reads) == 8
+    entries.append(_entry(1, seconds=0.5))
+    shares = [recorder.wait_share(5.0) for _ in range(64)]
+    assert shares[:-1] == [None] * 63
+    assert shares[-1] > 0
+    assert recorder.wait_share(5.0) is not None  # from now on each call reads
+
+
 def test_a_recorder_that_does_not_answer_is_asked_once():
     answer, asked = threading.Event(), []
 

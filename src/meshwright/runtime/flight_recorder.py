@@ -17,6 +17,7 @@ from meshwright.runtime.torch_internals.c10d import enable_timings, flight_recor
 
 Dump = Callable[[], bytes]
 _STATES = ("enqueued", "completed")
+_MOST_SKIPPED = 64
 
 
 class Collectives(NamedTuple):
@@ -44,6 +45,7 @@ class FlightRecorder:
         self._reader: threading.Thread | None = None
         self._counted: set[tuple[str, int, int]] = set()  # collectives whose seconds are counted
         self._last_s = time.time()
+        self._fruitless = self._skipped = 0  # reads in which nothing was timed, and calls since the last of them
 
     def collectives(self, patience_s: float) -> Collectives:
         """Return what the recorders hold; nothing if they take longer than ``patience_s``."""
@@ -76,7 +78,14 @@ class FlightRecorder:
 
         A collective takes as long as its ranks wait for the last of them. None where no device times any, as on a CPU.
         Sending and receiving, which in a pipeline depends on the stage, does not count.
+
+        Reading holds up this process for a tenth of a second where recorders are full. While nothing is timed, only every
+        second, fourth, … 64th call reads them.
         """
+        self._skipped += 1
+        if self._skipped < min(2**self._fruitless, _MOST_SKIPPED):
+            return None
+        self._skipped = 0
         enable_timings()
         seconds, counted, since_s = 0.0, set[tuple[str, int, int]](), time.time()
         for content in self._contents(patience_s):
@@ -92,6 +101,7 @@ class FlightRecorder:
         # A full recorder has lost the collectives of the first part of this time.
         elapsed_s = time.time() - max(self._last_s, since_s)
         self._counted, self._last_s = counted, time.time()
+        self._fruitless = 0 if counted else self._fruitless + 1
         return min(seconds / elapsed_s, 1.0) if counted and elapsed_s > 0 else None
 
     def _contents(self, patience_s: float) -> list[Mapping[str, Any]]:
