@@ -79,8 +79,8 @@ class FlightRecorder:
         A collective takes as long as its ranks wait for the last of them. None where no device times any, as on a CPU.
         Sending and receiving, which in a pipeline depends on the stage, does not count.
 
-        Reading holds up this process for a tenth of a second where recorders are full. While nothing is timed, only every
-        second, fourth, … 64th call reads them.
+        Reading holds up this process for a tenth of a second where recorders are full. While nothing is timed, only
+        every second, fourth, … 64th call reads them.
         """
         self._skipped += 1
         if self._skipped < min(2**self._fruitless, _MOST_SKIPPED):
