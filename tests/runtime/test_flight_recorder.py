@@ -102,7 +102,7 @@ def test_the_share_of_time_in_collectives(monkeypatch):
 
 
 def test_recorders_that_time_nothing_are_read_less_and_less(monkeypatch):
-    """As on a CPU, where reading full ones holds up a step for nothing."""
+    """Do not hold up steps on a CPU, where nothing in full recorders is timed."""
     monkeypatch.setattr(flight_recorder, "enable_timings", lambda: None)
     entries, reads = [_entry(0)], []
     recorder = FlightRecorder([lambda: reads.append(1) or _dump(entries)], lambda: {"0": [0, 1]})

@@ -267,7 +267,7 @@ def _of_latent_attentions(model: nn.Module, own: Mapping[str, str], ranks: int) 
     return found
 
 
-_SINK_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_BY_HEADS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
 
 def _of_sink_attentions(
@@ -281,14 +281,14 @@ def _of_sink_attentions(
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         parameters = {name: p.shape for name, p in module.named_parameters(recurse=False)}
-        parts = {name: part for name, part in module.named_children() if name in _SINK_ATTENTION and is_linear(part)}
+        parts = {name: part for name, part in module.named_children() if name in _BY_HEADS and is_linear(part)}
         size = getattr(module, "head_dim", None)
-        if set(parameters) != {"sinks"} or len(parts) < len(_SINK_ATTENTION) or not isinstance(size, int):
+        if set(parameters) != {"sinks"} or len(parts) < len(_BY_HEADS) or not isinstance(size, int):
             continue
         heads = [features(parts[name])[1] / size for name in ("q_proj", "k_proj", "v_proj")]
         if parameters["sinks"] != (heads[0],) or any(count % ranks for count in heads):
             continue
-        entries = {f"{path}.{name}": style for name, style in _SINK_ATTENTION.items()} | {path: SINKS.name}
+        entries = {f"{path}.{name}": style for name, style in _BY_HEADS.items()} | {path: SINKS.name}
         if not any(matches(given, name) for name in entries):
             found |= entries
     return {path: style for path, style in found.items() if not matches(own, path)}
@@ -305,16 +305,16 @@ def _of_wide_norms(model: nn.Module, own: Mapping[str, str], given: Mapping[str,
     for path, module in model.named_modules():
         parts = dict(module.named_children())
         size = getattr(module, "head_dim", None)
-        if not norms.keys() | _SINK_ATTENTION.keys() <= parts.keys() or not isinstance(size, int):
+        if not norms.keys() | _BY_HEADS.keys() <= parts.keys() or not isinstance(size, int):
             continue
-        if not all(is_linear(parts[name]) and matches(own, f"{path}.{name}") for name in _SINK_ATTENTION):
+        if not all(is_linear(parts[name]) and matches(own, f"{path}.{name}") for name in _BY_HEADS):
             continue
         widths = {name: features(parts[name])[1] for name in ("q_proj", "k_proj", "v_proj")}
         if any(width % (size * ranks) for width in widths.values()):
             continue
         if any(_norm_width(parts[norm]) != widths[layer] for norm, layer in norms.items()):
             continue
-        entries = _SINK_ATTENTION | dict.fromkeys(norms, WIDE_NORM.name)
+        entries = _BY_HEADS | dict.fromkeys(norms, WIDE_NORM.name)
         if not any(matches(given, f"{path}.{name}") for name in ("", *entries)):
             found |= {f"{path}.{name}": style for name, style in entries.items()}
     return found
