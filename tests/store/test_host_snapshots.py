@@ -129,6 +129,28 @@ def test_weights_that_change_between_updates_are_copied_in_the_step_or_not_at_al
     assert ranks(2).run(_go_on, tmp_path, "fsdp")[0][1] == 6
 
 
+def _move(state):
+    """Puts weights into other memory or, in every second step, buffers and states into other objects."""
+    if state.step % 2:
+        for parameter in state.model.parameters():
+            if type(parameter.data) is torch.Tensor:
+                parameter.data = parameter.data.clone()
+        return
+    for module in state.model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.clone())
+    for states in state.optim.state.values():
+        states.update({key: each.clone() for key, each in states.items() if isinstance(each, torch.Tensor)})
+
+
+@pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp"])
+def test_tensors_in_other_memory_than_in_the_snapshot_before_are_found_there(ranks, tmp_path, layout):
+    whole = ranks(2).run(_run_beside, tmp_path, layout, change=_move)
+    back = ranks(2).run(_go_on, tmp_path, layout)
+    assert [each[1:3] for each in back] == [(6, ()), (6, ())]
+    assert [each[3] for each in back] == [losses for losses, _, _ in whole]
+
+
 def _another_way_to_update(folder):
     state, snapshots, copied = runs.build("plain"), _snapshots(folder, beside=True), []
     with _begun_late(copied, 0.0):

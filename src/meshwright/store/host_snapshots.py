@@ -52,14 +52,15 @@ from meshwright.runtime.agreement import receive_bytes, send_bytes
 from meshwright.runtime.processes import agreeing_over, make_group
 from meshwright.store.checkpoints import own_directory
 from meshwright.store.entries import TrainingState, generator_tensors, set_generators
-from meshwright.store.manifest import record_of
-from meshwright.store.shards import own_box
+from meshwright.store.manifest import record_of, tensor_records
 from meshwright.store.snapshot import Restoration, begin, capture, completed_alone, plan_restore
 from meshwright.store.snapshot_files import (
     Contents,
     CopiesBesideTraining,
     DamagedSnapshot,
     LateCopies,
+    Parts,
+    Remembered,
     SnapshotFile,
     read_about,
     read_bytes,
@@ -131,7 +132,7 @@ class HostSnapshots:
         self._beside = CopiesBesideTraining(self.wait) if beside else None
         self._files: dict[Path, SnapshotFile] = {}
         self._steps: dict[Path, int] = {}
-        self._starts: dict[str, tuple[int, ...]] = {}  # of this rank's part of each tensor
+        self._parts, self._records = Remembered(Parts), Remembered(tensor_records)
         self._common = -1  # the newest step that all ranks have
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -195,19 +196,15 @@ class HostSnapshots:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
         """Name everything that this rank needs to go on alone: live tensors, its parts with generators, all else."""
         begin(state, to_load=False)
-        found = capture(state, world_size(), alone=True)
+        found = capture(state, world_size(), alone=True, records=self._records)
         replica, replicas = 0, 1
         if isinstance(state.optim, OuterOptimizer):
             replica, replicas = state.optim.replicas.rank, state.optim.replicas.size
         record = completed_alone(found, replicas)
-        if self._starts.keys() != found.tensors.keys():
-            self._starts = {name: own_box(tensor)[0] for name, tensor in found.tensors.items()}
-        tensors = {name: local_tensor(tensor.detach()) for name, tensor in found.tensors.items()}
-        tensors |= {RANDOM + name: tensor for name, tensor in generator_tensors().items()}
-        starts = {name: start for name, start in self._starts.items() if any(start)}
-        about = {"rank": rank(), "step": state.step, **self._identity(state), "record": record}
-        about |= {"replica": replica, "starts": starts}
-        return found.tensors, tensors, about
+        parts = self._parts(found.tensors)
+        parts.local.update({RANDOM + name: tensor for name, tensor in generator_tensors().items()})
+        about = {"rank": rank(), "step": state.step, **self._identity(state), "replica": replica}
+        return parts.live, parts.local, about | {"starts": parts.starts, "record": record}
 
     def _identity(self, state: TrainingState) -> dict[str, Any]:
         return {"ranks": world_size(), "strategy": state.strategy, "code": self._code}
@@ -224,7 +221,7 @@ class HostSnapshots:
                 self._beside.changing |= changed
                 file = None
             if file is not None:
-                file.finish({**about, "record": about["record"].to_json(indent=None)})
+                file.finish(about)
                 self._steps[file.path] = about["step"]
         except OSError as error:
             self._no_room(about["step"], error)

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -352,6 +352,10 @@ def _own_version() -> str:
         return importlib.metadata.version("meshwright")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
         return "unknown"
+
+
+Describe = Callable[[Mapping[str, torch.Tensor]], dict[str, TensorRecord]]
+""":func:`tensor_records`, or the same with a memory."""
 
 
 def tensor_records(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:

@@ -101,20 +101,15 @@ def capture_optimizer(
         values = {key: to_plain(value, f"{where}, {key}") for key, value in group.items() if key not in _NOT_VALUES}
         record.groups.append(GroupRecord([names[id(p)] for p in group["params"]], values))
         for parameter in group["params"]:
-            name, state = names[id(parameter)], optimizer.state.get(parameter, {})
-            # The momentum of sparse gradients is sparse; optimizers go on with a dense one.
-            stored = {
-                key: value.to_dense() if value.is_sparse else value
-                for key, value in state.items()
-                if isinstance(value, torch.Tensor)
-            }
-            record.tensor_keys[name] = list(stored)
-            record.values[name] = {
-                key: to_plain(value, f"The optimizer's {key} of {name}")
-                for key, value in state.items()
-                if key not in stored
-            }
-            tensors |= {state_name(name, key): value for key, value in stored.items()}
+            name = names[id(parameter)]
+            keys, values = record.tensor_keys[name], record.values[name] = [], {}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    keys.append(key)
+                    # The momentum of sparse gradients is sparse; optimizers go on with a dense one.
+                    tensors[state_name(name, key)] = value.to_dense() if value.is_sparse else value
+                else:
+                    values[key] = to_plain(value, f"The optimizer's {key} of {name}")
     return tensors, record
 
 

@@ -36,6 +36,7 @@ from meshwright.store.entries import (
     to_rank_order_,
 )
 from meshwright.store.manifest import (
+    Describe,
     OptimizerRecord,
     OuterRecord,
     Record,
@@ -71,13 +72,16 @@ class Snapshot:
     """This rank's part where there are replicas; :func:`completed` adds the others'."""
 
 
-def capture(state: TrainingState, world_size: int, *, alone: bool = False) -> Snapshot:
+def capture(
+    state: TrainingState, world_size: int, *, alone: bool = False, records: Describe = tensor_records
+) -> Snapshot:
     """Name everything in a training state.
 
     Args:
         state: Live objects.
         world_size: Number of ranks.
         alone: Whether this rank is to be restored from what it captures here, without what other replicas have.
+        records: Describes tensors.
 
     Raises:
         CheckpointError: When something in it cannot be stored.
@@ -103,7 +107,7 @@ def capture(state: TrainingState, world_size: int, *, alone: bool = False) -> Sn
         world_size=world_size,
         strategy=state.strategy,
         extra=to_plain(state.extra, "extra"),
-        tensors=tensor_records(tensors),
+        tensors=records(tensors),
         model_values=entries.values,
         optimizer=optimizer,
         lr_scheduler=schedule,
@@ -267,14 +271,8 @@ def _describe(record: TensorRecord) -> str:
 
 
 def _check_parts(state: TrainingState, record: Record) -> None:
-    absent = [
-        name
-        for name, wanted, stored in (
-            ("optim", state.optim, record.optimizer),
-            ("lr_scheduler", state.lr_scheduler, record.lr_scheduler),
-        )
-        if wanted is not None and stored is None
-    ]
+    parts = {"optim": (state.optim, record.optimizer), "lr_scheduler": (state.lr_scheduler, record.lr_scheduler)}
+    absent = [name for name, (wanted, stored) in parts.items() if wanted is not None and stored is None]
     if absent:
         raise CheckpointError(
             "The checkpoint lacks parts of this training state",

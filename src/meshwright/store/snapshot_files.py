@@ -1,6 +1,7 @@
 """Write one rank's training state into a file of the host's memory, and read it back if it is whole.
 
-[Note: snapshot files] A file is a header, the bytes of all tensors, and a text with everything else. It is mapped, so
+[Note: snapshot files] A file is a header, the bytes of all tensors, and a text with everything else: three lines of
+JSON, of which the last two are the same as long as the tensors are. It is mapped, so
 that taking a snapshot is one copy; its pages are reserved first, for a process that writes into a mapping for which
 there is no memory is ended without a word. The header is cleared before the first byte changes and written after the
 last: a file whose process has died in between has none. It holds a sum over the bytes of the tensors, in which any
@@ -19,20 +20,23 @@ weights whenever it likes, and optimizers that can update within backward are co
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
 import mmap
+import operator
 import os
 import struct
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.optim import OuterOptimizer, inner_optimizer, local_tensor
@@ -40,6 +44,8 @@ from meshwright.runtime.agreement import bit_sum
 from meshwright.runtime.torch_internals.optim import foreach_copy_
 from meshwright.runtime.torch_internals.tensors import version_of
 from meshwright.store.entries import dtype_name, dtype_named
+from meshwright.store.manifest import Record
+from meshwright.store.shards import own_box
 
 _MAGIC = b"MWSNAP01"
 _HEADER = struct.Struct(
@@ -49,12 +55,62 @@ _DATA = 4096  # where the tensors begin
 _ALIGNED = 64
 _TEXT_ROOM = 2**16  # the text grows a little from step to step
 
+_R = TypeVar("_R")
+
 Layout = dict[str, tuple[str, tuple[int, ...], int]]
 """By name: dtype, shape and offset of a tensor."""
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+# --- What stays from step to step: a snapshot after every step would take longer to name its tensors than to copy them
+
+
+class Remembered(Generic[_R]):
+    """A function of named tensors, computed anew only for others than the last time, or for the same in other memory.
+
+    Args:
+        function: Reads names, types, shapes and placements, and may keep views; not the values.
+    """
+
+    def __init__(self, function: Callable[[Mapping[str, torch.Tensor]], _R]) -> None:
+        self._function = function
+        self._of: dict[str, torch.Tensor] = {}
+        self._addresses: list[object] = []
+        self._result: _R | None = None
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> _R:
+        """Return the function's result."""
+        addresses = [_address_of(each) for each in tensors.values()]
+        are_same = len(tensors) == len(self._of) and all(map(operator.is_, tensors.values(), self._of.values()))
+        if self._result is None or not are_same or addresses != self._addresses or list(tensors) != list(self._of):
+            self._of, self._addresses, self._result = dict(tensors), addresses, self._function(tensors)
+        return self._result
+
+
+def _address_of(tensor: torch.Tensor) -> object:
+    try:
+        return local_tensor(tensor).data_ptr()
+    except RuntimeError:  # it wraps others, which may be replaced: nothing is equal to this
+        return object()
+
+
+class Parts:
+    """What a rank has of the tensors of a state.
+
+    Args:
+        live: By stored name.
+    """
+
+    def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
+        self.live = dict(live)
+        self.local = {name: local_tensor(each.detach()) for name, each in live.items()}
+        """Plain tensors in the same memory; there is room for others beside them."""
+        starts = {name: own_box(each)[0] for name, each in live.items()}
+        self.starts = {name: start for name, start in starts.items() if any(start)}
+        """Where they lie in the whole tensors, if not at the beginning."""
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Layout, int]:
@@ -95,7 +151,7 @@ class Contents:
     tensors: dict[str, torch.Tensor]
     """Views of the file's bytes."""
     about: dict[str, Any]
-    """Everything else, in JSON types."""
+    """Everything else, in JSON types; the record of the training state as JSON text."""
 
 
 class SnapshotFile:
@@ -108,8 +164,11 @@ class SnapshotFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
+        self._tensors: object = None
         self._layout: Layout = {}
         self._data_bytes = 0
+        self._described: object = None
+        self._description = b""
         self._targets: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -117,17 +176,19 @@ class SnapshotFile:
         """Copy plain tensors into the file, which holds no snapshot until :meth:`finish`.
 
         Args:
-            tensors: Everything that the file is to hold.
+            tensors: Everything that the file is to hold. The same dictionary has tensors of the same shapes as before.
             late: Names of those for which there is only room yet: :meth:`copy_late` copies them.
 
         Raises:
             OSError: When the host has no room for it.
         """
         self.clear()
-        layout, data_bytes = layout_of(tensors)
-        if layout != self._layout or self._map is None:
-            self._reserve(_DATA + data_bytes + _TEXT_ROOM)
-            self._layout, self._data_bytes, self._targets = layout, data_bytes, _views(self._map, layout)
+        if tensors is not self._tensors or len(tensors) != len(self._layout) or self._map is None:
+            layout, data_bytes = layout_of(tensors)
+            if layout != self._layout or self._map is None:
+                self._reserve(_DATA + data_bytes + _TEXT_ROOM)
+                self._layout, self._data_bytes, self._targets = layout, data_bytes, _views(self._map, layout)
+            self._tensors, self._described = tensors, None
         self._fill({name: tensor for name, tensor in tensors.items() if name not in late})
 
     @torch.no_grad()
@@ -137,7 +198,7 @@ class SnapshotFile:
 
     def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if tensors:  # in one call: a thread that makes it waits once, not for each tensor, until it may go on
-            foreach_copy_([self._targets[name] for name in tensors], [each.detach() for each in tensors.values()])
+            foreach_copy_([self._targets[name] for name in tensors], list(tensors.values()))
 
     def differing(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """Return the names of tensors that are not what the file holds; one with nan counts as such."""
@@ -146,10 +207,19 @@ class SnapshotFile:
     def finish(self, about: Mapping[str, Any]) -> None:
         """Write everything else, and the header.
 
+        Args:
+            about: In JSON types, but for the record of the training state. If the record's ``tensors`` are the object
+                of the last snapshot, their text is, too.
+
         Raises:
             OSError: When the host has no room for it.
         """
-        text = json.dumps({**about, "tensors": self._layout}).encode()
+        record: Record = about["record"]
+        if self._described is not record.tensors:
+            texts = json.dumps(self._layout), json.dumps(record.tensors, default=vars)
+            self._described, self._description = record.tensors, "\n".join(texts).encode()
+        rest = dataclasses.replace(record, tensors={}).to_json(indent=None)
+        text = json.dumps({**about, "record": rest}).encode() + b"\n" + self._description
         end = _DATA + self._data_bytes + len(text)
         assert self._map is not None, "tensors were copied"
         if end > len(self._map):
@@ -227,7 +297,7 @@ def read_bytes(path: Path) -> Any:
 
 
 def read_about(buffer: Any) -> dict[str, Any]:
-    """Return everything but the tensors, which are not looked at.
+    """Return everything but the tensors, which are not looked at, and their descriptions, which are JSON text still.
 
     Raises:
         DamagedSnapshot: When it is not whole.
@@ -240,7 +310,8 @@ def read_about(buffer: Any) -> dict[str, Any]:
     text = bytes(buffer[_DATA + data_bytes : _DATA + data_bytes + text_bytes])
     if hashlib.sha256(struct.pack("<QQq", data_bytes, text_bytes, total) + text).digest() != digest:
         raise DamagedSnapshot("its text is not what was written")
-    return dict(json.loads(text))
+    about, layout, described = text.split(b"\n")
+    return {**json.loads(about), "layout": layout, "described": described}
 
 
 def read_snapshot(buffer: Any) -> Contents:
@@ -253,7 +324,9 @@ def read_snapshot(buffer: Any) -> Contents:
     _, data_bytes, _, total, _ = _HEADER.unpack(bytes(buffer[: _HEADER.size]))
     if _sum_of(buffer, data_bytes) != total:
         raise DamagedSnapshot("its tensors are not what was written")
-    layout = {name: (dtype, tuple(shape), offset) for name, (dtype, shape, offset) in about.pop("tensors").items()}
+    places = json.loads(about.pop("layout"))
+    layout = {name: (dtype, tuple(shape), offset) for name, (dtype, shape, offset) in places.items()}
+    about["record"] = json.dumps({**json.loads(about["record"]), "tensors": json.loads(about.pop("described"))})
     return Contents(_views(buffer, layout), about)
 
 
@@ -270,7 +343,7 @@ class LateCopies:
     tensors: Mapping[str, torch.Tensor]
     live: Mapping[str, torch.Tensor]
     """The same, which may be DTensors."""
-    versions: Mapping[str, tuple[int, int]]
+    versions: Sequence[int]
 
     @classmethod
     def of(cls, file: SnapshotFile, live: Mapping[str, torch.Tensor], local: Mapping[str, torch.Tensor]) -> LateCopies:
@@ -280,13 +353,15 @@ class LateCopies:
     def make(self) -> set[str]:
         """Copy them; return the names of those that have changed meanwhile."""
         self.file.copy_late(self.tensors)
+        names = [*self.live, *(name for name, each in self.live.items() if isinstance(each, DTensor))]
         now = _versions(self.live)
-        return {name for name, version in self.versions.items() if now[name] != version}
+        return {name for name, before, after in zip(names, self.versions, now, strict=True) if before != after}
 
 
-def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
     # A DTensor counts its own writes, not those into its local part.
-    return {name: (version_of(each), version_of(local_tensor(each))) for name, each in tensors.items()}
+    sharded = [local_tensor(each) for each in tensors.values() if isinstance(each, DTensor)]
+    return [*map(version_of, tensors.values()), *map(version_of, sharded)]
 
 
 class CopiesBesideTraining:
@@ -304,13 +379,16 @@ class CopiesBesideTraining:
         self._num_compared = 0
         self._compared: tuple[SnapshotFile, dict[str, torch.Tensor]] | None = None
         self._has_updated = self._is_on = True
+        self._chosen: dict[str, torch.Tensor] = {}
+        self._chosen_of: Mapping[str, torch.Tensor] | None = None
+        self._chosen_by = (0, 0)
 
     def candidates(self, optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors that only the update changes, as far as one can tell.
 
         Args:
             optimizer: The one whose ``step`` makes the updates, with all its wrappers.
-            live: Everything of a training state, by stored name.
+            live: Everything of a training state, by stored name. For the same object the answer is remembered.
         """
         self._is_on = self._is_on and self._has_updated  # otherwise something else updates
         if not self._is_on or optimizer is None or isinstance(optimizer, OuterOptimizer):
@@ -321,11 +399,15 @@ class CopiesBesideTraining:
             self._optimizer, self._num_compared = optimizer, 0
             self._come_before(optimizer)
         updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        return {
-            name: each
-            for name, each in live.items()
-            if name not in self.changing and _is_state(name, each, id(each) in updated)
-        }
+        numbers = len(updated), len(self.changing)  # which only grow
+        if self._chosen_of is not live or numbers != self._chosen_by:
+            self._chosen_of, self._chosen_by = live, numbers
+            self._chosen = {
+                name: each
+                for name, each in live.items()
+                if name not in self.changing and _is_state(name, each, id(each) in updated)
+            }
+        return self._chosen
 
     def copy(
         self, file: SnapshotFile, tensors: Mapping[str, torch.Tensor], candidates: Mapping[str, torch.Tensor]
