@@ -288,6 +288,7 @@ def run(
     (folder / "out").mkdir()
     (folder / "faults.json").write_text(json.dumps(faults))
     given = {**os.environ, "GOODPUT_FOLDER": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    given.pop("PYTHONDONTWRITEBYTECODE", None)  # which containers set: every restart would compile this file
     given["GOODPUT_RANKS"] = str(ranks)
     given |= {"GOODPUT_ALONE": "1"} if alone else {}
     if way == WAYS[2]:

@@ -5,6 +5,7 @@ from unittest import mock
 
 import meshwright.optim
 from meshwright.optim import guarded_step
+from meshwright.runtime import lazy
 from meshwright.runtime.lazy import paused_collection, settling
 
 
@@ -72,6 +73,17 @@ def test_what_a_caller_has_frozen_stays_frozen():
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_what_is_frozen_for_good_is_not_counted():
+    with mock.patch.multiple("gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT, get_freeze_count=mock.DEFAULT) as calls:
+        with mock.patch.object(lazy, "_is_frozen", False):
+            lazy.freeze()
+            with settling() as settle, paused_collection(to_stay=True):
+                settle()
+    assert calls["freeze"].call_count == 2
+    assert not calls["unfreeze"].called
+    assert not calls["get_freeze_count"].called
 
 
 def test_names_that_a_package_lacks_cost_no_look_at_the_collector():

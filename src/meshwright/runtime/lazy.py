@@ -141,6 +141,21 @@ class _AliasLoader(Loader):
             module.__spec__ = self._spec
 
 
+_is_frozen = False  # by :func:`freeze`; to count what is frozen takes as long as a collection
+
+
+def freeze() -> None:
+    """Spare the collector all that is alive, for good; also in processes that are forked later."""
+    global _is_frozen
+    gc.collect()
+    gc.freeze()
+    _is_frozen = True
+
+
+def _anything_is_frozen() -> bool:
+    return _is_frozen or gc.get_freeze_count() > 0
+
+
 @contextlib.contextmanager
 def paused_collection(to_stay: bool = False) -> Iterator[None]:
     """Pause the collection of garbage cycles; a caller's own setting stays.
@@ -155,7 +170,7 @@ def paused_collection(to_stay: bool = False) -> Iterator[None]:
         yield
     finally:
         # Unfreezing would thaw what a caller has frozen.
-        if to_stay and not gc.get_freeze_count():
+        if to_stay and not _anything_is_frozen():
             gc.freeze()
             gc.unfreeze()
         if collects:
@@ -169,7 +184,7 @@ def settling() -> Iterator[Callable[[], None]]:
     Training makes few objects, and torch's modules alone are half a million: to look at all of them stops a rank, and
     those that wait for it, for some 0.2 s. What a caller has frozen stays frozen.
     """
-    thaws = not gc.get_freeze_count()
+    thaws = not _anything_is_frozen()
 
     def settle() -> None:
         gc.collect()  # what is garbage now would stay
