@@ -76,11 +76,12 @@ def test_what_a_caller_has_frozen_stays_frozen():
 
 
 def test_what_is_frozen_for_good_is_not_counted():
-    with mock.patch.multiple("gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT, get_freeze_count=mock.DEFAULT) as calls:
-        with mock.patch.object(lazy, "_is_frozen", False):
-            lazy.freeze()
-            with settling() as settle, paused_collection(to_stay=True):
-                settle()
+    names = ("freeze", "unfreeze", "get_freeze_count")
+    watched = mock.patch.multiple("gc", **dict.fromkeys(names, mock.DEFAULT))
+    with watched as calls, mock.patch.object(lazy, "_is_frozen", False):
+        lazy.freeze()
+        with settling() as settle, paused_collection(to_stay=True):
+            settle()
     assert calls["freeze"].call_count == 2
     assert not calls["unfreeze"].called
     assert not calls["get_freeze_count"].called
