@@ -49,7 +49,7 @@ def hash_of(name):
     return sum(ord(letter) * (index + 1) for index, letter in enumerate(name)) * 100
 
 
-def on_one_device(build, steps):
+def on_one_device(build, steps, gradient=gradient):
     single = model()
     parameters = dict(single.named_parameters())
     start = {name: full(parameter) for name, parameter in parameters.items()}
@@ -59,6 +59,23 @@ def on_one_device(build, steps):
             parameter.grad = gradient(name, parameter.shape, step)
         optimizer.step()
     return start, whole(parameters, optimizer)
+
+
+def largest_by_rounding(build, steps=STEPS, draws=5):
+    """What gradients that differ in their last bit make of a run on one device: the largest difference, as of a plugin.
+
+    A split sum differs so. Where singular values are near each other, their vectors differ by far more.
+    """
+    start, expected = on_one_device(build, steps)
+    found = []
+    for draw in range(draws):
+
+        def changed(name, shape, step, draw=draw):
+            noise = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * draw + hash_of(name) + step))
+            return gradient(name, shape, step) * (1 + torch.finfo(torch.float32).eps * noise)
+
+        found.append(max(relative_differences(on_one_device(build, steps, changed)[1], expected, start).values()))
+    return max(found)
 
 
 def whole(parameters, optimizer):

