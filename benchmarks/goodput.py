@@ -334,13 +334,13 @@ def steps_of(folder: Path, way: str) -> Steps:
     return {step: each for step, each in found.items() if step <= last}
 
 
-def drawn(seconds: float, every_s: float, ranks: int, seed: int) -> list[Fault]:
-    """Return failures: when, what, and on which rank."""
+def drawn(seconds: float, every_s: float, ranks: int, seed: int, only: str | None = None) -> list[Fault]:
+    """Return failures: when, what (or one kind alone), and on which rank."""
     rng, at_s = random.Random(seed), 0.0
     found: list[Fault] = []
     while (at_s := at_s + rng.expovariate(1 / every_s)) < seconds:
         kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
-        found.append((at_s, kind, rng.randrange(ranks)))
+        found.append((at_s, only or kind, rng.randrange(ranks)))
     return found
 
 
@@ -357,7 +357,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         ideal[WAYS[0]] = ideal.get(WAYS[1], 0.0)
         results: dict[str, list[tuple[float, int, int]]] = {way: [] for way in ways}
         for number in range(options.rounds):
-            faults = drawn(options.seconds, options.every_s, ranks, 100 * ranks + number)
+            faults = drawn(options.seconds, options.every_s, ranks, 100 * ranks + number, options.only)
             for way in ways:
                 passed_s, steps, struck, folder = run(
                     way, ranks, options.seconds, faults, snapshot_every=options.snapshot_every
@@ -385,6 +385,7 @@ def main() -> None:
     parser.add_argument("--warm-s", type=float, default=15.0, help="of each run without failures")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--way", action="append", choices=WAYS, help="several times for several; default: all")
+    parser.add_argument("--only", choices=SHARES, help="one kind of failure, at the same moments")
     parser.add_argument("--snapshot-every", type=int, default=1, metavar="STEPS", help="between two snapshots")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--out", type=Path, default=None, help="JSON of the rows; a plot beside it as SVG")
