@@ -3,8 +3,9 @@ import torch
 
 from meshwright.cli.train_config import TrainConfig, config_help
 from meshwright.cli.train_model import optimizer_of
-from meshwright.cli.train_options import parse_config, read_config
+from meshwright.cli.train_options import PRELOADED, Options, parse_config, preloaded, read_config
 from meshwright.errors import ConfigError
+from meshwright.runtime.torch_internals.interpreter import COMPILER
 
 MINIMAL = {"model": {"source": "a:b"}}
 
@@ -179,3 +180,10 @@ def test_our_optimizers_by_name(name, keys, num_groups):
     model(torch.arange(9)).square().mean().backward()
     optimizer.step()
     assert all(not torch.equal(now, start) for now, start in zip(model.parameters(), before, strict=True))
+
+
+def test_what_a_compiled_model_needs_is_imported_before_ranks_are_forked(tmp_path):
+    file = _file(tmp_path, '[model]\nsource = "a:b"\n[strategy]\nmethods = ["fsdp", "compile"]\n')
+    assert preloaded(Options(file)) == (COMPILER, *PRELOADED)
+    assert preloaded(Options(file, strategy="fsdp")) == PRELOADED
+    assert preloaded(Options(_file(tmp_path))) == PRELOADED  # a strategy is still to be chosen

@@ -362,7 +362,7 @@ def train_command(
 def _train(options: Options) -> int:
     """Train here, or start the ranks that do."""
     from meshwright.cli.run_failures import FewerRanks, check_fewest, teller
-    from meshwright.cli.train_options import number_of_processes, prepare
+    from meshwright.cli.train_options import number_of_processes, preloaded, prepare
     from meshwright.runtime.launch import inside_launcher, start_server, stay_on_this_machine
 
     if inside_launcher():
@@ -373,7 +373,7 @@ def _train(options: Options) -> int:
     if nproc == 1 and not options.max_restarts:
         stay_on_this_machine()
         return _train_here(options)
-    start_server(nproc, _PRELOADED)  # it imports meanwhile
+    start_server(nproc, preloaded(options))  # it imports meanwhile
     # Report what is wrong with the request once, here, before any rank has started.
     prepared = prepare(options, nproc)
     from meshwright.cli.run_files import default_run_dir
@@ -390,9 +390,6 @@ def _train_here(options: Options) -> int:
     return train(options)
 
 
-_PRELOADED = ("meshwright.cli.preloaded",)
-
-
 def _leave_interrupts_to_the_launcher() -> None:
     # The launcher ends all ranks. A rank that waits in a collective would never see a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -402,9 +399,10 @@ def _start_ranks(arguments: list[str], nproc: int, **options: Any) -> int:
     from rich.console import Console
 
     from meshwright.cli.failures import INTERRUPTED
+    from meshwright.cli.train_options import PRELOADED
     from meshwright.runtime.launch import launch
 
-    status = launch(["-m", "meshwright", *arguments], nproc, preload=_PRELOADED, **options)
+    status = launch(["-m", "meshwright", *arguments], nproc, preload=PRELOADED, **options)
     if status != 0:
         Console().show_cursor(True)  # a rank that was ended while drawing leaves it hidden
     if status == INTERRUPTED:

@@ -27,7 +27,10 @@ from meshwright.data import numbers_that_divide
 from meshwright.errors import ConfigError, DataError
 from meshwright.methods import GradientAccumulation, resolve
 from meshwright.planner.config_models import check_config_path, config_path
+from meshwright.runtime.torch_internals.interpreter import COMPILER
 from meshwright.strategy import Strategy
+
+PRELOADED = ("meshwright.cli.preloaded",)  # comes last, for it freezes what is imported then
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,17 @@ def strategy_of(table: StrategyTable, folder: Path) -> Strategy | None:
     if table.is_automatic:
         return None
     return Strategy(table.methods if table.file is None else folder / Path(table.file).expanduser())
+
+
+def preloaded(options: Options) -> tuple[str, ...]:
+    """Return the modules that the ranks of a run need, which are imported once; see [Note: forked ranks].
+
+    Raises:
+        MeshwrightError: When the training file, or its strategy, is wrong.
+    """
+    strategy = strategy_of(options.read().strategy, options.file.resolve().parent)
+    compiles = strategy is not None and "compile" in strategy
+    return (*([COMPILER] if compiles else []), *PRELOADED)
 
 
 def _cluster(table: StrategyTable, folder: Path) -> str | None:

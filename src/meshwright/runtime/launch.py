@@ -3,8 +3,8 @@
 [Note: forked ranks]
 
 A server that has imported torch and the program forks the ranks, each in milliseconds: eight ranks import once, not
-eight times. It forks before anything has started a thread or touched a GPU. Where forking is not safe (other systems
-than Linux), every rank is a new interpreter.
+eight times, what a compiled model needs included. It forks before anything has started a thread or touched a GPU. Where
+forking is not safe (other systems than Linux), every rank is a new interpreter.
 
 After a failure no process of the attempt goes on: process groups, and what a sharded model keeps of them, cannot be
 taken over into a new world. The server forks the ranks of the next attempt, and these take their state from the
@@ -199,6 +199,8 @@ def _prepare_environment(nproc: int) -> None:
     if warning := separate_tasks_warning(os.environ):
         print(f"meshwright: {warning}", file=sys.stderr, flush=True)
     # Without a limit every rank starts a thread per core and they fight over the cores.
+    # What the server imports may ask whether there are GPUs; an answer from CUDA itself would not let it fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     stay_on_this_machine()
 

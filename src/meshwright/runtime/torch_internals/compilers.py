@@ -9,7 +9,19 @@ import shutil
 import torch._dynamo as dynamo
 import torch._functorch.config as functorch_config
 
-__all__ = ["dynamo", "functorch_config", "missing_compiler"]
+__all__ = ["dynamo", "functorch_config", "missing_compiler", "prepare_inductor"]
+
+
+def prepare_inductor() -> None:
+    """Find out what inductor keeps for a process: the version of its code, and the processor's vector instructions.
+
+    Each process would read all of its code, and try instructions in processes of their own, before it looks into its
+    cache; those that are forked from this one do not.
+    """
+    from torch._inductor import codecache, cpu_vec_isa
+
+    codecache.torch_key()
+    cpu_vec_isa.valid_vec_isa_list()
 
 
 def missing_compiler(device_type: str) -> str:
