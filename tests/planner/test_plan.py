@@ -128,6 +128,25 @@ def test_a_model_that_cannot_be_traced_is_an_error_that_says_where():
     assert "item" in str(refused.value)
 
 
+class NeverRuns(nn.Module):
+    """Lacks what its forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.num_calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return self.layer(x) + self.offset
+
+
+def test_a_model_that_never_runs_is_told_after_a_pass_or_two():
+    model = NeverRuns()
+    with pytest.raises(mw.ModelError, match=r"cannot be traced.*no attribute 'offset'"):
+        mw.plan(model, "h100x64", global_batch=128, sample_batch=torch.zeros(2, 4))
+    assert model.num_calls <= 2
+
+
 class ByName(nn.Module):
     """Takes arguments by name, as transformers' models do."""
 

@@ -33,7 +33,7 @@ from meshwright.planner.search import (
     search_and_trace,
     search_in_stages,
 )
-from meshwright.planner.workload import ModuleModel, Workload, token_batch
+from meshwright.planner.workload import ModuleModel, NeverTracedError, Workload, token_batch
 from meshwright.strategy import Strategy, read_size
 
 HEADROOM = 0.06
@@ -119,7 +119,10 @@ class PlanRequest:
             ModelError: When the model cannot be traced.
         """
         if self.strategy is None:
-            found = self._searched(progress)
+            try:
+                found = self._searched(progress)
+            except NeverTracedError as error:
+                raise _untraced(str(error)) from None
             found = dataclasses.replace(
                 found,
                 plans=tuple(_in_full(plan, self.subject) for plan in found.plans),
@@ -184,7 +187,7 @@ class PlanRequest:
         started, subject = time.perf_counter(), self.subject
         if isinstance(subject, Workload):
             subject = subject.elsewhere(subject.cluster, subject.batch_size, subject.limit_bytes)
-            subject.must_fit = False
+            subject.must_fit = subject.must_trace = False
         plans = tuple(subject.plan(strategy, self.num_micro_batches) for strategy in strategies)
         for plan in plans:
             _check_divides(plan, self.global_batch, self.num_micro_batches)
@@ -273,8 +276,11 @@ def _check_traced(plan: Plan) -> None:
     """Refuse a plan without activations: its predicted memory would mean nothing."""
     if plan.step.activations is not None:
         return
-    gap = next((gap for gap in plan.gaps if "activations" in gap), "; ".join(plan.gaps))
-    raise ModelError(
+    raise _untraced(next((gap for gap in plan.gaps if "activations" in gap), "; ".join(plan.gaps)))
+
+
+def _untraced(gap: str) -> ModelError:
+    return ModelError(
         "The model cannot be traced, so its memory cannot be predicted",
         expected="a forward pass and a loss that run without data",
         got=gap or "no sample to trace it with",

@@ -88,6 +88,10 @@ _SAMPLES = 2  # a dim of size 1 may be no batch dim
 # --- The workload: one model, for any strategy
 
 
+class NeverTracedError(Exception):
+    """A model cannot be traced. No strategy is to blame, so that a search ends with this."""
+
+
 @dataclass
 class Workload:
     """A model and how it is trained, before any strategy.
@@ -112,6 +116,7 @@ class Workload:
         limit_is_free: Whether ``limit_bytes`` is what is free, of which communicators of the mesh will take some.
         finds_unused: Whether replicas are averaged by a DDP that looks for parameters that a step does not use.
         must_fit: Whether a pipeline of which no cut fits is refused; otherwise it is planned as it is, too large.
+        must_trace: Whether plans are of no use without activations; otherwise they say that these are missing.
     """
 
     model: nn.Module
@@ -131,6 +136,7 @@ class Workload:
     copies_input: bool = False
     limit_is_free: bool = False
     must_fit: bool = True
+    must_trace: bool = False
     finds_unused: bool = False
 
     @property
@@ -147,6 +153,7 @@ class Workload:
 
         Raises:
             StrategyError: When its methods do not fit together or do not fit the world.
+            NeverTracedError: When the model cannot be traced with any strategy, and must be.
         """
         resolved = self._resolved(strategy)
         replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
@@ -207,6 +214,8 @@ class Workload:
         # Trace what a rank computes and saves. It depends on the strategy only through these conditions.
         conditions = self._conditions(resolved, batch.samples, pipeline)
         traced = self._tracer.of(conditions)
+        if self.must_trace and traced.activations is None and self._tracer.never_runs:
+            raise NeverTracedError("; ".join(traced.gaps))
         step = self._traced_step(resolved, batch.micro_batches, traced).replace(
             activations=_with_inputs(traced.activations, pipeline, batch),
             smaller=self._smaller(pipeline, batch, conditions),
@@ -492,6 +501,7 @@ class ModuleModel:
             zero_level=_FSDP,
             limit_bytes=limit_bytes,
             cluster=cluster,
+            must_trace=True,
         )
 
     def _check_trains(self) -> None:

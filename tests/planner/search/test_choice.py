@@ -7,7 +7,7 @@ import math
 import pytest
 
 from meshwright.cost import find_cluster
-from meshwright.errors import ConfigError, MeshwrightError, StrategyError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.planner import FamilyWorkload, PlanRequest, parse_family
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.plans import usable_bytes
@@ -73,8 +73,10 @@ def test_a_search_leaves_headroom_and_what_is_given_is_taken_as_it_is():
 
 
 def test_when_the_time_is_up_the_best_so_far_counts_or_an_error_says_so():
-    with pytest.raises(StrategyError, match=r"(?s)time was up.*limit_s"):
-        request(limit_s=1e-9).found()
+    in_time = request(limit_s=1e-9, top=3).found()  # formulas take none
+    assert in_time.out_of_time
+    assert in_time.plans[0].fits
+    assert {"fsdp", "checkpoint"} <= set(in_time.plans[0].strategy.names)
     seen = []
     subject = FamilyWorkload(parse_family("llama-3-8b"), find_cluster("h100x64"), 256)
 

@@ -1,5 +1,7 @@
 """A search asks any subject for plans; here a real module's."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,11 @@ import torch.nn.functional as F
 from meshwright.cost import make_cluster
 from meshwright.errors import StrategyError
 from meshwright.planner import Workload, choices, choose, default_space
-from meshwright.planner.search import search, search_in_stages
+from meshwright.planner.search import find, search, search_in_stages
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.search_space import Candidates
+from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit
+from meshwright.planner.trace.fake_pass import Pass
 from tests import tiny
 
 
@@ -55,6 +59,56 @@ def test_a_real_model_that_fits_nowhere_is_told_how_many_devices_would_do():
         search_in_stages(
             workload(200 * 2**10), default_space(workload(None), lower_precision=False), excluded=["offload"], top=1
         )
+
+
+def _late_after(traces):
+    """A limit that is over once so many passes over the model have begun, and the list of these."""
+    begun = []
+
+    class Late(TimeLimit):
+        @property
+        def is_over(self):
+            return len(begun) >= traces
+
+    def recorded(self, parts, plain=Pass._recorded):
+        if len(begun) >= traces:
+            raise OutOfTimeError
+        begun.append(self)
+        return plain(self, parts)
+
+    return mock.patch.multiple(find, TimeLimit=Late), mock.patch.object(Pass, "_recorded", recorded), begun
+
+
+def test_when_the_time_is_up_what_needs_least_memory_is_planned_from_the_traces_that_there_are():
+    late, counted, begun = _late_after(2)  # the second is cut off
+    with late, counted:
+        found = search_in_stages(workload(None), default_space(workload(None)), top=1, limit_s=1.0)
+    assert len(begun) == 2
+    assert {"fsdp", "checkpoint"} <= set(found.plans[0].strategy.names)
+    assert found.out_of_time
+    late, counted, _ = _late_after(0)
+    with late, counted, pytest.raises(StrategyError, match=r"(?s)time was up.*limit_s"):
+        search_in_stages(workload(None), default_space(workload(None)), top=1, limit_s=1.0)
+
+
+@pytest.mark.parametrize("precision", ["amp_native", "half"])
+def test_the_state_of_what_is_not_sharded_is_known_from_the_probe_of_what_is(precision):
+    subject = workload(None)
+    space = default_space(subject).replace(precision=choices(precision))
+    branches = []
+    for recompute in space.recompute:
+        candidates = Candidates(space.replace(recompute=(recompute,)), 2, 2, 8)
+        (mesh,) = (mesh for mesh in candidates.meshes() if not mesh.inner and mesh.pipeline == 1)
+        branches += candidates.branches(mesh)
+    bounds = Bounds(subject, subject.cluster)
+    bounds.undivided(next(each for each in branches if each.sharding and not each.recompute))
+    plain = [each for each in branches if not each.sharding]
+    held = [bounds.held_bytes(each, 0, 2) for each in plain]
+    assert bounds.num_probes == 1
+    for branch, found in zip(plain, held, strict=True):
+        own = Bounds(subject, subject.cluster)
+        own.undivided(branch)
+        assert own.held_bytes(branch, 0, 2) == pytest.approx(found, rel=1e-3)
 
 
 def test_bounds_of_a_real_model_that_is_sharded_are_not_above_its_plans():

@@ -121,6 +121,23 @@ class Bounds:
             self._undivided[branch] = self.probe(self._whole, _probing(branch))
         return self._undivided[branch]
 
+    def is_undivided_known(self, branch: Branch) -> bool:
+        """Return whether the probe without inner axes has been made."""
+        return branch in self._undivided or self._made(_probing(branch)) is not None
+
+    def _made(self, methods: Choice) -> Probe | None:
+        found = self._probes.get((self._whole.inner, self._whole.inner_methods, methods))
+        return found if isinstance(found, Probe) else None
+
+    def _of_state(self, branch: Branch) -> Probe:
+        """Return a probe with the parameters of a branch: its own, or one that is known already, with them sharded."""
+        if not branch.sharding and not self.is_undivided_known(branch):
+            for recompute in (branch.recompute, ()):
+                made = self._made(probing(branch.precision, recompute, branch.rest, sharded=True))
+                if made is not None:
+                    return made
+        return self.undivided(branch)
+
     def divided(self, branch: Branch) -> Probe:
         """Return the probe of a branch's inner axes."""
         if branch not in self._divided:
@@ -234,7 +251,7 @@ class Bounds:
         alone = state.held_bytes(micro_batches) / parts
         probe = self.divided(branch) if micro_batch and self.known_probe(branch) else None
         if probe is None:
-            return alone * self.undivided(branch).slack
+            return alone * self._of_state(branch).slack
         saved = probe.saved.of_samples(micro_batch, None if roughly or micro_batch == 1 else probe.saved_by_two)
         if branch.schedule is None:
             at_loss: float = saved.total
@@ -267,7 +284,7 @@ class Bounds:
         # Offloading chooses parameter by parameter, so they must not be merged.
         merged = self._bare(branch, axes, 1, merged=True).offloaded is None
         bare = functools.partial(self._bare, branch, axes, merged=merged)
-        return State(bare, self._full_links, self._machine, self._network, self.undivided(branch).taken)
+        return State(bare, self._full_links, self._machine, self._network, self._of_state(branch).taken)
 
     def twin(self, branch: Branch) -> int:
         """Return a number that is equal for branches whose states cost exactly the same."""
@@ -277,7 +294,7 @@ class Bounds:
         return self._twins[id(state)]
 
     def _bare(self, branch: Branch, axes: tuple[tuple[str, int], ...], micro_batches: int, *, merged: bool) -> Step:
-        sharding, probe = Strategy([*branch.sharding, *branch.precision, *branch.rest]), self.undivided(branch)
+        sharding, probe = Strategy([*branch.sharding, *branch.precision, *branch.rest]), self._of_state(branch)
         step = Step(
             blocks=self._bare_blocks(probe, merged),
             axes=axes,

@@ -6,10 +6,11 @@ only when its bound is the least of all, so most of the space is never looked at
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import MeshwrightError
@@ -88,7 +89,26 @@ class Engine:
                 self._look()
         except OutOfTimeError:
             self.state.stopped = True
+        if self.state.stopped and self.time_limit.is_over and not self.state.plans:
+            self._try_the_smallest(meshes)
         return self.state
+
+    def _try_the_smallest(self, meshes: Sequence[Mesh]) -> None:
+        """Predict what needs least memory, one after the other, until one fits; what has no trace yet is passed over.
+
+        The bounds of a model whose traces take long may have used up the time.
+        """
+        space = self.candidates.space
+        for mesh in (mesh for mesh in meshes if not mesh.inner and mesh.pipeline == 1):
+            for branch in self.candidates.branches(mesh):
+                whole = self.subject.world in (size for _, size in branch.axes)
+                if not (branch.sharding == space.sharding[-1] and branch.recompute == space.recompute[-1] and whole):
+                    continue
+                for micro_batches in reversed(self.candidates.micro_batches(mesh)):
+                    with contextlib.suppress(OutOfTimeError):
+                        self._predict(Leaf(branch, micro_batches))
+                    if self.state.plans:
+                        return
 
     def _look(self) -> None:
         while self._heap and not self.state.stopped:
@@ -148,6 +168,8 @@ class Engine:
                 self._push(0.0, 2, branch)
                 continue
             try:
+                if not self.bounds.is_undivided_known(branch) and self._cannot_fit(branch, 0, 1):
+                    continue  # without a probe
                 headroom = self._headroom(branch)
                 if not self._has_blocks(branch) or self._is_settled(bound := self._roughly(branch)):
                     continue

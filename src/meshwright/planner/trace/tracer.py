@@ -256,6 +256,8 @@ class Tracer:
         self._known: dict[Conditions, Traced] = {}
         self._samples = Samples()
         self._repeats: dict[tuple[object, ...], bool] = {}  # whether blocks do, by what divides them
+        self.never_runs: str | None = None
+        """Why not even the model as it is can be traced, whatever data it gets; empty: it can; None: not known."""
 
     def of(self, conditions: Conditions) -> Traced:
         """Return the trace of a micro-batch under some conditions.
@@ -271,6 +273,8 @@ class Tracer:
     def _trace(self, now: Conditions) -> Traced:
         kind = dataclasses.replace(now, samples=0)
         found = self._samples.continued(kind, now.samples)
+        if found is None and self.never_runs and not _replaces_layers(now):
+            found = _untraced(self.never_runs)
         if found is None:
             found = self._attempt(now)
             if found.activations is not None:
@@ -283,6 +287,8 @@ class Tracer:
         # A user's model may do anything; training does not depend on this prediction.
         except (Exception, SystemExit) as error:
             reason = reason_of(error, self._model)
+            if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+                self._look_whether_it_ever_runs(now, reason)
             if now.split is not None and now.split.divides_batch:
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
@@ -291,6 +297,15 @@ class Tracer:
             if now.split is not None and self._trace(whole).activations is not None:
                 raise _does_not_fit(reason) from error
             return _untraced(reason)._replace(boundaries=self._sent_beside_experts(now))
+
+    def _look_whether_it_ever_runs(self, now: Conditions, reason: str) -> None:
+        """Once, after a failure, run the model as it is: where that fails, most other conditions need not be tried."""
+        plain = Conditions(None, None, None, now.samples, None, blocks=self._blocks)
+        if now == plain:
+            self.never_runs = reason
+        elif self.never_runs is None:
+            self.never_runs = ""
+            self.of(plain)
 
     def _run(self, now: Conditions) -> Traced:
         inputs = self._inputs_of(now.samples)
@@ -362,6 +377,11 @@ class Tracer:
             return self._trace(now).boundaries
         finally:
             experts.stands_in = False
+
+
+def _replaces_layers(now: Conditions) -> bool:
+    """Return whether something stands in for layers that cannot run without data: the experts of an axis."""
+    return hasattr(now.split, "stands_in")
 
 
 def _untraced(reason: str) -> Traced:
