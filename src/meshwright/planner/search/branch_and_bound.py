@@ -94,21 +94,21 @@ class Engine:
         return self.state
 
     def _try_the_smallest(self, meshes: Sequence[Mesh]) -> None:
-        """Predict what needs least memory, one after the other, until one fits; what has no trace yet is passed over.
+        """Predict what needs least memory until one fits, then what saves more; what has no trace yet is passed over.
 
         The bounds of a model whose traces take long may have used up the time.
         """
-        space = self.candidates.space
         for mesh in (mesh for mesh in meshes if not mesh.inner and mesh.pipeline == 1):
-            for branch in self.candidates.branches(mesh):
-                whole = self.subject.world in (size for _, size in branch.axes)
-                if not (branch.sharding == space.sharding[-1] and branch.recompute == space.recompute[-1] and whole):
-                    continue
-                for micro_batches in reversed(self.candidates.micro_batches(mesh)):
+            branches = [b for b in self.candidates.branches(mesh) if self.subject.world in dict(b.axes).values()]
+            for micro_batches in reversed(self.candidates.micro_batches(mesh)):
+                for branch in reversed(branches):
+                    self.state.num_considered += 1
                     with contextlib.suppress(OutOfTimeError):
                         self._predict(Leaf(branch, micro_batches))
-                    if self.state.plans:
-                        return
+                    if not self.state.plans:
+                        break
+                if self.state.plans:
+                    return
 
     def _look(self) -> None:
         while self._heap and not self.state.stopped:
