@@ -371,7 +371,7 @@ class BackwardAt(NamedTuple):
     stage: int
     held: tuple[int, ...]  # micro-batches of each stage that are kept
     accumulated: tuple[bool, ...]  # whether each stage has gradients of micro-batches before
-    done: tuple[int, ...] = ()  # micro-batches of which each stage has sent gradients; none: not counted
+    sent: tuple[int, ...] = ()  # gradients that each stage has sent to another rank, and that may not have arrived
     part: BackwardPart = "both"
     halfway: tuple[int, ...] = ()  # of ``held``, those with gradients of inputs alone; none: nothing is split
     after: int = -1  # the stage whose forward has just run; -1: another backward came between, or it is not known

@@ -282,16 +282,12 @@ def _received_bytes(step: Step, now: BackwardAt) -> int:
     stages = step.stages
     if stages is None or stages.boundary_bytes is None:
         return 0
-    count = now.posted
+    count = now.posted + sum(now.sent)
     for own, stage in enumerate(stages.own):
-        done = now.done[own] if now.done else 0
-        if stage > 0:
-            count += done if stages.ranks[stage - 1] != stages.here else -now.held[own]
+        if stage > 0 and stages.ranks[stage - 1] == stages.here:
+            count -= now.held[own]
         if stage + 1 < len(stages.ranks):
-            halfway = now.halfway[own] if now.halfway else 0
-            count += (own == now.stage) + halfway
-            is_sent = stages.ranks[stage + 1] != stages.here
-            count += done - halfway if is_sent else 0  # halfway, what was sent is among what is held
+            count += (own == now.stage) + (now.halfway[own] if now.halfway else 0)
     if stages.schedule == "1f1b" and any(now.accumulated):
         # The last gradient that was sent is held until the next, and the last hidden state of the warm-up, too.
         left = max(stages.ranks) - stages.here
