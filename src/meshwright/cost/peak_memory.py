@@ -472,8 +472,15 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     whole = dataclasses.replace(most, updating=0)
     saved = known.saved_bytes if known is not None else 0
     behind = min(known.outside_bytes, saved) if known is not None else 0
+    if known is not None and known.holds_messages and not known.transients:
+        saved += max((_received_bytes(step, now) for now in known.backward_at), default=0)
     at_loss = saved + (known.loss_bytes if known is not None else 0)
     weights, (accumulated, of_block, _) = whole_weights_bytes(step), _gradients(step)
+    if known is not None and known.passing_bytes and not step.whole_gradients:
+        # When a block's own gradients are complete, in the precision of its weights, what passed is free.
+        own = min(of_block // 2, _largest_block(step))
+        of_block += own - of_block // 2
+        whole = dataclasses.replace(whole, recomputation=whole.recomputation - min(own, known.passing_bytes))
     # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
     shards_last = _has_accumulated(step) and not step.whole_gradients
     lasting = whole.gradients if shards_last or step.shard_axis is None else 0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from torch import nn
 
 from meshwright.errors import ConfigError, did_you_mean
-from meshwright.methods import Role, find_method
+from meshwright.methods import Method, Role, find_method, method_of_axes
+from meshwright.methods.base import INNER_AXES
 from meshwright.planner.plans import Plan
 from meshwright.planner.search.choice import Family, family_of, surcharge
 from meshwright.planner.search.search_space import Space, divisors_of
+from meshwright.strategy.value import METHOD_CONFIGS
 
 Objective = Literal["tokens_per_s", "price", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("tokens_per_s", "price", "memory")
@@ -263,7 +268,32 @@ class FollowUp:
         return self.space if size == 1 else self.space.replace(sizes={**self.space.sizes, "tensor": (size,)})
 
 
-def experts_first(space: Space, num_experts: int, world: int) -> tuple[Space, tuple[FollowUp, ...]]:
+def divided_first(
+    space: Space, model: nn.Module | None, world: int, excluded: Collection[str], included: Collection[Any]
+) -> tuple[Space, tuple[FollowUp, ...]]:
+    """Return the same as :func:`experts_first` for a module, of which the methods say what they can divide.
+
+    Args:
+        space: The space of a model without experts.
+        model: A plain module; None: unknown.
+        world: Number of devices.
+        excluded: Methods that must not be used.
+        included: What every candidate has; if anything, the space stays as it is.
+    """
+    if model is None or included:
+        return space, ()
+    for axis in INNER_AXES:
+        name = method_of_axes()[axis]
+        method = METHOD_CONFIGS[name]
+        parts = method.parts_of(model) if name not in excluded and issubclass(method, Method) else 1
+        if parts > 1:
+            return experts_first(space, parts, world, axis)
+    return space, ()
+
+
+def experts_first(
+    space: Space, num_experts: int, world: int, axis: str = "expert"
+) -> tuple[Space, tuple[FollowUp, ...]]:
     """Return the space in which the search of a model with experts begins, and the one that follows.
 
     Such models are trained with their experts divided, and few other strategies fit. But a rank computes as much either
@@ -273,14 +303,15 @@ def experts_first(space: Space, num_experts: int, world: int) -> tuple[Space, tu
         space: The space of a model without experts.
         num_experts: Experts of a layer.
         world: Number of devices.
+        axis: The axis that divides them.
     """
     sizes = tuple(size for size in divisors_of(world) if num_experts % size == 0)
     if len(sizes) == 1:
         return space, ()
-    whole = space.replace(sizes={**space.sizes, "expert": sizes})
-    own = {axis: every for axis, every in space.sizes.items() if axis in ("tensor", "pipeline")}
+    whole = space.replace(sizes={**space.sizes, axis: sizes})
+    own = {other: every for other, every in space.sizes.items() if other in ("tensor", "pipeline")}
     usual = space.replace(
-        sizes={**own, "expert": sizes[1:]},
+        sizes={**own, axis: sizes[1:]},
         sharding=tuple(filter(None, space.sharding)) or space.sharding,
         hybrid=False,
         recompute=(space.recompute[0], space.recompute[-1])[: len(space.recompute)],
