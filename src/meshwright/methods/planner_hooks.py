@@ -91,7 +91,7 @@ class PlannerHooks(MethodConfig):
     def parts_of(cls, model: nn.Module) -> int:
         """Return into how many equal parts the method's axis can divide most of a model's weights; 1: it does not.
 
-        A search of such a model tries the axis without being told to, and begins with it.
+        A search of such a model tries the axis without being told to.
         """
         return 1
 

@@ -29,7 +29,7 @@ from meshwright.planner.search.search_state import (
     Objective,
     SearchState,
     check_objective,
-    divided_first,
+    divided_next,
     rank_of_plan,
 )
 from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit, out_of_time
@@ -429,8 +429,9 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
     """Search where a prediction is quick first, and go on from the best of that.
 
     A model that is traced takes seconds for every way to divide its layers or tokens, where one of a known family takes
-    milliseconds. So data and tensor parallelism come first, and pipelines next. Tokens are divided between the layers
-    where the best so far divides these, or has to offload; and inside attention where nothing has fitted.
+    milliseconds. So data and tensor parallelism come first, then divided experts, and pipelines next. Tokens are
+    divided between the layers where the best so far divides these, or has to offload; and inside attention where
+    nothing has fitted.
     What is included by name is tried from the first.
 
     Args:
@@ -450,9 +451,8 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
         inner_axes=1,
     )
     asked = options.get("excluded", ()), options.get("included", ())
-    first, others = divided_first(small, getattr(subject, "model", None), subject.world, *asked)
-    follow_ups = (*others, *_follow_ups(others[0].space if others else small, space, *asked))
-    return search(subject, space=first, follow_ups=follow_ups, growing=small, **options)
+    follow_ups = (*divided_next(small, subject, *asked), *_follow_ups(small, space, *asked))
+    return search(subject, space=small, follow_ups=follow_ups, growing=small, **options)
 
 
 def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[FollowUp]:

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.methods import Method, Role, find_method, method_of_axes
 from meshwright.methods.base import INNER_AXES
-from meshwright.planner.plans import Plan
+from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search.choice import Family, family_of, surcharge
 from meshwright.planner.search.search_space import Space, divisors_of
 from meshwright.strategy.value import METHOD_CONFIGS
@@ -268,27 +269,32 @@ class FollowUp:
         return self.space if size == 1 else self.space.replace(sizes={**self.space.sizes, "tensor": (size,)})
 
 
-def divided_first(
-    space: Space, model: nn.Module | None, world: int, excluded: Collection[str], included: Collection[Any]
-) -> tuple[Space, tuple[FollowUp, ...]]:
-    """Return the same as :func:`experts_first` for a module, of which the methods say what they can divide.
+def divided_next(
+    space: Space, subject: Subject, excluded: Collection[str], included: Collection[Any]
+) -> tuple[FollowUp, ...]:
+    """Return the space of a module with its weights divided as methods say that they can be; none: it has no such.
+
+    Every size is traced anew, so that there is one: the largest within a node, between whose ranks tokens travel fast.
 
     Args:
-        space: The space of a model without experts.
-        model: A plain module; None: unknown.
-        world: Number of devices.
+        space: The space that is searched before.
+        subject: A plain module, or one of which that is not known.
         excluded: Methods that must not be used.
-        included: What every candidate has; if anything, the space stays as it is.
+        included: What every candidate has; if anything, nothing is added.
     """
-    if model is None or included:
-        return space, ()
+    model: nn.Module | None = getattr(subject, "model", None)
+    cluster: Cluster | None = getattr(subject, "cluster", None)
+    if model is None or cluster is None or included:
+        return ()
     for axis in INNER_AXES:
         name = method_of_axes()[axis]
         method = METHOD_CONFIGS[name]
         parts = method.parts_of(model) if name not in excluded and issubclass(method, Method) else 1
-        if parts > 1:
-            return experts_first(space, parts, world, axis)
-    return space, ()
+        within = math.gcd(parts, min(subject.world, cluster.devices_per_node))
+        if within > 1:
+            usual, _ = experts_first(space, parts, subject.world, axis)
+            return (FollowUp(usual.replace(sizes={**usual.sizes, axis: (within,)})),)
+    return ()
 
 
 def experts_first(
