@@ -1,9 +1,12 @@
 """Small runs with a pipeline axis, on the ranks of a pool; used by the tests of ``pipeline_parallel``."""
 
 import contextlib
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshwright as mw
 from meshwright import runtime
@@ -387,4 +390,32 @@ def sent_and_kept(cases):
         for traffic in step.traffic:
             predicted[traffic.kind] = predicted.get(traffic.kind, 0) + traffic.bytes_per_step
         every.append((counter.bytes, predicted, measured["activations"], memory(step).activations))
+    return every
+
+
+def alive_messages(schedules, micro):
+    """For every schedule, of hidden states and of gradients sent in one step: all, and the most in memory at once."""
+    every = []
+    for schedule in schedules:
+        result = accelerated("plain", [TWO, ("pipeline_parallel", {"schedule": schedule})], micro=micro)
+        batch = torch.stack([tiny.Tokens()[index] for index in range(2 * micro)])
+        result.step(batch)
+        sent, most = {"F": [], "B": []}, {"F": 0, "B": 0}
+
+        def spied(kind, operations, sent=sent, most=most):
+            def call(stage, number):
+                found = operations(stage, number)
+                sent[kind] += [StorageWeakRef(each.tensor.untyped_storage()) for each in found]
+                for each, refs in sent.items():
+                    most[each] = max(most[each], sum(not ref.expired() for ref in refs))
+                return found
+
+            return call
+
+        forward = spied("F", PipelineStage.get_fwd_send_ops)
+        backward = spied("B", PipelineStage.get_bwd_send_ops)
+        with mock.patch.multiple(PipelineStage, get_fwd_send_ops=forward, get_bwd_send_ops=backward):
+            result.step(batch)
+        left = sum(not ref.expired() for refs in sent.values() for ref in refs)
+        every.append(({kind: len(refs) for kind, refs in sent.items()}, most, left))
     return every

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.methods.pipeline.schedules import in_flight_peaks
 from tests import tiny
 from tests.methods import pipeline_runs as runs
 from tests.methods.test_parity import BATCH
@@ -74,6 +75,20 @@ def test_what_is_sent_and_kept_is_predicted(ranks):
     schedules = ["gpipe", "1f1b", "interleaved", "zbv"]
     cases = [("plain", [runs.TWO, ("pipeline_parallel", {"schedule": each})]) for each in schedules]
     check_predictions(ranks(2).run(runs.sent_and_kept, cases))
+
+
+def test_messages_that_have_arrived_are_let_go(ranks):
+    """A step of 24 micro-batches holds as many messages as one of few does."""
+    schedules, micro = ["1f1b", "interleaved", "zbv", "dualpipev"], 24
+    for rank, results in enumerate(ranks(2).run(runs.alive_messages, schedules, micro)):
+        for schedule, (sent, most, left) in zip(schedules, results, strict=True):
+            stages = 1 if schedule == "1f1b" else 2
+            assert max(sent.values()) >= micro
+            # A hidden state is kept until its stage has run backward, as it would be without being sent.
+            in_flight = sum(dict(in_flight_peaks(schedule, 2, stages, micro)[rank][-1]).values())
+            assert most["F"] <= in_flight + 1, (schedule, rank, sent, most)
+            assert most["B"] <= 3, (schedule, rank, sent, most)
+            assert not left
 
 
 @pytest.mark.long

@@ -207,6 +207,7 @@ def test_pipelines(ranks):
         "8 micro-batches of the 5 asked for, one of them a repeat": ("bert", pipeline("1f1b"), 5, FUSED, 7),
         "what is received is held while it is used": ("llama", [*pipeline("1f1b"), "checkpoint"], 8, FUSED, 8),
         "interleaved": ("gpt2", pipeline("interleaved"), 4),
+        "messages that have arrived are let go": ("gpt2", pipeline("interleaved"), 16, FUSED, 16),
         "experts of other stages are let go": ("mixtral", [*pipeline("1f1b"), "module_replace"], 4),
     }
     check(ranks(2).run(compared, cases)[0])
@@ -249,6 +250,7 @@ def test_what_is_kept_under_the_names_of_others(ranks):
 def test_schedules_that_split_backward(ranks):
     cases = {
         "zbv": ("gpt2", pipeline("zbv"), 4),
+        "zbv, 16 micro-batches": ("gpt2", pipeline("zbv"), 16, FUSED, 16),
         "dualpipev": ("gpt", pipeline("dualpipev"), 4),
         "zbv, checkpoint, half": ("gpt2", [*pipeline("zbv"), "checkpoint", HALF], 4),
         "zbv, selective": ("gpt2", [*pipeline("zbv"), SELECTIVE], 4),

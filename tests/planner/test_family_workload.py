@@ -92,6 +92,9 @@ def test_experts_are_divided_and_tokens_travel_to_them():
     assert whole.memory.parameters - plan.memory.parameters == experts * 3 // 4
     with pytest.raises(ModelError, match=r"expert axis.*8 experts"):
         planned([mesh(expert=16), "expert_parallel"], shape=MOE, cluster="h100x16")
+    with pytest.raises(ModelError, match=r"split experts.*") as refused:  # as for the model itself
+        planned([mesh(tensor=2, data=4), ("tensor_parallel", {"sequence": True})], shape=MOE)
+    assert "expert_parallel" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.plan_request import named_model
 from meshwright.planner.search import search, search_and_trace
 from meshwright.planner.search.choice import MODEL_ERROR
+from meshwright.planner.trace.fake_pass import Predicted
 from meshwright.strategy import Strategy
 
 pytest.importorskip("transformers")
@@ -141,6 +142,46 @@ def test_formulas_know_gradients_beside_the_buckets_of_data_parallelism(half):
             for each in (model, FamilyModel(model.name, model.shape))
         )
         assert formula == pytest.approx(traced, rel=0.01)
+
+
+EXPERTS = (
+    "mixtral:layers=8,hidden=4096,heads=32,kv_heads=4,ffn=1536,vocab=32000,experts=128,experts_per_token=8,seq=4096"
+)
+ASKED = "expert_parallel"
+OF_EXPERTS = {
+    "data": [mesh(data=8), HALF],
+    "fsdp": [mesh(zero=8), "fsdp", HALF],
+    "expert": [mesh(expert=8), ASKED, HALF],
+    "expert_half": [mesh(expert=8), ASKED, ("half", "bf16")],
+    "expert_fsdp": [mesh(expert=2, zero=4), ASKED, "fsdp", HALF, "checkpoint"],
+    "1f1b": [mesh(expert=4, pipeline=2), ASKED, "pipeline_parallel", HALF],
+    "1f1b_again": [mesh(expert=4, pipeline=2), ASKED, "pipeline_parallel", HALF, "checkpoint"],
+    "zbv": [mesh(expert=4, pipeline=2), ASKED, ("pipeline_parallel", {"schedule": "zbv"}), HALF],
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("fsdp", "zbv") else pytest.mark.long) for name in OF_EXPERTS]
+)
+def test_formulas_say_what_traces_of_experts_do(name):
+    """What experts move, save and hold, how pipelines of them are cut, and what stages keep of messages."""
+    model = named_model(EXPERTS, None, CLUSTER)
+    found = []
+    for each in (model, FamilyModel(model.name, model.shape)):
+        plan = each.subject(CLUSTER, 64, 2**60).plan(Strategy(OF_EXPERTS[name]), 8)
+        found.append((plan.forecast.time.step_time_s, plan.needed_bytes))
+    traced, formula = found
+    assert formula == pytest.approx(traced, rel=0.05)
+
+
+def test_a_backward_in_parts_is_traced_by_a_few_blocks(monkeypatch):
+    """Blocks that differed by who had a storage's key before made every block of a model run."""
+    agree, found = Predicted.agrees, []
+    monkeypatch.setattr(Predicted, "agrees", lambda *each: found.append(agree(*each)) or found[-1])
+    not_traced_yet = EXPERTS.replace("layers=8", "layers=9")
+    named_model(not_traced_yet, None, CLUSTER).subject(CLUSTER, 64, 2**60).plan(Strategy(OF_EXPERTS["zbv"]), 8)
+    assert found
+    assert all(found)
 
 
 def test_a_search_without_time_for_traces_shows_what_formulas_found():

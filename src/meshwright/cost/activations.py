@@ -371,7 +371,7 @@ class BackwardAt(NamedTuple):
     stage: int
     held: tuple[int, ...]  # micro-batches of each stage that are kept
     accumulated: tuple[bool, ...]  # whether each stage has gradients of micro-batches before
-    done: tuple[int, ...] = ()  # micro-batches of which each stage has sent gradients; none: not counted
+    sent: tuple[int, ...] = ()  # gradients that each stage has sent to another rank, and that may not have arrived
     part: BackwardPart = "both"
     halfway: tuple[int, ...] = ()  # of ``held``, those with gradients of inputs alone; none: nothing is split
     after: int = -1  # the stage whose forward has just run; -1: another backward came between, or it is not known
@@ -396,7 +396,9 @@ class Activations:
     work: tuple[Work, ...] = field(default=(), hash=False)
     recomputed: Recomputed = field(default_factory=dict, hash=False)
     to_the_end: bool = False  # whether they run their whole forward again, as torch's reentrant implementation does
-    working_bytes: int = 0  # of the module being recomputed
+    working_bytes: int = 0  # of the module being recomputed, and what passes
+    passing_bytes: int = 0  # that backward of a block makes and frees, beside what is saved; of families
+    holds_messages: bool = False  # whether stages keep what they send and receive as torch's do; of families
     flops_at: Placed = ()  # of forward and backward, where a pipeline cuts the model
     loss_bytes: int = 0  # beside what is saved, while the loss runs backward: the gradient of the logits
     outside_bytes: int = 0  # of ``saved_bytes``: behind the last block, freed before the blocks run backward
@@ -480,7 +482,7 @@ class Activations:
             self,
             saved_bytes=self._at_most([sum(here.values()) for here in kept]) + sum(given.values()),
             kept_at=tuple(_placed(here) for here in kept) if known else (),
-            working_bytes=max(again.values(), default=0),
+            working_bytes=max(again.values(), default=0) + self.passing_bytes,
             working_at=_placed({place: again[module] for place, module in fullest.items()}) if known else (),
             taken_at=_placed({place: taken.get(module, 0) for place, module in fullest.items()}) if known else (),
         )

@@ -282,16 +282,12 @@ def _received_bytes(step: Step, now: BackwardAt) -> int:
     stages = step.stages
     if stages is None or stages.boundary_bytes is None:
         return 0
-    count = now.posted
+    count = now.posted + sum(now.sent)
     for own, stage in enumerate(stages.own):
-        done = now.done[own] if now.done else 0
-        if stage > 0:
-            count += done if stages.ranks[stage - 1] != stages.here else -now.held[own]
+        if stage > 0 and stages.ranks[stage - 1] == stages.here:
+            count -= now.held[own]
         if stage + 1 < len(stages.ranks):
-            halfway = now.halfway[own] if now.halfway else 0
-            count += (own == now.stage) + halfway
-            is_sent = stages.ranks[stage + 1] != stages.here
-            count += done - halfway if is_sent else 0  # halfway, what was sent is among what is held
+            count += (own == now.stage) + (now.halfway[own] if now.halfway else 0)
     if stages.schedule == "1f1b" and any(now.accumulated):
         # The last gradient that was sent is held until the next, and the last hidden state of the warm-up, too.
         left = max(stages.ranks) - stages.here
@@ -476,8 +472,15 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     whole = dataclasses.replace(most, updating=0)
     saved = known.saved_bytes if known is not None else 0
     behind = min(known.outside_bytes, saved) if known is not None else 0
+    if known is not None and known.holds_messages and not known.transients:
+        saved += max((_received_bytes(step, now) for now in known.backward_at), default=0)
     at_loss = saved + (known.loss_bytes if known is not None else 0)
     weights, (accumulated, of_block, _) = whole_weights_bytes(step), _gradients(step)
+    if known is not None and known.passing_bytes and not step.whole_gradients:
+        # When a block's own gradients are complete, in the precision of its weights, what passed is free.
+        own = min(of_block // 2, _largest_block(step))
+        of_block += own - of_block // 2
+        whole = dataclasses.replace(whole, recomputation=whole.recomputation - min(own, known.passing_bytes))
     # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
     shards_last = _has_accumulated(step) and not step.whole_gradients
     lasting = whole.gradients if shards_last or step.shard_axis is None else 0

@@ -141,6 +141,16 @@ class Method(PlannerHooks):
             StrategyError: Naming the key.
         """
 
+    def check_experts(self, sizes: Mapping[str, int]) -> None:
+        """Refuse a mesh on which the method cannot train a model with stacked experts, before the model is looked at.
+
+        Args:
+            sizes: Ranks along every axis.
+
+        Raises:
+            MeshwrightError: As ``check`` does for such a model.
+        """
+
     @abstractmethod
     def apply(self, job: Job) -> None:
         """Change the real job."""

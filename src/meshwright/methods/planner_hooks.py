@@ -87,6 +87,14 @@ class PlannerHooks(MethodConfig):
         """
         return ()
 
+    @classmethod
+    def parts_of(cls, model: nn.Module) -> int:
+        """Return into how many equal parts the method's axis can divide most of a model's weights; 1: it does not.
+
+        A search of such a model tries the axis without being told to.
+        """
+        return 1
+
     def on_half(self, half_dtype: str) -> Self:
         """Return the config with the half precision of the devices filled in, if it computes in one and names none."""
         return self

@@ -30,6 +30,17 @@ _PLAIN_NORM_SAVED = 6
 _WIDE_NORM, _WIDE_NORM_SAVED, _WIDE_ROTARY = 14, 8, 18
 _WIDE = 2  # a sum of residuals, or a norm of one kernel, moves so many bytes more for each byte of half precision
 _CAST, _CASTS = 3, 5
+# Bytes that stacked experts move in forward and in backward: per element of the rows that tokens are copied to, one for
+# each expert that a token asks; of the tokens; and of gated layers, over those of forward. Rows are sorted by expert,
+# weighed in fp32, sorted back and summed; rows of other ranks are packed, arrive, and are sent back, too.
+# Counted in traces of Mixtral 8x7B and of 128 narrow experts.
+_ROWS, _EXCHANGED_ROWS, _OF_TOKENS, _GATED_AGAIN = (22, 56), (50, 60), (10, 16), (0, 4)
+# More where autocast casts the rows of each product, either way: per element of rows, of those that are exchanged, and
+# between the products; less, in forward, per element of the tokens, whose sums are in fp32 already.
+_CAST_ROWS, _CAST_EXCHANGED, _CAST_BETWEEN, _OF_SUMMED = 10, 12, 12, 8
+_EXPERT_KERNELS = 20
+# Bytes per element of rows that are held for a moment in backward, beside what is saved.
+_ROWS_HELD, _EXCHANGED_HELD = 14, 11
 _NARROW = (FP8, "fp4")
 
 
@@ -69,7 +80,7 @@ class Implementation:
         scatters_boundary: Whether pipeline stages hand on one part per tensor rank of what all of these have
             (Narayanan et al. 2021, §4.1).
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
-            comes nearest to their share, or that goes beyond it.
+            comes nearest to their share, or that goes beyond it; or so that the slowest has least ``work``, as ours.
         divides_blocks_alone: Whether tokens are divided between the first block and the last alone, as our methods do,
             so that every rank embeds all tokens and has the loss of all; and whether exchanges of tokens are ours.
     """
@@ -92,7 +103,7 @@ class Implementation:
     logit_bytes: tuple[int, int] | None = None
     logit_moves: tuple[int, int] | None = None
     scatters_boundary: bool = False
-    balances_head: Literal["", "nearest", "beyond"] = ""
+    balances_head: Literal["", "nearest", "beyond", "work"] = ""
     divides_blocks_alone: bool = False
 
     @property
@@ -116,6 +127,7 @@ OWN = Implementation(
     copies_divided=True,
     fused_loss=True,
     logit_moves=(20, 28),
+    balances_head="work",
 )
 """What our engine runs by itself for a known family: eager norms and rotary positions in fp32, and its own loss."""
 
@@ -132,6 +144,10 @@ class FamilyRun:
         sequence: Number of ranks that divide the tokens of a sample.
         ring: How many of them pass keys and values around; 1: none.
         seq: Tokens per sample.
+        stacked: How many experts a rank multiplies with in one grouped product; 0: each token's experts are counted as
+            plain layers.
+        exchanged: Whether ranks send each other what their experts are asked.
+        again: Share of the blocks' forward that recomputation runs again, by which pipelines are cut.
         impl: Which kernels run, and what they save.
     """
 
@@ -142,6 +158,9 @@ class FamilyRun:
     sequence: int = 1
     ring: int = 1
     seq: int = 0
+    stacked: int = 0
+    exchanged: bool = False
+    again: float = 0.0
     impl: Implementation = PYTORCH
 
     @property
@@ -166,6 +185,10 @@ class FamilyRun:
         """Return over how many ranks activations between split layers are divided."""
         return self.tensor if self.impl.split_tokens else 1
 
+    def num_rows(self, shape: Shape) -> int:
+        """Return the rows that stacked experts get on one rank; the ranks of a tensor axis each take a part of them."""
+        return self.tokens * shape.experts_per_token // (self.tensor if self.exchanged else 1)
+
     def token_bytes(self, width: int) -> int:
         """Return the bytes of one activation of this width between split layers."""
         return self.tokens * width * self.itemsize // self.plain_parts
@@ -187,16 +210,53 @@ def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     h, kv, f, t = shape.hidden, shape.kv_width, shape.ffn_width, run.tensor
     tokens, routed = run.tokens, run.tokens * shape.experts_per_token
     second = (_matmul(run, routed, f // t, h, PER_OP),) if shape.gated else ()
+    plain = (
+        _matmul(run, routed, f // t, h),
+        *second,
+        dataclasses.replace(_matmul(run, routed, h, f // t), needed_in=()),
+    )
     return (
         _moves(shape, run),
         *_weight_casts(_matrices(shape, run), run, (BLOCK, PER_OP)),
         _matmul(run, tokens, (h + 2 * kv) // t, h),
         *_attention_ops(shape, run, (ATTENTION, BLOCK)),
         _matmul(run, tokens, h, h // t, PER_OP),
-        _matmul(run, routed, f // t, h),
-        *second,
-        dataclasses.replace(_matmul(run, routed, h, f // t), needed_in=()),
+        *(_expert_ops(shape, run) if run.stacked else plain),
     )
+
+
+def _expert_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
+    """Return the ops of stacked experts: two grouped products, and what sorts, weighs and sums their rows.
+
+    The weights of the answers need the second product, which recomputation runs again.
+    """
+    h, rows, names = shape.hidden, run.num_rows(shape), (BLOCK, PER_OP)
+    f = shape.ffn_width // (1 if run.exchanged else run.tensor)
+    asked = -(-rows // run.stacked)
+    first = _matmul(run, asked, f * (2 if shape.gated else 1), h, PER_OP)
+    products = (dataclasses.replace(each, batch=run.stacked) for each in (first, _matmul(run, asked, h, f)))
+    tokens = run.tokens // run.plain_parts
+    of_rows = _EXCHANGED_ROWS if run.exchanged else _ROWS
+    moved = [h * (rows * of_rows[way] + tokens * _OF_TOKENS[way]) + rows * f * _GATED_AGAIN[way] for way in (0, 1)]
+    if run.impl.autocasts:
+        of_row = _CAST_ROWS + (_CAST_EXCHANGED if run.exchanged else 0)
+        moved = [each + rows * (h * of_row + f * _CAST_BETWEEN) for each in moved]
+        moved[0] -= tokens * h * _OF_SUMMED
+    forward, backward = (each * run.itemsize // (2 * _EXPERT_KERNELS) for each in moved)
+    move = Op(
+        "move", num_bytes=forward, backward_bytes=backward, count=_EXPERT_KERNELS, inside=names, needed_in=names
+    )  # fmt: skip
+    return *products, move
+
+
+def rows_bytes(shape: Shape, run: FamilyRun) -> int:
+    """Return the bytes of what one grouped product of stacked experts takes or gives."""
+    return run.num_rows(shape) * shape.hidden * run.itemsize if run.stacked else 0
+
+
+def rows_held(shape: Shape, run: FamilyRun) -> int:
+    """Return the bytes that stacked experts hold for a moment in backward, beside what is saved."""
+    return rows_bytes(shape, run) * (_EXCHANGED_HELD if run.exchanged else _ROWS_HELD) // 2
 
 
 def _moves(shape: Shape, run: FamilyRun) -> Op:
@@ -209,7 +269,11 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
 
 def _matrices(shape: Shape, run: FamilyRun) -> int:
     """Return the number of elements of a block's matrices on one rank."""
-    return sum(each.numel for each in inside_parameters(shape) if len(each.shape) == 2) // run.tensor
+    every = sum(each.numel for each in inside_parameters(shape) if len(each.shape) == 2)
+    if not run.exchanged:
+        return every // run.tensor
+    of_experts = shape.hidden * shape.ffn_width * (3 if shape.gated else 2)
+    return (every - shape.experts * of_experts) // run.tensor + run.stacked * of_experts
 
 
 def _weight_casts(numel: int, run: FamilyRun, names: tuple[str, ...] = (), rank: int | None = None) -> tuple[Op, ...]:
@@ -323,6 +387,10 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     entering_parts = 1 if run.impl.keeps_gathered else run.plain_parts
     whole = run.tokens * plain // run.plain_parts + run.tokens * entering // entering_parts
     whole += _matrices(shape, run) * run.itemsize if run.impl.autocasts else 0
+    if run.stacked:  # what experts are asked and answer, and what was sent; the router's softmax
+        whole += (3 if run.exchanged else 2) * rows_bytes(
+            shape, run
+        ) + run.tokens // run.plain_parts * shape.experts * 4
     return whole + run.tokens * split // run.tensor + scores
 
 
@@ -347,8 +415,8 @@ def results_bytes(shape: Shape, run: FamilyRun) -> int:
     routed = shape.experts_per_token * (shape.ffn_width * (2 if shape.gated else 1))
     divided = shape.hidden + 2 * shape.kv_width + routed
     # Where tokens are divided, gradients of what is summed over the axis are gathered before the products.
-    summed = shape.hidden * (1 + shape.experts_per_token)
-    return run.tokens * run.itemsize * (divided // run.tensor + summed)
+    summed = shape.hidden * (1 if run.stacked else 1 + shape.experts_per_token)
+    return run.tokens * run.itemsize * (divided // run.tensor + summed) + rows_bytes(shape, run)
 
 
 def num_scores(shape: Shape, run: FamilyRun) -> int:
@@ -365,7 +433,9 @@ def per_op_saved(shape: Shape, run: FamilyRun) -> int:
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
     size, t = run.itemsize, run.tensor
     plain = (2 * h) * size * run.tokens // run.plain_parts
-    return plain + run.tokens * (size * (2 * h + kv + f) + 4 * shape.heads) // t
+    if run.stacked:
+        f = 0  # of two grouped products, the second
+    return plain + run.tokens * (size * (2 * h + kv + f) + 4 * shape.heads) // t + rows_bytes(shape, run)
 
 
 def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ...]:

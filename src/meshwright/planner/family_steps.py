@@ -37,6 +37,7 @@ from meshwright.planner.family_ops import (
     outside_saved,
     per_op_saved,
     results_bytes,
+    rows_held,
 )
 from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters, outside_parameters
 
@@ -64,6 +65,9 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         loss_bytes=behind.loss_bytes,
         outside_bytes=behind.saved_bytes,
         results_bytes=results_bytes(shape, run),
+        working_bytes=rows_held(shape, run),
+        passing_bytes=rows_held(shape, run),
+        holds_messages=run.impl.divides_blocks_alone and run.stacked > 0,
         # The head and the loss are nearly all of what is outside of blocks.
         flops_at=(*(((block,), 3 * sum(op.flops for op in ops)) for block in range(count)), ((count,), outside)),
     )
@@ -90,7 +94,8 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
     plain, saved, selective = run.token_bytes(h), block_saved(shape, run), per_op_saved(shape, run)
     attended = run.tokens * (h * run.itemsize + 4 * shape.heads) // run.tensor
     fused_run = dataclasses.replace(run, impl=dataclasses.replace(run.impl, attention="flash2"))
-    beside = run.tokens * (kv + (f if shape.gated else 0)) * run.itemsize // run.tensor  # keys; up, where gate is kept
+    wide = (2 if run.stacked else 1) * f if shape.gated else 0  # up, where gate is kept; both, of grouped products
+    beside = run.tokens * (kv + wide) * run.itemsize // run.tensor  # with the keys
     scores = 0 if run.impl.fused_attention else saved - block_saved(shape, fused_run)
     entering = plain * 4 // run.itemsize if run.impl.autocasts else plain  # residual sums are in fp32 then
     whole = len(_CLASSES) * block
@@ -106,7 +111,8 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
         SavedTensor(beside, (inside,), results=second, places=(block,)),
         SavedTensor(saved - selective - beside - scores - (entering - plain), (inside,), places=(block,)),
         SavedTensor(scores, (attention,), places=(block,)),
-        SavedTensor(plain, (), results=last, places=(block,)),
+        # Of experts it is among what is saved.
+        SavedTensor(0 if run.stacked else plain, (), results=last, places=(block,)),
     )
     return tuple(tensor for tensor in every if tensor.num_bytes)
 
@@ -213,11 +219,20 @@ def family_step(
     _check(shape, tensor, len(ranks), run)
     ring = sizes.get("context", 1)
     run = dataclasses.replace(run, tensor=tensor, sequence=sizes.get("sequence", 1) * ring, ring=ring)
-    counts = _stage_sizes(shape, len(ranks), run.impl.balances_head)
+    inside_ops, behind_ops = block_ops(shape, run), outside_ops(shape, run, pipeline)
+    ending = run.impl.balances_head
+    if ending != "work":
+        counts = _stage_sizes(shape, len(ranks), ending)
+    elif not run.stacked:
+        counts = _stage_sizes(shape, len(ranks), "")
+    else:
+        head = sum(3 * op.flops for op in behind_ops)
+        of_block = sum(round((3 + run.again) * op.flops) for op in inside_ops)
+        counts = _by_work(shape.layers, len(ranks), of_block, head)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
-    inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, block_ops(shape, run))
-    outside = Block("outside", 1, outside_parameters(shape, pipeline), (), outside_ops(shape, run, pipeline))
+    inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, inside_ops)
+    outside = Block("outside", 1, outside_parameters(shape, pipeline), (), behind_ops)
     outside = _ending_on(ranks[-1], pipeline - 1, outside)
     step = Step(
         blocks=(inside, outside),
@@ -241,6 +256,16 @@ def family_step(
         )
         for rank in range(pipeline)
     ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _by_work(layers: int, stages: int, of_block: int, head: int) -> tuple[int, ...]:
+    """Return the number of blocks of every stage, as our pipelines are cut."""
+    # What cuts real models takes long to import.
+    from meshwright.methods.pipeline.stage_cut import balanced_bounds
+
+    costs = [of_block] * (layers - 1) + [of_block + head]
+    return tuple(end - first for first, end in itertools.pairwise(balanced_bounds(costs, stages)))
 
 
 def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "nearest", "beyond"]) -> tuple[int, ...]:

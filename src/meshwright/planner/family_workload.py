@@ -54,7 +54,7 @@ def check_family(shape: Shape, device: Device, resolved: Resolved, asked_micro_b
     _check_device(device, resolved)
     _check_heads(shape, sizes)
     _check_tokens(shape, resolved, sizes)
-    _check_experts(shape, sizes)
+    _check_experts(shape, resolved, sizes)
     method, ranks = _pipeline_in(resolved.strategy), sizes.get("pipeline", 1)
     if method is not None and ranks > 1:
         method.check_numbers(shape.layers, ranks, asked_micro_batches)
@@ -122,7 +122,9 @@ def _check_tokens(shape: Shape, resolved: Resolved, sizes: Mapping[str, int]) ->
         )
 
 
-def _check_experts(shape: Shape, sizes: Mapping[str, int]) -> None:
+def _check_experts(shape: Shape, resolved: Resolved, sizes: Mapping[str, int]) -> None:
+    for method in in_phase_order(resolved.strategy) if shape.experts > 1 else ():
+        method.check_experts(sizes)
     ranks = sizes.get("expert", 1)
     ranks *= sizes.get("tensor", 1) if ranks > 1 else 1
     if ranks > 1 and (shape.experts == 1 or shape.experts % ranks):
@@ -319,6 +321,9 @@ class FamilyWorkload:
             num_micro_batches=batch.micro_batches,
             dtype=FP8 if narrow is not None else HALF if _is_lowered(strategy) else "fp32",
             seq=self.shape.seq,
+            stacked=_experts_here(self.shape, dict(resolved.axes)),
+            exchanged=dict(resolved.axes).get("expert", 1) > 1,
+            again=_run_again(strategy, self.shape.layers),
             impl=impl,
         )
 
@@ -362,6 +367,21 @@ class FamilyModel:
             self.shape, cluster, samples, limit_bytes=limit_bytes, limit_is_free=limit_is_free,
             implementation=self.implementation, gap=self.gap,
         )  # fmt: skip
+
+
+def _experts_here(shape: Shape, sizes: Mapping[str, int]) -> int:
+    """Return the number of stacked experts on a rank, which beside an axis of experts a tensor axis divides, too."""
+    ranks = sizes.get("expert", 1)
+    return 0 if shape.experts == 1 else max(shape.experts // (ranks * sizes.get("tensor", 1) if ranks > 1 else 1), 1)
+
+
+def _run_again(strategy: Strategy, layers: int) -> float:
+    """Return about what share of the blocks' forward runs again."""
+    method: Checkpoint | None = find_method(strategy, lambda each: each.role is Role.RECOMPUTATION)
+    if method is None or method.memory_budget is not None:
+        return 0.0
+    covered = method.granularities(layers)
+    return sum({"full": 1.0, "selective": 0.5, "none": 0.0}[each] for each in covered) / layers
 
 
 def _with_wide_logits(impl: Implementation) -> Implementation:

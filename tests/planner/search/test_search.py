@@ -1,17 +1,22 @@
 import dataclasses
 import itertools
+import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from meshwright.cost import Calibration, find_cluster, fitted, make_cluster
 from meshwright.errors import ConfigError, MeshwrightError, StrategyError
+from meshwright.methods.expert.expert_parallel import ExpertParallel
 from meshwright.planner.family_workload import FamilyModel, FamilyWorkload
 from meshwright.planner.model_shapes import Shape, parse_family
 from meshwright.planner.search import choices, default_space, experts_first, search
 from meshwright.planner.search.search_space import Candidates, divisors_of, offloads, zero_sizes
-from meshwright.planner.search.search_state import rank_of_plan
+from meshwright.planner.search.search_state import divided_next, rank_of_plan
 from meshwright.planner.strategy_choice import choose, only_configs
 from meshwright.strategy import Strategy
+from tests.methods import expert_runs
 
 SMALL = Shape("gpt", 8, 1024, 16, 50304, 1024)
 
@@ -347,6 +352,21 @@ def test_no_more_of_the_states_leaves_the_device_than_has_to():
 def _with_all_states_away(shape):
     methods = ["parallel_mode", ("amp_native", "bf16"), ("offload", "optimizer")]
     return FamilyWorkload(shape, find_cluster("h100x1"), 1).plan(Strategy(methods)).forecast.time.step_time_s
+
+
+def test_experts_of_a_module_are_divided_next():
+    """One size, within a node and one that divides all experts; nothing where something else is asked for."""
+    space, cluster = default_space(workload()), find_cluster("h100x64")
+    subject = SimpleNamespace(model=expert_runs.Net("stacked"), cluster=cluster, world=64)
+    number = ExpertParallel.parts_of(subject.model)
+    (after,) = divided_next(space, subject, (), ())
+    assert number > 1
+    assert after.space.sizes["expert"] == (math.gcd(number, 8),)
+    assert None not in after.space.sharding
+    assert divided_next(space, subject, ("expert_parallel",), ()) == ()
+    assert divided_next(space, subject, (), ("fsdp",)) == ()
+    assert divided_next(space, SimpleNamespace(model=torch.nn.Linear(2, 2), cluster=cluster, world=64), (), ()) == ()
+    assert divided_next(space, workload(), (), ()) == ()
 
 
 def test_experts_are_divided_without_being_asked_for():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 from unittest import mock
@@ -18,7 +19,7 @@ from pydantic import Field
 from torch import nn
 
 from meshwright.cost import Block, Boundary, Moment, Parameter, Step, Traffic, send_boundaries
-from meshwright.errors import StrategyError
+from meshwright.errors import MeshwrightError, StrategyError
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.expert.balance import (
     ExpertLoad,
@@ -296,6 +297,14 @@ class ExpertParallel(Method):
     """By how much each expert's bias of the choice moves after a step, towards equal shares; None: not at all."""
     z_loss: Annotated[float, Field(gt=0)] | None = None
     """Weight of mean(logsumexp(logits)²) of every router, whose gradient is added; None: none."""
+
+    @classmethod
+    def parts_of(cls, model: nn.Module) -> int:
+        """Return the number of experts that every layer with some can be divided into."""
+        try:
+            return math.gcd(*(layer.num_experts for layer in expert_layers(model, (), 1)))
+        except MeshwrightError:  # there are none, or none that an axis can divide
+            return 1
 
     def traced_layers(
         self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy

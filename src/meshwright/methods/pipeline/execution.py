@@ -28,7 +28,7 @@ from meshwright.methods.pipeline.chain import (
     shared_loss,
     shared_output,
 )
-from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
+from meshwright.methods.pipeline.schedules import SCHEDULES, answered, listed, live_peaks
 from meshwright.methods.pipeline.splice import (
     HiddenState,
     Splice,
@@ -382,6 +382,7 @@ class PipelineEngine:
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
         from meshwright.methods.pipeline.stage_module import Stage, StageModule, dw_builder
+        from meshwright.runtime.torch_internals.pipelining import letting_go
 
         stages, modules, builder = [], [], dw_builder(self._model)
         for number in self.rank.stages:
@@ -391,13 +392,17 @@ class PipelineEngine:
             )
             modules.append(module)
             stages.append(Stage.build(modules[-1], self.rank, builder))
-        kind = get_schedule_class(SCHEDULES[self._schedule].torch_name)
-        schedule = kind(
-            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],  # type: ignore[arg-type]
+        kind: type[Any] = get_schedule_class(SCHEDULES[self._schedule].torch_name)
+        several = issubclass(kind, PipelineScheduleMulti)
+        schedule = (letting_go(kind) if several else kind)(
+            stages if several else stages[0],
             num_micro_batches,
             loss_fn=lambda output, number: output.sum(),
             scale_grads=False,
         )
+        if several:
+            rows = listed(row for _, row in sorted(schedule.pipeline_order_with_comms.items()))
+            schedule.let_go(answered(rows, self.rank.stage_ranks)[self.rank.index])
         return schedule, modules
 
     def _parameters_of(self, stage: int) -> Iterator[nn.Parameter]:

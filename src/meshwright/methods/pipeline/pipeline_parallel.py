@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, PositiveInt
 from torch import nn
 
-from meshwright.cost import Activations, BackwardAt, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
+from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
 from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
@@ -99,12 +99,6 @@ def _on_rank(block: Block, rank: int) -> Block | None:
     return dataclasses.replace(block, count=count, parameters=parameters)
 
 
-def _at_the_end(now: BackwardAt, later: int) -> tuple[int, ...]:
-    """Return the finished micro-batches of every stage, with so many more where some are finished."""
-    pairs = zip(now.done, now.accumulated, strict=False)  # none where they are not counted
-    return tuple(done + later if begun else done for done, begun in pairs)
-
-
 def _in_flight(schedule: str, step: Step, stages: Stages) -> Activations:
     """Return the activations of all micro-batches in flight on this rank."""
     known = step.activations
@@ -114,11 +108,7 @@ def _in_flight(schedule: str, step: Step, stages: Stages) -> Activations:
         micro_batches = min(micro_batches, steady_micro_batches(schedule, ranks))
     peaks = in_flight_peaks(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
     in_flight = tuple(tuple(dict(moment)[stage] for stage in stages.own) for moment in peaks)
-    later = step.num_micro_batches - micro_batches  # are done before the moments that follow the first gradients
-    backward_at = tuple(
-        now._replace(done=_at_the_end(now, later))
-        for now in backward_moments(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
-    )
+    backward_at = backward_moments(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
     is_last = stages.here == stages.ranks[-1]
     return dataclasses.replace(
         known.cut(tuple(functools.partial(stages.has, stage) for stage in stages.own), in_flight, backward_at),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,9 @@ from meshwright.cost.activations import BackwardPart
 from meshwright.errors import StrategyError
 
 M = TypeVar("M")
-_ACTION = re.compile(r"(\d+)(RECV_F|RECV_B|[FBIW])(\d+)")
+_ACTION = re.compile(r"(\d+)(SEND_F|SEND_B|RECV_F|RECV_B|[FBIW])(\d+)")
+Action = tuple[str, int, int]
+"""What a rank does: the kind, the stage, and the micro-batch."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
 
@@ -101,30 +103,55 @@ def _torch_order(schedule: type[Any], ranks: int, stages_per_rank: int, micro_ba
 
 
 @functools.cache
-def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
+def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Action]]:
     """List what every rank computes, in order, as ``(kind, stage, micro-batch)``.
 
     Kinds: F forward, B backward, I and W the backward of inputs and of weights. The result is cached: do not change it.
     """
-    rows = _actions_and_receives(name, ranks, stages_per_rank, micro_batches)
-    return [[action for action in row if action[0] not in _RECEIVES] for row in rows]
-
-
-_RECEIVES = ("RECV_F", "RECV_B")
+    rows = _actions_and_messages(name, ranks, stages_per_rank, micro_batches)
+    return [[action for action in row if len(action[0]) == 1] for row in rows]
 
 
 @functools.cache
-def _actions_and_receives(
-    name: str, ranks: int, stages_per_rank: int, micro_batches: int
-) -> list[list[tuple[str, int, int]]]:
-    """List the same with the calls that receive hidden states and gradients, where torch's table has them."""
+def _actions_and_messages(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Action]]:
+    """List the same with the calls that send and receive hidden states and gradients, where torch's table has them."""
     # Imported here since it takes long, and most runs have no pipeline.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    every = _torch_order(get_schedule_class(SCHEDULES[name].torch_name), ranks, stages_per_rank, micro_batches)
+    return listed(_torch_order(get_schedule_class(SCHEDULES[name].torch_name), ranks, stages_per_rank, micro_batches))
+
+
+def listed(order: Iterable[Iterable[Any]]) -> list[list[Action]]:
+    """Return torch's table of what every rank does, as plain values."""
     # torch prints an action as 2F0, and two that overlap as (2F0;1B3)…
-    printed = [" ".join(str(action) for action in row if action is not None) for row in every]
+    printed = [" ".join(str(action) for action in row if action is not None) for row in order]
     return [[(kind, int(stage), int(part)) for stage, kind, part in _ACTION.findall(row)] for row in printed]
+
+
+def answered(rows: Sequence[Sequence[Action]], ranks: Sequence[int]) -> list[dict[Action, list[Action]]]:
+    """Return for every rank which of its messages have arrived when it has another one.
+
+    A rank that sends has computed with what it needed before, so that it has received that. Messages are ``F`` and
+    ``B``, hidden states and gradients, with a stage and a micro-batch: the stage that sends them, or that computes with
+    the one that has arrived.
+
+    Args:
+        rows: What every rank does, with its messages.
+        ranks: The rank of every stage.
+    """
+    found: list[dict[Action, list[Action]]] = [{} for _ in rows]
+    for here, row in enumerate(rows):
+        taken: dict[int, list[Action]] = {}  # by the rank that sent it
+        for kind, stage, number in row:
+            if kind.startswith("SEND_"):
+                to = stage + (1 if kind == "SEND_F" else -1)
+                if arrived := taken.pop(ranks[to], None):
+                    found[ranks[to]][kind[-1], to, number] = arrived
+            elif kind in "FBI":
+                way, before = ("F", stage - 1) if kind == "F" else ("B", stage + 1)
+                if 0 <= before < len(ranks) and ranks[before] != here:
+                    taken.setdefault(ranks[before], []).append((way, before, number))
+    return found
 
 
 def live_peaks(
@@ -198,24 +225,28 @@ def backward_moments(
     """Return for every rank the moments during backward with most micro-batches in flight."""
     if stages_per_rank == 1:
         return tuple(_of_one_stage(name, ranks - rank, micro_batches) for rank in range(ranks))
-    found = []
-    for row in _actions_and_receives(name, ranks, stages_per_rank, micro_batches):
+    found, rank_of = [], stage_ranks(name, ranks, stages_per_rank)
+    rows = _actions_and_messages(name, ranks, stages_per_rank, micro_batches)
+    for here, (row, arrived) in enumerate(zip(rows, answered(rows, rank_of), strict=True)):
         own = sorted({stage for _, stage, _ in row})
         posted: set[tuple[bool, int, int]] = set()
-        in_flight, begun, done = dict.fromkeys(own, 0), dict.fromkeys(own, False), dict.fromkeys(own, 0)
+        in_flight, begun, sent = dict.fromkeys(own, 0), dict.fromkeys(own, False), dict.fromkeys(own, 0)
         halfway, after = dict.fromkeys(own, 0), -1
         moments = set()
         for kind, stage, number in row:
-            if kind in _RECEIVES:
+            if kind.startswith("RECV_"):
                 posted.add((kind == "RECV_F", stage, number))
+            if len(kind) > 1:
                 continue
             posted.discard((kind == "F", stage, number))
+            for way, of, _ in arrived.get(("F" if kind == "F" else "B", stage, number), ()) if kind != "W" else ():
+                sent[of] -= way == "B"
             if kind != "F":
-                held = tuple(in_flight.values()), tuple(begun.values()), tuple(done.values())
+                held = tuple(in_flight.values()), tuple(begun.values()), tuple(sent.values())
                 parts = _PARTS[kind], tuple(halfway.values())
                 moments.add(BackwardAt(own.index(stage), *held, *parts, after, len(posted)))
                 begun[stage] |= kind != "I"
-                done[stage] += kind != "W"
+                sent[stage] += kind != "W" and stage > 0 and rank_of[stage - 1] != here
                 halfway[stage] += _HALFWAY[kind]
             after = own.index(stage) if kind == "F" else -1
             in_flight[stage] += _CHANGE[kind]
@@ -248,7 +279,7 @@ def _is_covered(one: BackwardAt, other: BackwardAt) -> bool:
         return False
     if not all(map(operator.le, one.held, other.held)):
         return False
-    one_more, other_more = ((*each.accumulated, *each.done, each.posted) for each in (one, other))
+    one_more, other_more = ((*each.accumulated, *each.sent, each.posted) for each in (one, other))
     are_less = map(operator.le, one_more, other_more)
     return one != other and all(are_less)
 

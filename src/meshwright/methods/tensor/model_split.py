@@ -430,6 +430,17 @@ def _needs_whole_tokens(what: str, why: str, found: str, otherwise: str = "") ->
     )
 
 
+def needs_undivided_experts(found: str, otherwise: str = "") -> ModelError:
+    """Return the error for experts that are split where ranks have a part of the tokens.
+
+    Args:
+        found: What experts there are.
+        otherwise: What else would help than ``expert_parallel``.
+    """
+    why = "or experts that expert_parallel divides"
+    return _needs_whole_tokens("split experts", why, found, f"add expert_parallel, or {otherwise}")
+
+
 def _with_sequence(
     model: nn.Module,
     split: Split,
@@ -445,9 +456,8 @@ def _with_sequence(
     split = replace(split, layers=tuple(layer for layer in split.layers if layer.style.name != LATENT))
     experts = next((layer.path for layer in split.layers if layer.style.name in EXPERTS), None)
     if experts is not None:
-        why, found = "or experts that expert_parallel divides", f"the experts {experts}"
-        whole = f"leave them whole on every rank with plan={{{experts!r}: 'replicate'}}"
-        raise _needs_whole_tokens("split experts", why, found, f"add expert_parallel, or {whole}, or ")
+        whole = f"leave them whole on every rank with plan={{{experts!r}: 'replicate'}}, or "
+        raise needs_undivided_experts(f"the experts {experts}", whole)
     known = _LAYOUTS.setdefault(model, {})
     # Without experts, which are passed by, a proof sees nothing of what runs with them.
     key = ranks, tuple(apart), tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)

@@ -34,6 +34,7 @@ from meshwright.methods.tensor.model_split import (
     gather_for,
     gathers_of,
     linear_layers,
+    needs_undivided_experts,
     split_of,
 )
 from meshwright.methods.tensor.split_checks import check_grouped, refuse_router_loss
@@ -408,6 +409,11 @@ class TensorParallel(Method):
     def keeps_gathered(self) -> bool:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         return self.keep_gathered
+
+    def check_experts(self, sizes: Mapping[str, int]) -> None:
+        """See :class:`~meshwright.methods.base.Method`."""
+        if self.sequence and not self.plan and sizes.get(AXIS, 1) > 1 and sizes.get("expert", 1) == 1:
+            raise needs_undivided_experts("stacked experts")
 
     def traced_layers(
         self, model: nn.Module, sizes: Mapping[str, int], sample: SampleRun | None, strategy: Strategy

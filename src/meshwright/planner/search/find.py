@@ -29,6 +29,7 @@ from meshwright.planner.search.search_state import (
     Objective,
     SearchState,
     check_objective,
+    divided_next,
     rank_of_plan,
 )
 from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit, out_of_time
@@ -428,8 +429,9 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
     """Search where a prediction is quick first, and go on from the best of that.
 
     A model that is traced takes seconds for every way to divide its layers or tokens, where one of a known family takes
-    milliseconds. So data and tensor parallelism come first, and pipelines next. Tokens are divided between the layers
-    where the best so far divides these, or has to offload; and inside attention where nothing has fitted.
+    milliseconds. So data and tensor parallelism come first, then divided experts, and pipelines next. Tokens are
+    divided between the layers where the best so far divides these, or has to offload; and inside attention where
+    nothing has fitted.
     What is included by name is tried from the first.
 
     Args:
@@ -448,8 +450,9 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
         axis_methods={**space.axis_methods, "tensor": on_axis("tensor", _SLOW)[:1]},
         inner_axes=1,
     )
-    follow_ups = _follow_ups(small, space, options.get("excluded", ()), options.get("included", ()))
-    return search(subject, space=small, follow_ups=[*follow_ups], growing=small, **options)
+    asked = options.get("excluded", ()), options.get("included", ())
+    follow_ups = (*divided_next(small, subject, *asked), *_follow_ups(small, space, *asked))
+    return search(subject, space=small, follow_ups=follow_ups, growing=small, **options)
 
 
 def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[FollowUp]:
@@ -491,7 +494,7 @@ def _on(space: Space, axis: str, sizes: tuple[int, ...], methods: tuple[Choice, 
 _TRIES = 3
 """Searches by formulas: where nothing fits that was found, by their memory, the limit is lowered by as much."""
 
-_SEARCHING, _LEAST_S = 0.6, 1.0
+_SEARCHING, _LEAST_S = 0.5, 1.0
 """The part of the time that is left which a search by formulas may take, and the seconds that it has in any case."""
 
 _SAME_REASON = 3

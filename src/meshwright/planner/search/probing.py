@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from meshwright.cost import Activations, Block, Cluster, Op, Parameter, Step, Traffic, memory, peak
+from meshwright.cost.activations import PRODUCTS
 from meshwright.cost.device_time import Machine, Network, offload_time
 from meshwright.cost.step_time import one_s, updated_s
 from meshwright.methods import Method, Role
@@ -41,7 +42,7 @@ def _op(op: Op, samples: int) -> Op:
     if op.kind == "move":
         backward = None if op.backward_bytes is None else op.backward_bytes * samples
         return dataclasses.replace(op, num_bytes=op.num_bytes * samples, backward_bytes=backward)
-    if op.kind == "attention" or op.batch > 1:
+    if op.kind == "attention" or (op.batch > 1 and op.operator not in PRODUCTS):
         return dataclasses.replace(op, batch=op.batch * samples)
     return dataclasses.replace(op, m=op.m * samples)
 

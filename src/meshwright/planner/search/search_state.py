@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from torch import nn
+
+from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, did_you_mean
-from meshwright.methods import Role, find_method
-from meshwright.planner.plans import Plan
+from meshwright.methods import Method, Role, find_method, method_of_axes
+from meshwright.methods.base import INNER_AXES
+from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search.choice import Family, family_of, surcharge
 from meshwright.planner.search.search_space import Space, divisors_of
+from meshwright.strategy.value import METHOD_CONFIGS
 
 Objective = Literal["tokens_per_s", "price", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("tokens_per_s", "price", "memory")
@@ -263,7 +269,37 @@ class FollowUp:
         return self.space if size == 1 else self.space.replace(sizes={**self.space.sizes, "tensor": (size,)})
 
 
-def experts_first(space: Space, num_experts: int, world: int) -> tuple[Space, tuple[FollowUp, ...]]:
+def divided_next(
+    space: Space, subject: Subject, excluded: Collection[str], included: Collection[Any]
+) -> tuple[FollowUp, ...]:
+    """Return the space of a module with its weights divided as methods say that they can be; none: it has no such.
+
+    Every size is traced anew, so that there is one: the largest within a node, between whose ranks tokens travel fast.
+
+    Args:
+        space: The space that is searched before.
+        subject: A plain module, or one of which that is not known.
+        excluded: Methods that must not be used.
+        included: What every candidate has; if anything, nothing is added.
+    """
+    model: nn.Module | None = getattr(subject, "model", None)
+    cluster: Cluster | None = getattr(subject, "cluster", None)
+    if model is None or cluster is None or included:
+        return ()
+    for axis in INNER_AXES:
+        name = method_of_axes()[axis]
+        method = METHOD_CONFIGS[name]
+        parts = method.parts_of(model) if name not in excluded and issubclass(method, Method) else 1
+        within = math.gcd(parts, min(subject.world, cluster.devices_per_node))
+        if within > 1:
+            usual, _ = experts_first(space, parts, subject.world, axis)
+            return (FollowUp(usual.replace(sizes={**usual.sizes, axis: (within,)})),)
+    return ()
+
+
+def experts_first(
+    space: Space, num_experts: int, world: int, axis: str = "expert"
+) -> tuple[Space, tuple[FollowUp, ...]]:
     """Return the space in which the search of a model with experts begins, and the one that follows.
 
     Such models are trained with their experts divided, and few other strategies fit. But a rank computes as much either
@@ -273,14 +309,15 @@ def experts_first(space: Space, num_experts: int, world: int) -> tuple[Space, tu
         space: The space of a model without experts.
         num_experts: Experts of a layer.
         world: Number of devices.
+        axis: The axis that divides them.
     """
     sizes = tuple(size for size in divisors_of(world) if num_experts % size == 0)
     if len(sizes) == 1:
         return space, ()
-    whole = space.replace(sizes={**space.sizes, "expert": sizes})
-    own = {axis: every for axis, every in space.sizes.items() if axis in ("tensor", "pipeline")}
+    whole = space.replace(sizes={**space.sizes, axis: sizes})
+    own = {other: every for other, every in space.sizes.items() if other in ("tensor", "pipeline")}
     usual = space.replace(
-        sizes={**own, "expert": sizes[1:]},
+        sizes={**own, axis: sizes[1:]},
         sharding=tuple(filter(None, space.sharding)) or space.sharding,
         hybrid=False,
         recompute=(space.recompute[0], space.recompute[-1])[: len(space.recompute)],

@@ -201,9 +201,9 @@ class _Recorder:
         saved.places.setdefault(key, set()).add(saved.place)
         saved.log.append(running)
         if self._counter is not None:
-            saved.met.append(_reference(tensor))
+            saved.met.append(reference(tensor))
         else:
-            saved.references[key] = _reference(tensor)
+            saved.references[key] = reference(tensor)
         return packed
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,11 +219,11 @@ class _Recorder:
         tensors = tensors_in((args, kwargs))
         saved.inputs.setdefault(module, {}).update(map(storage_of, tensors))
         if self._counter is not None:
-            saved.met.extend(map(_reference, tensors))
+            saved.met.extend(map(reference, tensors))
         elif torch.is_grad_enabled() and is_recomputed(module):
             # Held until it runs again, also where autograd saves no argument by name.
             saved.sizes.update(map(storage_of, tensors))
-            saved.references.update((storage_of(tensor)[0], _reference(tensor)) for tensor in tensors)
+            saved.references.update((storage_of(tensor)[0], reference(tensor)) for tensor in tensors)
         inside = is_compiled(module)  # no hook runs there
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(storage_of(tensor)[0])
@@ -243,7 +243,7 @@ class _Recorder:
             made = self.saved.results.setdefault(key, Result(size))
             made.places.add(place)
             made.returned_by.add(place)
-            self.saved.met.append(_reference(tensor))
+            self.saved.met.append(reference(tensor))
             self.saved.fusion.in_memory.add(key)
 
     def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,12 +275,12 @@ class _Recorder:
                 made = saved.results.setdefault(key, Result(size))
                 made.calls.append(call)
                 made.places.add(saved.place)
-                saved.met.extend(map(_reference, tensors_in(result)))
+                saved.met.extend(map(reference, tensors_in(result)))
         return result
 
     def _note_fused(self, name: str, given: Any, result: Any, *, is_alone: bool) -> None:
         saved, made = self.saved, [*tensors_in(result)]
-        saved.met.extend(map(_reference, made))
+        saved.met.extend(map(reference, made))
         read = {storage_of(each)[0] for each in tensors_in(given)} - saved.weights
         saved.fusion.note(name, read, {storage_of(each)[0]: each for each in made}, saved.place, is_alone=is_alone)
 
@@ -310,7 +310,8 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     return storage_identity(storage), storage.nbytes()
 
 
-def _reference(tensor: torch.Tensor) -> StorageWeakRef:
+def reference(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return a weak reference to a tensor's storage, while which exists no other storage has its key."""
     return StorageWeakRef(_plain(tensor).untyped_storage())
 
 

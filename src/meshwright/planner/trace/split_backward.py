@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import Instant, SplitBackward, outermost_instants
 from meshwright.planner.trace.aten_kernels import tensors_in
-from meshwright.planner.trace.live_tensors import storage_of
+from meshwright.planner.trace.live_tensors import reference, storage_of
 from meshwright.runtime.torch_internals.pytree import tree_map
 
 if TYPE_CHECKING:
@@ -35,11 +36,17 @@ class BackwardInParts:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], *, between: bool = False) -> None:
+        # Imported here since it takes long, and most runs have no pipeline; not during the pass, which would count what
+        # modules make.
+        from meshwright.runtime.torch_internals.pipelining import stage_backward_input, stage_backward_weight
+
+        self._of_inputs, self._of_weights = stage_backward_input, stage_backward_weight
         self._blocks, self._stops = blocks, between
         self._left: dict[int, set[int]] = {}  # storages that are left between the parts if a stage ends with a place
         self._places = {block: place for place, block in enumerate(blocks)}
         self._leaves: list[torch.Tensor] = []  # what takes the place of the first block's inputs
         self._handed: dict[int, int] = {}  # storages of gradients of what blocks return -> places
+        self._met: list[StorageWeakRef] = []  # to these: others made later would have their keys
         self._between: dict[int, tuple[int, int]] = {}  # what is held between the parts
         self._groups: list[tuple[int, int]] = []  # of weights: the first operator of each, and the bytes before it
         self._gradients: list[tuple[int, int]] = []  # of weights
@@ -75,6 +82,7 @@ class BackwardInParts:
 
     def _note(self, place: int, gradient: torch.Tensor) -> None:
         self._handed.setdefault(storage_of(gradient)[0], place)
+        self._met.append(reference(gradient))
 
     def run(self, loss: torch.Tensor, state: Mapping[str, torch.Tensor], held: LiveBytes) -> None:
         """Run both parts, and note what is held in between.
@@ -84,22 +92,20 @@ class BackwardInParts:
             state: Parameters and buffers of the pass.
             held: Follows the storages.
         """
-        # Imported here since it takes long, and most runs have no pipeline.
-        from meshwright.runtime.torch_internals.pipelining import stage_backward_input, stage_backward_weight
-
         # torch's annotation says parameters; any leaves will do.
         weights = [cast(nn.Parameter, each) for each in state.values() if each.requires_grad]
-        _, groups = stage_backward_input([loss], None, self._leaves, iter(weights))
+        _, groups = self._of_inputs([loss], None, self._leaves, iter(weights))
         for leaf in self._leaves:
             if leaf.grad is not None:
                 self._handed[storage_of(leaf.grad)[0]] = -1
+                self._met.append(reference(leaf.grad))
         self._between, held.backward_part = held.alive(), "weights"
         if self._stops:
             self._let_go(groups, held)
             return
         for group in groups:
             self._groups.append((held.num_operators, held.settle()))
-            stage_backward_weight(iter(weights), [group])
+            self._of_weights(iter(weights), [group])
         self._groups.append((held.num_operators, held.settle()))
         gradients = {storage_of(each.grad)[0] for each in weights if each.grad is not None}
         self._gradients = [made for key, made in held.alive().items() if key in gradients]
@@ -151,7 +157,8 @@ class BackwardInParts:
                 received[place],
                 freed[place],
                 outermost_instants(weights[place]) if place in weights else (Instant(0, 0, 0),),
-                change[place],
+                # Behind the last weights all blocks let go of what is left of them, and nothing follows.
+                change[place] if place < len(self._blocks) else 0,
             )
             for place in sorted(inputs)
             if place >= 0

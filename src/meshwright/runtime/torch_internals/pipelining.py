@@ -1,4 +1,4 @@
-"""torch's pipeline stage, mended, and with memory to receive in while that is used.
+"""torch's pipeline stage and schedules, mended, with memory for what is received and sent while that is used.
 
 Importing this imports ``torch.distributed.pipelining``, which takes long.
 """
@@ -6,7 +6,7 @@ Importing this imports ``torch.distributed.pipelining``, which takes long.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,16 @@ from torch.distributed.pipelining._backward import (
     stage_backward_input as stage_backward_input,
     stage_backward_weight as stage_backward_weight,
 )
+from torch.distributed.pipelining.schedules import SEND_B, SEND_F, _batch_p2p, _PipelineScheduleRuntime, _wait_batch_p2p
 
-ATTRIBUTES_OF = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining._backward")
+ATTRIBUTES_OF = (
+    "torch.distributed.pipelining.stage",
+    "torch.distributed.pipelining._backward",
+    "torch.distributed.pipelining.schedules",
+)
+
+Message = tuple[str, int, int]
+"""What passes between two stages: ``F`` or ``B`` (hidden states or gradients), a stage, and a micro-batch."""
 
 
 class EarlierStage(PipelineStage):
@@ -48,12 +56,86 @@ _KNOWS_GRADIENTS = "_get_grad_send_meta"
 AnyStage: type[PipelineStage] = PipelineStage if hasattr(PipelineStage, _KNOWS_GRADIENTS) else EarlierStage
 
 
+class SentMessages:
+    """Keeps what a rank sends in a step until a message of the rank that it goes to shows that it has arrived.
+
+    Args:
+        answered: Messages that are known to have arrived once another one, by which the stage that takes it, is here.
+
+    [Note: messages that have arrived]
+    torch's schedules of several stages keep every message of a step: whoever holds the work of a send holds what it
+    sends. But a rank that answers has taken all that it needed before. What it took lets go of memory here and waits
+    for nothing: a work that is over is waited for at once, and on a GPU the stream has waited for a later message.
+    """
+
+    def __init__(self, answered: Mapping[Message, Sequence[Message]]) -> None:
+        self.answered = answered
+        self.works: dict[Message, list[dist.Work]] = {}
+
+    def send(self, message: Message, operations: list[dist.P2POp]) -> None:
+        """Send as torch does."""
+        self.works[message] = _batch_p2p(operations)
+
+    def take(self, message: Message) -> None:
+        """Let go of what has arrived, given a message that is here."""
+        for each in self.answered.get(message, ()):
+            _wait_batch_p2p(self.works.pop(each, []))
+
+    def finish(self) -> None:
+        """Wait for the messages that nothing answered, as torch does for all."""
+        while self.works:
+            _wait_batch_p2p(self.works.popitem()[1])
+
+    def forget(self) -> None:
+        """Drop what is left of a step that failed."""
+        self.works.clear()
+
+
+class _LettingGo(_PipelineScheduleRuntime):
+    """A schedule that keeps messages until they have arrived, see [Note: messages that have arrived]."""
+
+    sent: SentMessages
+
+    def let_go(self, answered: Mapping[Message, Sequence[Message]]) -> None:
+        """Send through :class:`SentMessages` from now on."""
+        self.sent = SentMessages(answered)
+        stages: dict[int, Any] = {stage.stage_index: stage for stage in self._stages}
+        for stage in stages.values():
+            stage.sent = self.sent
+
+        def forward(action: Any, context: Any) -> None:
+            stage, number = action.stage_index, action.microbatch_index
+            self.sent.send(("F", stage, number), stages[stage].get_fwd_send_ops(number))
+
+        def backward(action: Any, context: Any) -> None:
+            stage, number = action.stage_index, action.microbatch_index
+            self.sent.send(("B", stage, number), stages[stage].get_bwd_send_ops(number))
+
+        # torch's own registration takes no sends.
+        self._comp_type_to_function_map.update({SEND_F: forward, SEND_B: backward})
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = super()._step_microbatches(*args, **kwargs)
+            self.sent.finish()
+            return result
+        finally:
+            self.sent.forget()
+
+
+def letting_go(kind: type[Any]) -> type[_LettingGo]:
+    """Return a schedule of several stages a rank with ``let_go``, to be called before its first step."""
+    return type(kind.__name__, (_LettingGo, kind), {})
+
+
 class ReceivingStage(AnyStage):  # type: ignore[misc,valid-type]
     """A stage with memory to receive in from the call that receives until forward or backward has it.
 
     torch makes it at the start, for hidden states and gradients of every micro-batch, and keeps it: of a model with
     hidden states of 128 MiB and 32 micro-batches, 8 GiB on every rank. Here outlines stand for it until they receive.
     """
+
+    sent: SentMessages | None = None
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with _outlines_alone(self):
@@ -82,12 +164,19 @@ class ReceivingStage(AnyStage):  # type: ignore[misc,valid-type]
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         received = super()._retrieve_recv_activations(fwd_chunk_id)
         _let_go(self.args_recv_info[fwd_chunk_id])
+        self.let_go_behind("F", fwd_chunk_id)
         return received
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         received = super()._retrieve_recv_grads(bwd_chunk_id)
         _let_go(self.grad_recv_info[bwd_chunk_id])
+        self.let_go_behind("B", bwd_chunk_id)
         return received
+
+    def let_go_behind(self, kind: str, number: int) -> None:
+        """Let go of what has arrived, given hidden states or gradients of a micro-batch that are here."""
+        if self.sent is not None:
+            self.sent.take((kind, self.stage_index, number))
 
 
 @contextlib.contextmanager
