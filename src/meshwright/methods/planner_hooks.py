@@ -65,7 +65,11 @@ class PlannerHooks(MethodConfig):
     product_dtype: ClassVar[ProductDtype | None] = None  # precision of products in its layers; None leaves it
     replaces_modules: ClassVar[bool] = False  # in the plain model: predictions are made for the changed one
     fuses_kernels: ClassVar[bool] = False  # chains of elementwise kernels become one
-    not_simulated: ClassVar[str] = ""  # what a prediction from a family's dimensions alone leaves out
+
+    @property
+    def not_simulated(self) -> str:
+        """Return what a prediction from a family's dimensions alone leaves out; empty: nothing."""
+        return ""
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
@@ -128,6 +132,11 @@ class PlannerHooks(MethodConfig):
     @property
     def divides_between_layers(self) -> bool:
         """Return whether the method divides the tokens between split layers over its axis."""
+        return False
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Return whether the loss is computed from the head's input, without the logits."""
         return False
 
     @property

@@ -33,7 +33,6 @@ class ModuleReplace(Method):
     method_name: ClassVar[str] = "module_replace"
     phase: ClassVar[Phase] = Phase.REPLACE
     replaces_modules: ClassVar[bool] = True
-    not_simulated: ClassVar[str] = "the kernels that it replaces are not simulated for a family"
     summary: ClassVar[str] = "exchanges modules for optimised ones: attention, norms, loss, and pairs of your own"
     effect: ClassVar[str] = "memory: no attention scores, with loss no logits. Time: fewer kernels. Communication: none"
     seed_name: ClassVar[str | None] = "ATorch: module_replace"
@@ -137,6 +136,12 @@ class ModuleReplace(Method):
         """Return whether cross entropies are computed without logits."""
         asked = bool(self.loss) or (self.include is not None and "fused_loss" in self.include)
         return asked and "fused_loss" not in self.exclude
+
+    @property
+    def not_simulated(self) -> str:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        is_loss_alone = self.include is not None and set(self.include) <= {"fused_loss"}
+        return "" if is_loss_alone else "the kernels that it replaces beside the loss are not simulated for a family"
 
     def _check_names(self) -> None:
         known = (*BUILT_IN, *registered_pairs())
