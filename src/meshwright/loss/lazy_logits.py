@@ -9,9 +9,10 @@ computes the whole logits once, and gets these.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -43,6 +44,20 @@ _METADATA_FUNCTIONS = {
 
 _PART_FUNCTIONS = {_T.register_hook, _T.untyped_storage}
 """Functions that concern the graph or the memory of the part."""
+
+
+_computed_for: list[str] | None = None
+
+
+@contextlib.contextmanager
+def noting_computed() -> Iterator[list[str]]:
+    """Collect the names of functions for which whole logits are computed inside."""
+    global _computed_for
+    before, _computed_for = _computed_for, []
+    try:
+        yield _computed_for
+    finally:
+        _computed_for = before
 
 
 class LazyLogits(torch.Tensor):
@@ -108,6 +123,8 @@ class LazyLogits(torch.Tensor):
             done, result = first._of_part(func, args[1:], kwargs)
             if done:
                 return result
+        if _computed_for is not None:
+            _computed_for.append(str(getattr(func, "__name__", func)))
         args, kwargs = tree_map(lambda leaf: leaf.materialised() if isinstance(leaf, cls) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -28,6 +28,7 @@ class Role(Enum):
     PRECISION = "precision"
     RECOMPUTATION = "recomputation"
     OFFLOADING = "offloading"
+    LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,15 @@ class SearchScope:
         world: Number of ranks.
         half_dtype: Half precision of the devices; None tries no lower precision.
         is_slow: Whether a prediction takes seconds, so that only the configs that usually win are worth it.
+        model: The model, if it is a module; None: one of a family of language models.
+        follows_graph: Whether replicas are averaged by a DDP that follows the graph of what the model returns.
     """
 
     world: int = 1
     half_dtype: str | None = None
     is_slow: bool = False
+    model: nn.Module | None = None
+    follows_graph: bool = False
 
 
 def within_node(divisors: Sequence[int], node: int) -> tuple[int, ...]:

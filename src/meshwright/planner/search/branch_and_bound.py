@@ -132,7 +132,8 @@ class Engine:
         if self.bounds is None or self.objective == "memory":
             return 0.0, int(probed), item
         samples = self._samples(mesh)
-        seconds = self.bounds.mesh_s(mesh, samples, self.candidates.space, probed=probed)
+        space = self.candidates.space.replace(loss=self.candidates.losses(mesh))
+        seconds = self.bounds.mesh_s(mesh, samples, space, probed=probed)
         return self._per_sample(seconds, mesh, samples), int(probed), item
 
     def _bound_mesh(self, mesh: Mesh, *, probed: bool) -> None:

@@ -30,6 +30,7 @@ from meshwright.planner.search.search_state import (
     SearchState,
     check_objective,
     rank_of_plan,
+    with_other_loss,
 )
 from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit, out_of_time
 from meshwright.runtime.lazy import paused_collection
@@ -447,6 +448,7 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
         sizes={axis: sizes for axis, sizes in space.sizes.items() if axis not in ("pipeline", *_DIVIDE_TOKENS)},
         axis_methods={**space.axis_methods, "tensor": on_axis("tensor", _SLOW)[:1]},
         inner_axes=1,
+        loss=((),),
     )
     follow_ups = _follow_ups(small, space, options.get("excluded", ()), options.get("included", ()))
     return search(subject, space=small, follow_ups=[*follow_ups], growing=small, **options)
@@ -469,6 +471,7 @@ def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: S
     may_divide = tensor is not None or _is_allowed("tensor", excluded, included)
     if sizes and may_divide and not is_decided and (not mesh or mesh.get("tensor", 1) > 1):
         yield FollowUp(_on(small, "tensor", sizes, between), "divided")
+    yield from with_other_loss(small, whole, (*excluded, *required.names))
     yield FollowUp(whole.replace(axis_methods={**whole.axis_methods, "pipeline": pipelines}), "nothing")
 
 

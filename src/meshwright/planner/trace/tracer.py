@@ -20,6 +20,7 @@ from torch import nn
 
 from meshwright.cost import FP8
 from meshwright.errors import NOTE, MeshwrightError, ModelError
+from meshwright.loss.lazy_logits import noting_computed
 from meshwright.methods.base import torch_dtype
 from meshwright.nn import widened
 from meshwright.planner.trace.aten_kernels import stands_in
@@ -210,6 +211,7 @@ class Traced(NamedTuple):
     gaps: tuple[str, ...]  # what could not be predicted, and why
     ops: ModelOps | None = None  # None: not known
     idle: tuple[str, ...] = ()  # parameters that should train and get no gradient, as far as they were seen
+    logits_for: tuple[str, ...] = ()  # functions that take logits with which the loss could have done without
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -217,10 +219,14 @@ class Traced(NamedTuple):
 
         A parameter without a gradient may get one in another micro-batch, so it is counted.
         """
-        if not self.idle:
-            return ()
-        named = ", ".join(self.idle[:3]) + (" and others" if len(self.idle) > 3 else "")
-        return (f"no gradient comes to {named}; theirs, and their optimizer state, are counted all the same",)
+        found = []
+        if self.idle:
+            named = ", ".join(self.idle[:3]) + (" and others" if len(self.idle) > 3 else "")
+            found.append(f"no gradient comes to {named}; theirs, and their optimizer state, are counted all the same")
+        if self.logits_for:
+            named = ", ".join(self.logits_for[:3])
+            found.append(f"the loss does not do without logits: they are computed for {named}, and counted")
+        return tuple(found)
 
     @property
     def fp8_flops(self) -> int:
@@ -312,11 +318,12 @@ class Tracer:
             copies_output=now.copies_output,
         )
         assumed = stands_in(self._model, self._device)
-        with now.fp8.running() if now.fp8 is not None else self._widened(now):
+        with noting_computed() as computed, now.fp8.running() if now.fp8 is not None else self._widened(now):
             found = self._predict(one, now)
         idle = found.idle if now.split is None and now.fp8 is None else ()  # what is divided may run on other ranks
         gaps = (assumed,) if assumed else ()
-        return Traced(found.activations, found.flops, found.boundaries, gaps, found.ops, idle)
+        logits_for = () if now.split is not None and now.split.dims else tuple(dict.fromkeys(computed))
+        return Traced(found.activations, found.flops, found.boundaries, gaps, found.ops, idle, logits_for)
 
     def _widened(self, now: Conditions) -> contextlib.AbstractContextManager[None]:
         if not now.widened or self._device is None:
