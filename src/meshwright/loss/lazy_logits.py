@@ -9,11 +9,10 @@ computes the whole logits once, and gets these.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -46,20 +45,6 @@ _PART_FUNCTIONS = {_T.register_hook, _T.untyped_storage}
 """Functions that concern the graph or the memory of the part."""
 
 
-_computed_for: list[str] | None = None
-
-
-@contextlib.contextmanager
-def noting_computed() -> Iterator[list[str]]:
-    """Collect the names of functions for which whole logits are computed inside."""
-    global _computed_for
-    before, _computed_for = _computed_for, []
-    try:
-        yield _computed_for
-    finally:
-        _computed_for = before
-
-
 class LazyLogits(torch.Tensor):
     """A tensor of logits (…, C) that are computed from a ``part`` (…, d) with the same positions when needed.
 
@@ -70,6 +55,7 @@ class LazyLogits(torch.Tensor):
 
     part: Tensor
     whole: Tensor | None
+    computed_for: ClassVar[list[str] | None] = None  # names of functions that took the whole; None: not collected
 
     @property
     @abstractmethod
@@ -123,8 +109,8 @@ class LazyLogits(torch.Tensor):
             done, result = first._of_part(func, args[1:], kwargs)
             if done:
                 return result
-        if _computed_for is not None:
-            _computed_for.append(str(getattr(func, "__name__", func)))
+        if LazyLogits.computed_for is not None:
+            LazyLogits.computed_for.append(str(getattr(func, "__name__", func)))
         args, kwargs = tree_map(lambda leaf: leaf.materialised() if isinstance(leaf, cls) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -238,6 +238,7 @@ class Workload:
             limit_bytes=self.limit_bytes,
             notices=(*resolved.notices, *batch.notices, *traced.notices, *decided.notices, *fitted.notices),
             gaps=(*traced.gaps, *decided.gaps),
+            in_vain=traced.in_vain,
             cut=cut,
             steps=tuple(every) if cut is not None else (),
             micro_batch=conditions.samples,

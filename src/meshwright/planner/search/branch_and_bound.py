@@ -281,7 +281,9 @@ class Engine:
         except MeshwrightError as error:
             self.candidates.refuse(error.what, branch.strategy())
             return
-        if self.limited and not plan.fits:
+        if plan.in_vain and self.candidates.space.loss != ((),):  # otherwise it is as a caller asked
+            self.candidates.refuse(plan.in_vain, branch.strategy())
+        elif self.limited and not plan.fits:
             self._note_too_large(branch, micro_batch)
             self.state.add_too_large(plan)
         else:
