@@ -421,19 +421,43 @@ CASES = {
     "data": ("gpt2", [("module_replace", {"loss": True})]),
     "tensor": ("llama", [("parallel_mode", {"tensor": 2}), "tensor_parallel", "module_replace"]),
     "sequence": ("bert", [("parallel_mode", {"sequence": 2}), "sequence_parallel", ("module_replace", {"loss": True})]),
+    "pipeline, loss": (
+        "llama",
+        [("parallel_mode", {"pipeline": 2}), "pipeline_parallel", ("module_replace", {"loss": True})],
+    ),
+    "pipeline, gpipe, loss": (
+        "gpt2",
+        [
+            ("parallel_mode", {"pipeline": 2}),
+            ("pipeline_parallel", {"schedule": "gpipe"}),
+            ("module_replace", {"loss": True}),
+            "checkpoint",
+        ],
+    ),
+    "pipeline, sharded, loss": (
+        "llama",
+        [
+            ("parallel_mode", {"pipeline": 2, "zero": 2}),
+            "pipeline_parallel",
+            "fsdp",
+            ("module_replace", {"loss": True}),
+        ],
+        4,
+    ),
     "pipeline": ("llama", [("parallel_mode", {"pipeline": 2}), "pipeline_parallel", "module_replace"]),
 }
 
 
 @pytest.mark.parametrize("case", [c if c == "fsdp" else pytest.param(c, marks=pytest.mark.long) for c in CASES])
 def test_parity(ranks, case):
-    name, strategy = CASES[case]
-    results = ranks(2).run(train_replaced, name, strategy)
+    name, strategy, *world = CASES[case]
+    results = ranks(*world or (2,)).run(train_replaced, name, strategy)
     expected, _, before, weights = split_runs.reference(name, "sgd")
     assert all(losses == results[0][0] for losses, _, _ in results)
     assert results[0][0] == pytest.approx(expected, rel=1e-5)
-    if case != "pipeline":  # whose ranks hold parts
-        check_weights({key.removeprefix("module."): value for key, value in results[0][1].items()}, before, weights)
+    # Ranks of a pipeline hold parts.
+    held = {key.removeprefix("module."): value for _, own, _ in results for key, value in own.items()}
+    check_weights(held, before, weights)
     assert any("linears:" in notice and "eager -> sdpa" in notice for notice in results[0][2])
 
 

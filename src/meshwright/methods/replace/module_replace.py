@@ -54,10 +54,11 @@ class ModuleReplace(Method):
         ),
         Conflict(
             other="pipeline_parallel",
-            reason="it hands the output of the model from function to function in its schedule",
-            fix="leave loss out of module_replace",
-            when=lambda own, other: own.fuses_loss,
+            reason="gradients of the head's weight are there before its schedule asks for them",
+            fix="leave loss out of module_replace, or take a schedule that does not split backward",
+            when=lambda own, other: own.fuses_loss and other.splits_backward,
             own_keys="loss=True",
+            other_keys="a schedule that splits backward",
         ),
         Conflict(
             other="compile",
