@@ -45,7 +45,7 @@ _MOMENTS = {
 }
 _REMEDIES = {
     "activations": "shorter samples",
-    "logits": "shorter samples, or a loss that makes no logits (module_replace with loss=True, predicted for modules)",
+    "logits": "shorter samples, or a loss that makes no logits (module_replace with loss=True)",
     "recomputation": "shorter samples",
     "gathered": "smaller blocks",
     "optimizer": "an optimizer with less state",
