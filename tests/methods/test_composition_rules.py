@@ -17,7 +17,7 @@ FUSED = ("module_replace", {"loss": True})
 UNDER_KEYS = [
     [("half", "bf16"), "amp_native"],
     [FUSED, "tensor_parallel"],
-    [FUSED, "pipeline_parallel"],
+    [FUSED, ZBV],
     [("module_replace", ["fused_loss"]), WHOLE],
     [("expert_parallel"), ("zero1", IGNORED)],
     [("expert_parallel"), ("zero2", {"wrap_trainable_outmost": True})],

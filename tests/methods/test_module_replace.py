@@ -1,6 +1,7 @@
 """``module_replace``: what takes a module's place computes the same, keeps what was on it, and is in the plan."""
 
 import copy
+import functools
 import types
 
 import pytest
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright as mw
-from meshwright.methods import ModuleReplace, register_replace_pair, replacement_of
+from meshwright.cost import find_cluster
+from meshwright.methods import ModuleReplace, SearchScope, register_replace_pair, replacement_of
 from meshwright.methods.replace import fused_layers as liger
 from meshwright.methods.replace.fused_layers import proven_forward
 from meshwright.methods.replace.user_pairs import _PAIRS
@@ -419,19 +421,43 @@ CASES = {
     "data": ("gpt2", [("module_replace", {"loss": True})]),
     "tensor": ("llama", [("parallel_mode", {"tensor": 2}), "tensor_parallel", "module_replace"]),
     "sequence": ("bert", [("parallel_mode", {"sequence": 2}), "sequence_parallel", ("module_replace", {"loss": True})]),
+    "pipeline, loss": (
+        "llama",
+        [("parallel_mode", {"pipeline": 2}), "pipeline_parallel", ("module_replace", {"loss": True})],
+    ),
+    "pipeline, gpipe, loss": (
+        "gpt2",
+        [
+            ("parallel_mode", {"pipeline": 2}),
+            ("pipeline_parallel", {"schedule": "gpipe"}),
+            ("module_replace", {"loss": True}),
+            "checkpoint",
+        ],
+    ),
+    "pipeline, sharded, loss": (
+        "llama",
+        [
+            ("parallel_mode", {"pipeline": 2, "zero": 2}),
+            "pipeline_parallel",
+            "fsdp",
+            ("module_replace", {"loss": True}),
+        ],
+        4,
+    ),
     "pipeline": ("llama", [("parallel_mode", {"pipeline": 2}), "pipeline_parallel", "module_replace"]),
 }
 
 
 @pytest.mark.parametrize("case", [c if c == "fsdp" else pytest.param(c, marks=pytest.mark.long) for c in CASES])
 def test_parity(ranks, case):
-    name, strategy = CASES[case]
-    results = ranks(2).run(train_replaced, name, strategy)
+    name, strategy, *world = CASES[case]
+    results = ranks(*world or (2,)).run(train_replaced, name, strategy)
     expected, _, before, weights = split_runs.reference(name, "sgd")
     assert all(losses == results[0][0] for losses, _, _ in results)
     assert results[0][0] == pytest.approx(expected, rel=1e-5)
-    if case != "pipeline":  # whose ranks hold parts
-        check_weights({key.removeprefix("module."): value for key, value in results[0][1].items()}, before, weights)
+    # Ranks of a pipeline hold parts.
+    held = {key.removeprefix("module."): value for _, own, _ in results for key, value in own.items()}
+    check_weights(held, before, weights)
     assert any("linears:" in notice and "eager -> sdpa" in notice for notice in results[0][2])
 
 
@@ -442,3 +468,80 @@ def test_ddp_cannot_look_for_unused_parameters_through_logits_that_are_not_there
     ModuleReplace().check(real)
     with pytest.raises(mw.StrategyError, match="unused parameters"):
         ModuleReplace(loss=True).check(real)
+
+
+WIDE_VOCAB = 2000
+
+
+class WideTokens(torch.utils.data.Dataset):
+    """Sequences of a vocabulary whose logits are most of a step."""
+
+    def __init__(self):
+        self.ids = torch.randint(0, WIDE_VOCAB, (80, 96), generator=torch.Generator().manual_seed(7))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return self.ids[index]
+
+
+def wide_model():
+    torch.manual_seed(3)
+    return tiny.gpt2.GPT2(vocab_size=WIDE_VOCAB, seq_len=96, dim=16, num_layers=2, num_heads=2)
+
+
+def next_tokens(inputs, output, scale=1.0):
+    logits = output[:, :-1] if scale == 1.0 else output[:, :-1] * scale
+    return F.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten())
+
+
+def train_chosen(scale):
+    """Train by the strategy that a search chooses for a described machine; with a plain loss, logits do not fit."""
+    trained = mw.accelerate(
+        wide_model(), torch.optim.SGD, WideTokens(), functools.partial(next_tokens, scale=scale),
+        cluster=find_cluster("cpux2"), memory_limit=2_000_000 if scale == 1.0 else None,
+        optim_args={"lr": 0.1, "momentum": 0.9}, dataloader_args={"batch_size": 8, "shuffle": False},
+    )  # fmt: skip
+    losses = [trained.step(batch).loss.item() for _, batch in zip(range(STEPS), trained.dataloader, strict=False)]
+    weights = {key.removeprefix("module."): value for key, value in full_weights(trained.model).items()}
+    return losses, weights, str(trained.strategy)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_search_chooses_the_loss_without_logits_where_the_users_loss_can_do_without(ranks, scale):
+    losses, weights, strategy = ranks(2).run(train_chosen, scale)[0]
+    model, expected = wide_model(), []
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in WideTokens().ids.split(8)[:STEPS]:
+        loss = next_tokens(batch, model(batch), scale)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert ("module_replace" in strategy) == (scale == 1.0)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    check_weights(weights, before, {key: value.detach() for key, value in model.named_parameters()})
+
+
+def test_a_search_offers_the_loss_without_logits_where_there_is_a_head_and_ddp_reads_no_graph():
+    for model, follows, options in ((tiny.plain(), False, 1), (tiny.plain(), True, 0), (tiny.Mlp(), False, 0)):
+        assert len(ModuleReplace.search_options(SearchScope(model=model, follows_graph=follows))) == options
+    (option,) = ModuleReplace.search_options(SearchScope())
+    assert option.fuses_loss
+    assert not option.not_simulated
+    assert ModuleReplace(loss=True).not_simulated
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_plan_says_where_a_loss_needs_logits_after_all(scale):
+    loss, ids = functools.partial(next_tokens, scale=scale), WideTokens().ids[:2]
+    asked = {
+        "global_batch": 8,
+        "sample_batch": ids,
+        "loss_func": loss,
+        "strategy": [("module_replace", ["fused_loss"])],
+    }
+    (plan,) = mw.plan(wide_model(), "h100x2", **asked)
+    assert [notice for notice in plan.notices if "computed for mul" in notice] == [plan.in_vain] * (scale != 1.0)

@@ -46,7 +46,7 @@ def replayed(name):
             sizes=space.sizes | _NO_TOKENS, axis_methods=space.axis_methods | {"pipeline": pipelines},
             precision=space.precision[:1], hybrid=False,
         )  # fmt: skip
-    found = search(subject, space=space, top=1, max_predictions=120, **options)
+    found = search(subject, space=space, top=1, max_predictions=160, **options)
     best = found.plans[0]
     return {
         "model": model, "cluster": cluster, "batch_size": batch, "strategy": str(best.strategy),

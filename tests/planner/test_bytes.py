@@ -178,6 +178,7 @@ def pipeline(schedule, **keys):
 EXPERTS = [("parallel_mode", {"expert": 2}), "expert_parallel"]
 SELECTIVE = ("checkpoint", {"policy": "selective"})
 TENSOR = [("parallel_mode", {"tensor": 2}), "tensor_parallel"]
+LOSS = ("module_replace", ["fused_loss"])
 HALF = ("half", "bf16")
 MIDDLE = ("none", "full", "selective", "none")
 ADAGRAD = (torch.optim.Adagrad, {"lr": 0.1})
@@ -201,6 +202,16 @@ def test_the_mask_between_documents_counts(ranks):
     check(ranks(2).run(compared, {"data": ("packed", []), "fsdp": ("packed", ["fsdp"]), **token_axes})[0])
 
 
+@pytest.mark.long
+def test_losses_without_logits(ranks):
+    cases = {
+        "fsdp": ("llama", ["fsdp", LOSS]),
+        "interleaved": ("gpt2", [*pipeline("interleaved"), LOSS], 4),
+        "gpipe": ("llama", [*pipeline("gpipe"), LOSS], 4),
+    }
+    check(ranks(2).run(compared, cases)[0])
+
+
 def test_pipelines(ranks):
     cases = {
         "1f1b": ("bert", pipeline("1f1b"), 4),
@@ -208,6 +219,7 @@ def test_pipelines(ranks):
         "what is received is held while it is used": ("llama", [*pipeline("1f1b"), "checkpoint"], 8, FUSED, 8),
         "interleaved": ("gpt2", pipeline("interleaved"), 4),
         "messages that have arrived are let go": ("gpt2", pipeline("interleaved"), 16, FUSED, 16),
+        "a loss without logits": ("llama", [*pipeline("1f1b"), LOSS], 4),
         "experts of other stages are let go": ("mixtral", [*pipeline("1f1b"), "module_replace"], 4),
     }
     check(ranks(2).run(compared, cases)[0])

@@ -31,6 +31,7 @@ def mesh(**axes):
 
 
 HALF, SPLIT = ("amp_native", "bf16"), ("tensor_parallel", {"sequence": True})
+LOSS = ("module_replace", ["fused_loss"])
 STRATEGIES = {
     "data": [mesh(data=8), HALF],
     "zero1": [mesh(zero=8), "zero1", HALF],
@@ -108,6 +109,7 @@ FORMULAS = {
     "fsdp_compile": STRATEGIES["compile"],
     "tensor_tokens": STRATEGIES["tensor_tokens"],
     "fp8": [mesh(zero=8), "fsdp", HALF, ("fp8", {"recipe": "tensorwise", "exclude": "lm_head"})],
+    **{f"{name}_loss": [*STRATEGIES[name], LOSS] for name in ("data", "fsdp", "half", "context", "sequence")},
 }
 CLOSE = MODEL_ERROR
 """How far off formulas may be that choose among candidates; the plans that they find are traced."""
@@ -182,6 +184,23 @@ def test_a_backward_in_parts_is_traced_by_a_few_blocks(monkeypatch):
     named_model(not_traced_yet, None, CLUSTER).subject(CLUSTER, 64, 2**60).plan(Strategy(OF_EXPERTS["zbv"]), 8)
     assert found
     assert all(found)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "context"])
+def test_formulas_know_a_loss_without_logits(name):
+    """Compare eager models with a vocabulary as large as today's, whose logits fill most of the memory."""
+    text = WIDE["llama"].replace("32000,seq=2048", "128256,seq=8192")
+    saved_s, held = [], []
+    for model in (named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text))):
+        subject = model.subject(CLUSTER, 16, None)
+        plain, fused = (subject.plan(Strategy([*STRATEGIES[name], *more]), 1) for more in ([], [LOSS]))
+        assert fused.gaps == plain.gaps
+        assert fused.needed_bytes < 0.85 * plain.needed_bytes
+        saved_s.append(1 - fused.forecast.time.step_time_s / plain.forecast.time.step_time_s)
+        held.append(fused.needed_bytes)
+    assert saved_s[1] == pytest.approx(saved_s[0], abs=0.02)
+    assert saved_s[0] > 0.05
+    assert held[1] == pytest.approx(held[0], rel=0.04)
 
 
 def test_a_search_without_time_for_traces_shows_what_formulas_found():

@@ -494,7 +494,9 @@ def _moments(step: Step) -> dict[Moment, Memory]:
             whole, gradients=gradients, gathered=gathered, activations=activations, recomputation=recomputation
         )
 
-    loss = at(lasting, weights + accumulated, at_loss)
+    # Gradients outside of blocks are reduced last: those of a micro-batch are there as the next runs forward.
+    waiting = _gradients(step)[2] if shards_last and step.shard_axis is not None and step.stages is None else 0
+    loss = at(lasting, weights + accumulated + waiting, at_loss)
     recomputed = at(lasting, weights + accumulated + of_block, saved - behind, whole.recomputation)
     if known is not None and known.transients:
         found = sorted(backward_by_place(step, whole), key=lambda each: each[1].total)

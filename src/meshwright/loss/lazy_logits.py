@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,7 @@ class LazyLogits(torch.Tensor):
 
     part: Tensor
     whole: Tensor | None
+    computed_for: ClassVar[list[str] | None] = None  # names of functions that took the whole; None: not collected
 
     @property
     @abstractmethod
@@ -108,6 +109,8 @@ class LazyLogits(torch.Tensor):
             done, result = first._of_part(func, args[1:], kwargs)
             if done:
                 return result
+        if LazyLogits.computed_for is not None:
+            LazyLogits.computed_for.append(str(getattr(func, "__name__", func)))
         args, kwargs = tree_map(lambda leaf: leaf.materialised() if isinstance(leaf, cls) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
@@ -146,20 +146,30 @@ def check_rules(strategy: Strategy, sizes: Mapping[str, int]) -> None:
     Raises:
         StrategyError: Naming the methods.
     """
-    active = [method for method in strategy.methods if isinstance(method, Method) and method.is_active(sizes)]
+    methods = [method for method in strategy.methods if isinstance(method, Method)]
+    found = next(conflicts_of(methods, sizes), None)
+    if found is not None:
+        own, other, conflict = found
+        raise StrategyError(
+            sentence(own.method_name, conflict),
+            expected="one of the two"
+            if not (conflict.own_keys or conflict.other_keys)
+            else "other keys, or one of the two",
+            got=f"{own} and {other}",
+            fix=conflict.fix,
+        )
+    for method in methods:
+        if method.is_active(sizes):
+            _check_needs(method, strategy)
+
+
+def conflicts_of(methods: Sequence[Method], sizes: Mapping[str, int]) -> Iterator[tuple[Method, Method, Conflict]]:
+    """Yield the conflicts of methods that work on a mesh, each with the method that declares it and the other."""
+    active = [method for method in methods if method.is_active(sizes)]
     for own, other in itertools.permutations(active, 2):
         for conflict in own.conflicts:
             if conflict.other == other.method_name and conflict.when(own, other):
-                raise StrategyError(
-                    sentence(own.method_name, conflict),
-                    expected="one of the two"
-                    if not (conflict.own_keys or conflict.other_keys)
-                    else "other keys, or one of the two",
-                    got=f"{own} and {other}",
-                    fix=conflict.fix,
-                )
-    for method in active:
-        _check_needs(method, strategy)
+                yield own, other, conflict
 
 
 def _check_needs(method: Method, strategy: Strategy) -> None:

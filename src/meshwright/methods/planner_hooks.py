@@ -28,6 +28,7 @@ class Role(Enum):
     PRECISION = "precision"
     RECOMPUTATION = "recomputation"
     OFFLOADING = "offloading"
+    LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,15 @@ class SearchScope:
         world: Number of ranks.
         half_dtype: Half precision of the devices; None tries no lower precision.
         is_slow: Whether a prediction takes seconds, so that only the configs that usually win are worth it.
+        model: The model, if it is a module; None: one of a family of language models.
+        follows_graph: Whether replicas are averaged by a DDP that follows the graph of what the model returns.
     """
 
     world: int = 1
     half_dtype: str | None = None
     is_slow: bool = False
+    model: nn.Module | None = None
+    follows_graph: bool = False
 
 
 def within_node(divisors: Sequence[int], node: int) -> tuple[int, ...]:
@@ -65,7 +70,11 @@ class PlannerHooks(MethodConfig):
     product_dtype: ClassVar[ProductDtype | None] = None  # precision of products in its layers; None leaves it
     replaces_modules: ClassVar[bool] = False  # in the plain model: predictions are made for the changed one
     fuses_kernels: ClassVar[bool] = False  # chains of elementwise kernels become one
-    not_simulated: ClassVar[str] = ""  # what a prediction from a family's dimensions alone leaves out
+
+    @property
+    def not_simulated(self) -> str:
+        """Return what a prediction from a family's dimensions alone leaves out; empty: nothing."""
+        return ""
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
@@ -136,6 +145,11 @@ class PlannerHooks(MethodConfig):
     @property
     def divides_between_layers(self) -> bool:
         """Return whether the method divides the tokens between split layers over its axis."""
+        return False
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Return whether the loss is computed from the head's input, without the logits."""
         return False
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.cost import FP8, HALF, Op, ProductDtype, Scaling
+from meshwright.loss.linear_head import default_chunk_size
 from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters
 
 # Scores, softmax and their product with the values: the part that Megatron-LM's ``selective`` recomputes.
@@ -73,6 +74,8 @@ class Implementation:
             are not gathered: residual sums and norms are in fp32 then.
         saves_narrow: Whether products in 8 bits or fewer save their inputs so, as Transformer Engine does.
         fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.
+        omits_logits: Whether the loss is computed some rows at a time, without all logits, and with its gradients; each
+            of the ranks that divide tokens has it of a share of the rows then.
         logit_bytes: Bytes per logit: saved for backward, and needed beside them at the start of backward; None: those
             of ``fused_loss``, or of torch's cross-entropy in fp32.
         logit_moves: Bytes that the loss moves per logit in forward and in backward; None: those of
@@ -100,6 +103,7 @@ class Implementation:
     autocasts: bool = False
     saves_narrow: bool = False
     fused_loss: bool = False
+    omits_logits: bool = False
     logit_bytes: tuple[int, int] | None = None
     logit_moves: tuple[int, int] | None = None
     scatters_boundary: bool = False
@@ -440,7 +444,7 @@ def per_op_saved(shape: Shape, run: FamilyRun) -> int:
 
 def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ...]:
     """Return the ops of the embedding, the last norm, the head and the loss."""
-    run = run.outside
+    own, run = run, run.outside
     # The largest part: a vocabulary need not be divided evenly.
     h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, -(-shape.vocab // run.tensor)
     first = 0 if pipeline > 1 else None
@@ -451,10 +455,15 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
     norm = _PLAIN_NORM if _is_chain(shape, run) else 2
     usual = (size, 2 * size) if run.impl.fused_loss else (size + 12, size + 20)
     forward, backward = run.impl.logit_moves or usual
-    return (
+    around = (
         Op("move", num_bytes=4 * tokens * h * size // run.plain_parts, count=1, on_rank=first),
         Op("move", num_bytes=norm * tokens * h * size // run.plain_parts, on_rank=last),
         *_weight_casts(v * h, run, rank=last),
+    )
+    if run.impl.omits_logits:
+        return (*around, *(dataclasses.replace(op, on_rank=last) for op in _ops_without_logits(shape, own)))
+    return (
+        *around,
         Op("matmul", tokens, v, h, dtype=dtype, on_rank=last),  # type: ignore[arg-type]
         Op("move", num_bytes=tokens * v * forward, backward_bytes=tokens * v * backward, on_rank=last),
     )
@@ -462,6 +471,8 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
 
 def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
     """Return the bytes of the last norm's input and output, the logits, their fp32 copy and its log-softmax."""
+    if run.impl.omits_logits:
+        return _saved_without_logits(shape, run)
     run = run.outside
     logits = run.tokens * (shape.vocab // run.tensor)
     hidden = 2 * run.token_bytes(shape.hidden)
@@ -470,3 +481,44 @@ def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
     usual = (run.itemsize, run.itemsize) if run.impl.fused_loss else (run.itemsize + 8, 4)
     saved, beside = run.impl.logit_bytes or usual
     return OutsideSaved(hidden + logits * saved, logits * beside)
+
+
+# --- The loss without logits (``loss/linear_head.py``): forward makes the logits of some rows, their loss and gradient,
+# and the gradients of hidden states and weight, which it saves; backward scales them.
+
+_SUM = 4  # bytes: gradients of the weight are summed in fp32
+
+
+def _chunks(shape: Shape, run: FamilyRun) -> tuple[int, int]:
+    """Return the number of chunks of a rank's rows, and the rows of one."""
+    most = default_chunk_size(run.tokens, shape.hidden, shape.vocab, on_gpu=True)
+    chunks = max(1, -(-run.tokens // most))
+    return chunks, -(-run.tokens // chunks)
+
+
+def _ops_without_logits(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
+    h, v, size = shape.hidden, shape.vocab, run.itemsize
+    chunks, rows = _chunks(shape, run)
+    # Logits are read twice and their gradient is written; that of hidden states is copied to its place, and scaled.
+    forward, backward = rows * chunks * (3 * v + 2 * h) * size, rows * chunks * 3 * h * size
+    if run.sequence > 1 and run.impl.divides_blocks_alone:
+        backward += (run.outside.tokens + run.tokens) * h * size  # a share's gradient, among zeros
+    dtype = HALF if run.dtype in _NARROW else run.dtype
+    return (
+        Op("move", num_bytes=_SUM * v * h, backward_bytes=(_SUM + 2 * size) * v * h, of_weights=True),
+        Op("matmul", rows, v, h, dtype=dtype, count=chunks),  # type: ignore[arg-type]
+        Op("move", num_bytes=forward // chunks, backward_bytes=backward // chunks, count=chunks),
+    )
+
+
+def _saved_without_logits(shape: Shape, run: FamilyRun) -> OutsideSaved:
+    """Return the bytes of the last norm's input, and of the gradients that wait to be scaled.
+
+    Most is held beside them as a chunk has its logits and their gradient, or as backward scales.
+    """
+    h, v, size = shape.hidden, shape.vocab, run.itemsize
+    _, rows = _chunks(shape, run)
+    own = run.tokens * h * size
+    scaled, of_chunk = own + size * v * h, own + rows * (2 * v + h) * size
+    of_chunk += size * v * h if run.impl.autocasts else 0  # the weight as it is cast, until forward is over
+    return OutsideSaved(run.outside.token_bytes(h) + own + _SUM * v * h, max(scaled, of_chunk))

@@ -312,6 +312,7 @@ class FamilyWorkload:
             split_tokens=any(method.divides_between_layers for method in in_phase_order(strategy)),
             compiled=self.implementation.compiled or any(method.fuses_kernels for method in in_phase_order(strategy)),
             fused_loss=self.implementation.fused_loss or self.fused_loss,
+            omits_logits=any(each.fuses_loss for each in in_phase_order(strategy)),
             scaling=narrow.recipe if narrow is not None else self.implementation.scaling,
             casts_weights=narrow is None or not narrow.all_gather,
             autocasts=bool(autocasts),

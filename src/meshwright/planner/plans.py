@@ -128,6 +128,7 @@ class Plan:
     limit_bytes: int | None  # bytes that one rank may hold; None: unknown
     notices: tuple[str, ...]
     gaps: tuple[str, ...] = ()  # what could not be predicted, and why
+    in_vain: str = ""  # why a method does not do what it is for: a search leaves such a plan out
     cut: Cut | None = None  # with a pipeline axis: which rank holds what
     steps: tuple[Step, ...] = ()  # with a pipeline axis: the step of each of its ranks
     micro_batch: int = 1  # samples of one micro-batch on one replica

@@ -115,6 +115,7 @@ class Workload:
         copies_input: Whether the model input is made anew from each micro-batch, also where no device needs a copy.
         limit_is_free: Whether ``limit_bytes`` is what is free, of which communicators of the mesh will take some.
         finds_unused: Whether replicas are averaged by a DDP that looks for parameters that a step does not use.
+        static_graph: Whether it takes the graph of the first step for that of all.
         must_fit: Whether a pipeline of which no cut fits is refused; otherwise it is planned as it is, too large.
         must_trace: Whether plans are of no use without activations; otherwise they say that these are missing.
     """
@@ -138,11 +139,17 @@ class Workload:
     must_fit: bool = True
     must_trace: bool = False
     finds_unused: bool = False
+    static_graph: bool = False
 
     @property
     def half_dtype(self) -> str:
         """Return the half precision of its devices; CPUs without bf16 multiply it in fp32."""
         return half_dtype(self.device) if self.cluster is None else self.cluster.device.half_dtype
+
+    @property
+    def follows_graph(self) -> bool:
+        """Return whether replicas are averaged by a DDP that follows the graph of what the model returns."""
+        return self.finds_unused or self.static_graph
 
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
         """Predict one strategy.
@@ -240,6 +247,7 @@ class Workload:
             limit_bytes=self.limit_bytes,
             notices=(*resolved.notices, *batch.notices, *traced.notices, *decided.notices, *fitted.notices),
             gaps=(*traced.gaps, *decided.gaps),
+            in_vain=traced.in_vain,
             cut=cut,
             steps=tuple(every) if cut is not None else (),
             micro_batch=conditions.samples,

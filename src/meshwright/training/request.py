@@ -229,6 +229,7 @@ class Request:
             copies_input=settings.device.type == "cpu" and self._copies_input(),
             limit_is_free=True,
             finds_unused=bool((self.ddp_options or {}).get("find_unused_parameters", self.find_unused_parameters)),
+            static_graph=bool((self.ddp_options or {}).get("static_graph")),
         )
 
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:

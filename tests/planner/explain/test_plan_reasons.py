@@ -3,12 +3,13 @@
 import dataclasses
 import re
 
-from meshwright.cost import fitted, make_cluster, seconds_of
+from meshwright.cost import find_cluster, fitted, make_cluster, seconds_of
 from meshwright.errors import readable_bytes
 from meshwright.planner import FamilyWorkload, parse_family
 from meshwright.planner.explain import links, mfu, per_gpu, price_per_billion_tokens, short, why
 from meshwright.planner.explain.plan_figures import every_step, plan_entry
 from meshwright.planner.explain.plan_reasons import too_large
+from meshwright.planner.model_shapes import Shape
 from meshwright.planner.plans import time_parts
 from meshwright.planner.search import Found
 from meshwright.strategy import Strategy
@@ -102,3 +103,12 @@ def test_a_link_is_called_after_the_tier_that_it_waits_for():
         assert ring.bound_inside is inside
         assert ("bound by the links inside" in str(ring)) is inside
         assert plan_entry(plan)["traffic"][links(plan).index(ring)]["bound_inside"] is inside
+
+
+def test_a_plan_that_logits_make_too_large_names_the_loss_without_them():
+    workload = FamilyWorkload(Shape("llama", 4, 512, 8, 2**17, 2**13), find_cluster("h100x4"), 16)
+    half = ("amp_native", "bf16")
+    for more, axes in (([], {"zero": 4}), (["tensor_parallel"], {"tensor": 2, "zero": 2})):
+        plan = workload.plan(Strategy([("parallel_mode", axes), "fsdp", half, *more]), 1)
+        tight = dataclasses.replace(plan, limit_bytes=plan.needed_bytes - 2**30)
+        assert ("module_replace(include=['fused_loss'])" in too_large(tight)) == (not more)

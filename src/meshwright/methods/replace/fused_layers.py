@@ -122,7 +122,7 @@ def replace_head(model: nn.Module, path: str | None, into: Replacement) -> None:
     Raises:
         ModelError: When there is no head, or several.
     """
-    found = _heads(model) if path is None else _named(model, path)
+    found = find_heads(model) if path is None else _named(model, path)
     if len(found) != 1:
         raise ModelError(
             "module_replace: the head whose logits the loss is to do without is not clear",
@@ -177,7 +177,7 @@ def _named(model: nn.Module, path: str) -> dict[str, nn.Linear]:
     return {path: module} if type(module) is nn.Linear else {}
 
 
-def _heads(model: nn.Module) -> dict[str, nn.Linear]:
+def find_heads(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the output embeddings of a transformers model; else all layers of the shape of an embedding."""
     getter: Any = getattr(model, "get_output_embeddings", None)
     asked = getter() if getter is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import field_validator
@@ -13,8 +13,15 @@ from meshwright.cost import Step
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.methods.gradient_averaging import broadcast_tensors
+from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.replace.attention_backends import replace_attention
-from meshwright.methods.replace.fused_layers import LIGER, replace_by_liger, replace_head, replace_rms_norms
+from meshwright.methods.replace.fused_layers import (
+    LIGER,
+    find_heads,
+    replace_by_liger,
+    replace_head,
+    replace_rms_norms,
+)
 from meshwright.methods.replace.grouped_experts import replace_experts
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.methods.replace.user_pairs import ATORCH_NAMES, BUILT_IN, registered_pairs, replace_pairs
@@ -32,8 +39,8 @@ class ModuleReplace(Method):
 
     method_name: ClassVar[str] = "module_replace"
     phase: ClassVar[Phase] = Phase.REPLACE
+    role: ClassVar[Role | None] = Role.LOSS
     replaces_modules: ClassVar[bool] = True
-    not_simulated: ClassVar[str] = "the kernels that it replaces are not simulated for a family"
     summary: ClassVar[str] = "exchanges modules for optimised ones: attention, norms, loss, and pairs of your own"
     effect: ClassVar[str] = "memory: no attention scores, with loss no logits. Time: fewer kernels. Communication: none"
     seed_name: ClassVar[str | None] = "ATorch: module_replace"
@@ -47,10 +54,11 @@ class ModuleReplace(Method):
         ),
         Conflict(
             other="pipeline_parallel",
-            reason="it hands the output of the model from function to function in its schedule",
-            fix="leave loss out of module_replace",
-            when=lambda own, other: own.fuses_loss,
+            reason="gradients of the head's weight are there before its schedule asks for them",
+            fix="leave loss out of module_replace, or take a schedule that does not split backward",
+            when=lambda own, other: own.fuses_loss and other.splits_backward,
             own_keys="loss=True",
+            other_keys="a schedule that splits backward",
         ),
         Conflict(
             other="compile",
@@ -102,6 +110,17 @@ class ModuleReplace(Method):
         """Return whether modules of a pair are to be replaced."""
         return (self.include is None or name in self.include) and name not in self.exclude
 
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try the loss without logits, where it is clear which layer is the head; all else changes users' modules."""
+        has_head = scope.model is None or len(find_heads(scope.model)) == 1
+        return (cls.parse(["fused_loss"]),) if has_head and not scope.follows_graph else ()
+
+    @property
+    def surcharge(self) -> float:
+        """Ask little for a loss without logits: other operations on logits compute them after all."""
+        return 0.005 if self.fuses_loss else 0.0
+
     def replacement(
         self, model: nn.Module, strategy: Strategy, axes: Mapping[str, int], device: torch.device
     ) -> Replacement:
@@ -134,9 +153,15 @@ class ModuleReplace(Method):
 
     @property
     def fuses_loss(self) -> bool:
-        """Return whether cross entropies are computed without logits."""
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
         asked = bool(self.loss) or (self.include is not None and "fused_loss" in self.include)
         return asked and "fused_loss" not in self.exclude
+
+    @property
+    def not_simulated(self) -> str:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        is_loss_alone = self.include is not None and set(self.include) <= {"fused_loss"}
+        return "" if is_loss_alone else "the kernels that it replaces beside the loss are not simulated for a family"
 
     def _check_names(self) -> None:
         known = (*BUILT_IN, *registered_pairs())

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.cost import Cluster
+from meshwright.cost import Cluster, moments
 from meshwright.errors import MeshwrightError, readable_bytes
-from meshwright.methods import SAMPLED, Method, Role, SearchScope, find_method, mesh_method
-from meshwright.methods.composition import known_methods
+from meshwright.methods import SAMPLED, Method, Role, SearchScope, find_method, mesh_method, methods_for
+from meshwright.methods.composition import conflicts_of, known_methods
 from meshwright.planner.explain.intervals import step_interval
 from meshwright.planner.explain.plan_figures import (
     MOMENTS,
@@ -197,7 +197,22 @@ def too_large(plan: Plan) -> str:
         return f"needs more host memory than there is: {plan.host_text()}"
     over = plan.needed_bytes - (plan.limit_bytes or 0)
     when = f" {MOMENTS[plan.forecast.peak.moment]}" if plan.forecast is not None else ""
-    return f"needs {readable_bytes(plan.needed_bytes)}{when}, {readable_bytes(over)} too much: {_largest_classes(plan)}"
+    text = f"needs {readable_bytes(plan.needed_bytes)}{when}, {readable_bytes(over)} too much: {_largest_classes(plan)}"
+    return text + _other_loss(plan)
+
+
+def _other_loss(plan: Plan) -> str:
+    """Name the method that would do without the logits of a plan that does not fit for them; empty where none would."""
+    methods = [each for each in plan.strategy.methods if isinstance(each, Method)]
+    if plan.forecast is None or plan.forecast.peak.moment != "loss" or any(each.fuses_loss for each in methods):
+        return ""
+    held, sizes = moments(plan.step), dict(plan.step.axes)
+    behind = (held["loss"].activations or 0) - (held["recomputation"].activations or 0)
+    if behind < plan.needed_bytes - (plan.limit_bytes or 0):
+        return ""
+    offered = (each for method in methods_for(Role.LOSS) for each in method.search_options(SearchScope()))
+    helps = [str(each) for each in offered if next(conflicts_of([*methods, each], sizes), None) is None]
+    return f"; {readable_bytes(behind)} of it is of the loss: try it without logits, {helps[0]}" if helps else ""
 
 
 def against(plan: Plan, best: Plan) -> str:

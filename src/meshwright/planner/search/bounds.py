@@ -12,12 +12,12 @@ from meshwright.cost.device_time import Machine, Network
 from meshwright.cost.scheduling import StageTimes, pipeline_s, settled_after
 from meshwright.cost.step_time import rank_of
 from meshwright.errors import MeshwrightError
-from meshwright.methods import cost_of, mesh_method
+from meshwright.methods import Role, cost_of, mesh_method
 from meshwright.methods.base import SHARD_AXES
 from meshwright.methods.composition import shard_axis_of
 from meshwright.planner.plans import Subject
 from meshwright.planner.search.probing import Probe, SavedBytes, State, bare_blocks, probe_of, probing, saved_by, scaled
-from meshwright.planner.search.search_space import Branch, Choice, Mesh, Space, shards_alone
+from meshwright.planner.search.search_space import Branch, Choice, Mesh, Space, role_of, shards_alone
 from meshwright.runtime import TOKEN_AXES
 from meshwright.strategy import Strategy
 
@@ -157,8 +157,19 @@ class Bounds:
         Raises:
             MeshwrightError: When the subject refuses these axes.
         """
+        found, refused = list[float](), list[MeshwrightError]()
+        for loss in space.loss:
+            try:
+                found.append(self._with_loss_s(mesh, samples, space, loss, probed=probed))
+            except MeshwrightError as error:
+                refused.append(error)
+        if refused and not found:
+            raise refused[0]
+        return min(found)
+
+    def _with_loss_s(self, mesh: Mesh, samples: int, space: Space, loss: Choice, *, probed: bool) -> float:
         quickest = functools.partial(
-            probing, space.precision[0], space.recompute[0], (*space.offload[0], *space.extra)
+            probing, space.precision[0], space.recompute[0], (*space.offload[0], *loss, *space.extra)
         )  # fmt: skip
         if any(space.sharding) and (mesh.ranks > 1 or shards_alone(mesh, space)):
             try:
@@ -274,7 +285,8 @@ class Bounds:
             shared = TOKEN_AXES if branch.sharding else ()
             axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica", *shared))
             axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
-            key = axes, branch.sharding, branch.precision, branch.rest, branch.mesh.pipeline > 1
+            rest = tuple(method for method in branch.rest if role_of(method) is not Role.LOSS)
+            key = axes, branch.sharding, branch.precision, rest, branch.mesh.pipeline > 1
             if key not in self._states:
                 self._states[key] = self._state(branch, axes)
             self._state_of[branch] = self._states[key]

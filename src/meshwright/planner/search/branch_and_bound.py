@@ -152,7 +152,8 @@ class Engine:
         if self.bounds is None or self.objective == "memory":
             return 0.0, int(probed), item
         samples = self._samples(mesh)
-        seconds = self.bounds.mesh_s(mesh, samples, self.candidates.space, probed=probed)
+        space = self.candidates.space.replace(loss=self.candidates.losses(mesh))
+        seconds = self.bounds.mesh_s(mesh, samples, space, probed=probed)
         return self._per_sample(seconds, mesh, samples), int(probed), item
 
     def _bound_mesh(self, mesh: Mesh, *, probed: bool) -> None:
@@ -302,7 +303,9 @@ class Engine:
         except MeshwrightError as error:
             self.candidates.refuse(error.what, branch.strategy())
             return
-        if self.limited and not plan.fits:
+        if plan.in_vain and self.candidates.space.loss != ((),):  # otherwise it is as a caller asked
+            self.candidates.refuse(plan.in_vain, branch.strategy())
+        elif self.limited and not plan.fits:
             self._note_too_large(branch, micro_batch)
             self.state.add_too_large(plan)
         else:

@@ -105,6 +105,7 @@ def constrained(space: Space, excluded: Sequence[str], included: Included, world
         "precision": space.precision,
         "recomputation": space.recompute,
         "offloading": space.offload,
+        "loss": space.loss,
         **space.sizes,
     }
     empty = [kind for kind, options in kinds.items() if not options]
@@ -134,6 +135,8 @@ def _including(space: Space, method: MethodConfig, world: int, node: int) -> Spa
         return space.replace(offload=_with_callers_keys(options, method))
     if role is Role.PRECISION:
         return space
+    if role is Role.LOSS:
+        space = space.replace(loss=((),))  # it is as the caller says
     space = _with_micro_batches(space, method)
     return space.replace(extra=(*space.extra, method))
 
@@ -199,6 +202,7 @@ def _excluding(space: Space, name: str) -> Space:
         precision=without(space.precision) or ((),),
         recompute=_or_nothing(without(space.recompute), space.recompute),
         offload=_or_nothing(without(space.offload), space.offload),
+        loss=without(space.loss),
     )
 
 

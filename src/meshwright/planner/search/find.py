@@ -31,6 +31,7 @@ from meshwright.planner.search.search_state import (
     check_objective,
     divided_next,
     rank_of_plan,
+    with_other_loss,
 )
 from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit, out_of_time
 from meshwright.runtime.lazy import paused_collection
@@ -45,7 +46,7 @@ _MOMENTS = {
 }
 _REMEDIES = {
     "activations": "shorter samples",
-    "logits": "shorter samples, or a loss that makes no logits (module_replace with loss=True, predicted for modules)",
+    "logits": "shorter samples, or a loss that makes no logits (module_replace with loss=True)",
     "recomputation": "shorter samples",
     "gathered": "smaller blocks",
     "optimizer": "an optimizer with less state",
@@ -449,6 +450,7 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
         sizes={axis: sizes for axis, sizes in space.sizes.items() if axis not in ("pipeline", *_DIVIDE_TOKENS)},
         axis_methods={**space.axis_methods, "tensor": on_axis("tensor", _SLOW)[:1]},
         inner_axes=1,
+        loss=((),),
     )
     asked = options.get("excluded", ()), options.get("included", ())
     follow_ups = (*divided_next(small, subject, *asked), *_follow_ups(small, space, *asked))
@@ -472,6 +474,7 @@ def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: S
     may_divide = tensor is not None or _is_allowed("tensor", excluded, included)
     if sizes and may_divide and not is_decided and (not mesh or mesh.get("tensor", 1) > 1):
         yield FollowUp(_on(small, "tensor", sizes, between), "divided")
+    yield from with_other_loss(small, whole, (*excluded, *required.names))
     yield FollowUp(whole.replace(axis_methods={**whole.axis_methods, "pipeline": pipelines}), "nothing")
 
 

@@ -271,6 +271,8 @@ def saved_by(plan: Plan) -> SavedBytes:
     behind = min(known.outside_bytes, saved) if known is not None else 0
     # Without taken_bytes, memory is a sum of classes, and none of them has what only the loss's backward makes.
     loss = known.loss_bytes if known is not None and plan.taken_bytes is not None else 0
+    # The rows of which a loss has the logits at once do not grow evenly with the samples: bounds go without them.
+    loss = 0 if any(isinstance(each, Method) and each.fuses_loss for each in plan.strategy.methods) else loss
     return SavedBytes(saved - behind, behind, loss)
 
 

@@ -14,7 +14,7 @@ from meshwright.cost import Cluster
 from meshwright.errors import StrategyError
 from meshwright.methods import Method, Role, SearchScope, in_phase_order, mesh_method, method_of_axes, methods_for
 from meshwright.methods.base import INNER_AXES
-from meshwright.methods.composition import check_rules, shard_axis_of
+from meshwright.methods.composition import check_rules, conflicts_of, shard_axis_of
 from meshwright.planner.plans import Subject
 from meshwright.planner.search.choice import Family, family_of, methods_surcharge
 from meshwright.strategy import MethodConfig, Strategy
@@ -44,6 +44,7 @@ class Space:
         half_dtype: Half precision of the devices.
         recompute: Methods that recompute activations, the least first.
         offload: Methods that offload, the least first.
+        loss: Methods that change how the loss is computed; those that others exclude on a mesh are not tried there.
         extra: Methods that every candidate has.
         micro_batches: Numbers of micro-batches; None: all that divide a replica's samples.
     """
@@ -57,6 +58,7 @@ class Space:
     half_dtype: str = "bf16"
     recompute: tuple[Choice, ...] = ((),)
     offload: tuple[Choice, ...] = ((),)
+    loss: tuple[Choice, ...] = ((),)
     extra: Choice = ()
     micro_batches: tuple[int | None, ...] | None = None
 
@@ -81,7 +83,12 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
     cluster: Cluster | None = getattr(subject, "cluster", None)
     world, node = subject.world, cluster.devices_per_node if cluster is not None else subject.world
     has_half = lower_precision and cluster is not None and not cluster.device.is_host
-    scope = SearchScope(world, cluster.device.half_dtype if has_half and cluster is not None else None)
+    scope = SearchScope(
+        world,
+        cluster.device.half_dtype if has_half and cluster is not None else None,
+        model=getattr(subject, "model", None),
+        follows_graph=getattr(subject, "follows_graph", False),
+    )
     working = {axis: _of_axis(axis) for axis in (*INNER_AXES, "pipeline", "replica")}
     sizes = {axis: method.axis_sizes(divisors_of(world), node) for axis, method in working.items()}
     return Space(
@@ -91,6 +98,7 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
         precision=searched(Role.PRECISION, scope) or ((),),
         half_dtype=subject.half_dtype,
         recompute=((), *searched(Role.RECOMPUTATION, scope)),
+        loss=((), *searched(Role.LOSS, scope)),
     )
 
 
@@ -231,6 +239,7 @@ class Candidates:
     def __init__(self, space: Space, world: int, node: int, batch_size: int | None) -> None:
         self.space, self.world, self.node, self.batch_size = space, world, node, batch_size
         self.refused: Refusals = {}
+        self._together: dict[tuple[int, ...], bool] = {}
         self._lawful: dict[tuple[tuple[int, ...], frozenset[str]], bool] = {}
 
     def refuse(self, reason: str, strategy: Strategy | str) -> None:
@@ -253,7 +262,31 @@ class Candidates:
             inner = tuple((axis, sizes[axis]) for axis in INNER_AXES if sizes.get(axis, 1) > 1)
             for methods in itertools.product(*(self.space.axis_methods[axis] for axis, _ in inner)):
                 chosen = tuple(itertools.chain.from_iterable(methods))
-                yield Mesh(inner, ranks, sizes.get("pipeline", 1), sizes.get("replica", 1), chosen)
+                mesh = Mesh(inner, ranks, sizes.get("pipeline", 1), sizes.get("replica", 1), chosen)
+                if self.losses(mesh):
+                    yield mesh
+
+    def losses(self, mesh: Mesh) -> tuple[Choice, ...]:
+        """Return the options of the loss that go together with the methods of a mesh."""
+        if self.space.loss == ((),):
+            return self.space.loss
+        return tuple(
+            option
+            for option in self.space.loss
+            if any(self._goes_with(mesh, schedule, option) for schedule in self._schedules(mesh))
+        )
+
+    def _goes_with(self, mesh: Mesh, schedule: PipelineParallel | None, loss: Choice) -> bool:
+        """Return whether an option of the loss goes together with a mesh; where not, that is no news to a user."""
+        if not loss:
+            return True
+        others = (*mesh.inner_methods, *(() if schedule is None else (schedule,)), *self.space.extra)
+        key = tuple(map(id, (*loss, *others)))  # the space keeps them
+        if key not in self._together:
+            sizes = {**dict(mesh.inner), "pipeline": mesh.pipeline}
+            methods = [each for each in (*others, *loss) if isinstance(each, Method)]
+            self._together[key] = next(conflicts_of(methods, sizes), None) is None
+        return self._together[key]
 
     def _divides(self, samples: int, replicas: int) -> bool:
         """Return whether replicas share a batch equally in one of the space's numbers of micro-batches."""
@@ -279,14 +312,16 @@ class Candidates:
         for sharding, axes in self._sharded(mesh):
             sizes = dict(axes)
             divided = frozenset(axis for axis, size in axes if size > 1)
-            for precision, recompute, schedule in itertools.product(
-                space.precision, space.recompute, self._schedules(mesh)
+            for precision, recompute, schedule, loss in itertools.product(
+                space.precision, space.recompute, self._schedules(mesh), space.loss
             ):
-                rest = (*outer, *space.extra)
+                if not self._goes_with(mesh, schedule, loss):
+                    continue
+                rest = (*outer, *loss, *space.extra)
                 if is_worth and not is_worth(Branch(mesh, axes, sharding, precision, recompute, rest, schedule)):
                     continue
                 for offload in space.offload:
-                    rest = (*outer, *offload, *space.extra)
+                    rest = (*outer, *loss, *offload, *space.extra)
                     branch = Branch(mesh, axes, sharding, precision, recompute, rest, schedule)
                     if self._allowed(branch, sizes, divided):
                         yield branch

@@ -16,6 +16,7 @@ from meshwright.methods.base import INNER_AXES
 from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search.choice import Family, family_of, surcharge
 from meshwright.planner.search.search_space import Space, divisors_of
+from meshwright.strategy import MethodConfig
 from meshwright.strategy.value import METHOD_CONFIGS
 
 Objective = Literal["tokens_per_s", "price", "memory"]
@@ -241,15 +242,18 @@ class FollowUp:
 
     Args:
         space: What is tried there.
-        where: ``always``; where the best so far divides its layers or has to offload (``divided``); or where nothing
-            has fitted yet (``nothing``). What is not always tried comes after offloading.
+        where: ``always``; where the best so far divides its layers or has to offload (``divided``); where it leaves the
+            loss as it is (``loss``); or where nothing has fitted yet (``nothing``). What is not always tried comes
+            after offloading.
     """
 
     space: Space
-    where: Literal["always", "divided", "nothing"] = "always"
+    where: Literal["always", "divided", "loss", "nothing"] = "always"
 
     def is_worth(self, state: SearchState) -> bool:
         """Return whether to search here, too, after the passes that offload."""
+        if self.where == "loss":
+            return state.best is None or not any(map(self._changes_loss, state.best.strategy.methods))
         if self.where == "nothing" or state.best is None:
             return self.where == "nothing" and state.best is None
         is_divided = find_method(
@@ -257,16 +261,35 @@ class FollowUp:
         )
         return self.where == "divided" and is_divided is not None
 
+    def _changes_loss(self, method: MethodConfig) -> bool:
+        return isinstance(method, Method) and method.fuses_loss
+
     def space_after(self, state: SearchState) -> Space:
         """Return the space to try, given the best so far.
 
         Where that divides layers, only the same tensor axis is tried. A real module is proved anew for every size,
-        which takes seconds, and the size that divides layers best is also the best for the tokens between them.
+        which takes seconds, and the size that divides layers best is also the best for the tokens between them. Another
+        loss takes traces of its own, which differ between parameters that are sharded and others.
         """
+        if self.where == "loss" and state.best is not None and state.best.step.shard_axis is not None:
+            return self.space.replace(sharding=tuple(filter(None, self.space.sharding)) or self.space.sharding)
         if self.where != "divided" or state.best is None:
             return self.space
         size = dict(state.best.step.axes).get("tensor", 1)
         return self.space if size == 1 else self.space.replace(sizes={**self.space.sizes, "tensor": (size,)})
+
+
+def with_other_loss(small: Space, whole: Space, decided: Collection[str]) -> tuple[FollowUp, ...]:
+    """Return the space that changes how a traced model's loss is computed, which takes traces of its own.
+
+    Args:
+        small: The space in which layers and samples are divided.
+        whole: All that may be tried.
+        decided: Methods that a caller has decided on, by name.
+    """
+    options = tuple(each for each in whole.loss if each and not any(m.method_name in decided for m in each))
+    sizes = {axis: every for axis, every in small.sizes.items() if axis != "tensor"}
+    return (FollowUp(small.replace(sizes=sizes, loss=options), "loss"),) if options else ()
 
 
 def divided_next(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -20,6 +20,7 @@ from torch import nn
 
 from meshwright.cost import FP8
 from meshwright.errors import NOTE, MeshwrightError, ModelError
+from meshwright.loss.lazy_logits import LazyLogits
 from meshwright.methods.base import torch_dtype
 from meshwright.nn import widened
 from meshwright.planner.trace.aten_kernels import stands_in
@@ -210,6 +211,7 @@ class Traced(NamedTuple):
     gaps: tuple[str, ...]  # what could not be predicted, and why
     ops: ModelOps | None = None  # None: not known
     idle: tuple[str, ...] = ()  # parameters that should train and get no gradient, as far as they were seen
+    logits_for: tuple[str, ...] = ()  # functions that take logits with which the loss could have done without
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -217,10 +219,17 @@ class Traced(NamedTuple):
 
         A parameter without a gradient may get one in another micro-batch, so it is counted.
         """
-        if not self.idle:
-            return ()
-        named = ", ".join(self.idle[:3]) + (" and others" if len(self.idle) > 3 else "")
-        return (f"no gradient comes to {named}; theirs, and their optimizer state, are counted all the same",)
+        found = []
+        if self.idle:
+            named = ", ".join(self.idle[:3]) + (" and others" if len(self.idle) > 3 else "")
+            found.append(f"no gradient comes to {named}; theirs, and their optimizer state, are counted all the same")
+        return tuple(found + [self.in_vain] * bool(self.in_vain))
+
+    @property
+    def in_vain(self) -> str:
+        """Return why a loss that could do without logits does not; empty where it does, or needs them anyway."""
+        named = ", ".join(self.logits_for[:3])
+        return f"the loss does not do without logits: they are computed for {named}, and counted" if named else ""
 
     @property
     def fp8_flops(self) -> int:
@@ -327,11 +336,12 @@ class Tracer:
             copies_output=now.copies_output,
         )
         assumed = stands_in(self._model, self._device)
-        with now.fp8.running() if now.fp8 is not None else self._widened(now):
+        with _logits_computed() as computed, now.fp8.running() if now.fp8 is not None else self._widened(now):
             found = self._predict(one, now)
         idle = found.idle if now.split is None and now.fp8 is None else ()  # what is divided may run on other ranks
         gaps = (assumed,) if assumed else ()
-        return Traced(found.activations, found.flops, found.boundaries, gaps, found.ops, idle)
+        logits_for = () if now.split is not None and now.split.dims else tuple(dict.fromkeys(computed))
+        return Traced(found.activations, found.flops, found.boundaries, gaps, found.ops, idle, logits_for)
 
     def _widened(self, now: Conditions) -> contextlib.AbstractContextManager[None]:
         if not now.widened or self._device is None:
@@ -382,6 +392,17 @@ class Tracer:
 def _replaces_layers(now: Conditions) -> bool:
     """Return whether something stands in for layers that cannot run without data: the experts of an axis."""
     return hasattr(now.split, "stands_in")
+
+
+@contextlib.contextmanager
+def _logits_computed() -> Iterator[list[str]]:
+    """Collect the names of functions for which logits are computed that a loss could do without."""
+    found = list[str]()
+    before, LazyLogits.computed_for = LazyLogits.computed_for, found
+    try:
+        yield found
+    finally:
+        LazyLogits.computed_for = before
 
 
 def _untraced(reason: str) -> Traced:
