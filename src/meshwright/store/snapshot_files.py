@@ -98,7 +98,7 @@ def _address_of(tensor: torch.Tensor) -> object:
 
 
 class Parts:
-    """What a rank has of the tensors of a state.
+    """The parts of a state's tensors that a rank has.
 
     Args:
         live: By stored name.

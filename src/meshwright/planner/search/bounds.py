@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -132,8 +133,8 @@ class Bounds:
     def _of_state(self, branch: Branch) -> Probe:
         """Return a probe with the parameters of a branch: its own, or one that is known already, with them sharded."""
         if not branch.sharding and not self.is_undivided_known(branch):
-            for recompute in (branch.recompute, ()):
-                made = self._made(probing(branch.precision, recompute, branch.rest, sharded=True))
+            for recompute, rest in itertools.product((branch.recompute, ()), (branch.rest, _but_for_loss(branch))):
+                made = self._made(probing(branch.precision, recompute, rest, sharded=True))
                 if made is not None:
                     return made
         return self.undivided(branch)
@@ -285,8 +286,7 @@ class Bounds:
             shared = TOKEN_AXES if branch.sharding else ()
             axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica", *shared))
             axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
-            rest = tuple(method for method in branch.rest if role_of(method) is not Role.LOSS)
-            key = axes, branch.sharding, branch.precision, rest, branch.mesh.pipeline > 1
+            key = axes, branch.sharding, branch.precision, _but_for_loss(branch), branch.mesh.pipeline > 1
             if key not in self._states:
                 self._states[key] = self._state(branch, axes)
             self._state_of[branch] = self._states[key]
@@ -324,6 +324,10 @@ class Bounds:
         if key not in self._blocks:
             self._blocks[key] = bare_blocks(probe.step, merged=merged)
         return self._blocks[key]
+
+
+def _but_for_loss(branch: Branch) -> Choice:
+    return tuple(method for method in branch.rest if role_of(method) is not Role.LOSS)
 
 
 def _probing(branch: Branch) -> Choice:

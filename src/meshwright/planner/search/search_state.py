@@ -301,7 +301,7 @@ def divided_next(
 
     Args:
         space: The space that is searched before.
-        subject: A plain module, or one of which that is not known.
+        subject: What plans are made for; nothing is added if it is no module on a cluster.
         excluded: Methods that must not be used.
         included: What every candidate has; if anything, nothing is added.
     """
