@@ -85,6 +85,27 @@ def test_the_fastest_of_the_cuts_that_fit(ranks):
     assert none > 2  # the limit matters in some
 
 
+def test_a_rank_that_holds_too_much_hands_blocks_to_stages_beside_its_own():
+    """GPT-3 in 24 stages: the first rank has the embedding, too, and two stages take five blocks anyway."""
+    ranks, costs = tuple(range(8)) * 3, [1.0] * 95 + [4.0]
+
+    def need(rank, ranges):
+        return sum(end - first for first, end in ranges) + (3 if rank == 0 else 0)
+
+    balancer = Balancer(costs, ranks, need)
+    even = balanced_bounds(costs, 24)
+    assert max(need for _, need in balancer.needs(even)) == 15
+    found = balancer.relieved(even, 14)
+    assert max(need for _, need in balancer.needs(found)) == 14
+    takes = [sum(costs[first:end]) for first, end in itertools.pairwise(found)]
+    assert max(takes) == max(sum(costs[first:end]) for first, end in itertools.pairwise(even))
+    assert (
+        sum(size**2 for size in takes) - sum(sum(costs[first:end]) ** 2 for first, end in itertools.pairwise(even)) <= 2
+    )
+    assert balancer.relieved(even, 15) == even
+    assert balancer.relieved(even, 12) is None  # 96 blocks on eight ranks
+
+
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 4)])
 def test_schedules_keep_and_wait_as_their_papers_say(ranks, count):
     bubble = (ranks - 1) / (count + ranks - 1)  # Huang et al. 2019; Narayanan et al. 2019 has the same

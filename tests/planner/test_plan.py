@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.cost import find_cluster, make_cluster
+from meshwright.cost import find_cluster, make_cluster, memory
 from meshwright.planner import PlanRequest, Workload, choose, fitting
 from meshwright.planner.plan_request import named_model
 from meshwright.runtime import COMMUNICATOR_BYTES
@@ -281,6 +281,24 @@ def test_communicators_take_their_part_of_what_is_free():
         assert here.needed_bytes - there.needed_bytes == number * COMMUNICATOR_BYTES
         tight = dataclasses.replace(here, limit_bytes=there.needed_bytes)
         assert tight.fits == (number == 0)
+
+
+def test_a_pipeline_is_cut_so_that_the_gaps_of_an_allocator_fit_too():
+    cluster = make_cluster("H100", 8)
+    model = named_model("llama:layers=22,hidden=1024,heads=16,ffn=2816,vocab=32000,seq=1024", None, cluster)
+    asked = ("pipeline_parallel", {"schedule": "interleaved", "num_stages_per_rank": 3})
+    strategy = [("parallel_mode", {"data": 2, "pipeline": 4}), asked, ("amp_native", "bf16")]
+
+    def planned(memory_limit):
+        request = PlanRequest(model, cluster, 32, strategy=strategy, num_micro_batches=16, memory_limit=memory_limit)
+        return request.found().plans[0]
+
+    even = planned("60 GiB")
+    tensors = max(memory(step).total for step in even.steps)
+    found = planned((tensors + even.needed_bytes) // 2)
+    assert found.fits
+    assert found.cut.bounds != even.cut.bounds
+    assert any("as memory allows" in notice for notice in found.notices)
 
 
 def test_a_memory_limit_is_no_more_than_a_device_has():

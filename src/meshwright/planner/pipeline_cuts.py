@@ -251,7 +251,9 @@ def decide_cut(
     bounds = by_hand.bounds if by_hand is not None else balanced_bounds(costs, balancer.num_stages)
     limit = method.memory_limit or device_limit
     if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
-        found = balancer.fastest(limit) if by_hand is None else None
+        found = None
+        if by_hand is None:
+            found = balancer.relieved(bounds, limit) or balancer.fastest(limit)
         if found is None and not must_fit and method.memory_limit is None:
             return Decision(method.cut(model, pipeline.ranks, known, balancer.smallest()), gaps, notices)
         if found is None:

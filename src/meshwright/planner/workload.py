@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import FP8, Block, Calibration, Cluster, Step, memory
 from meshwright.cost.peak_memory import averages_in_buckets
-from meshwright.errors import ConfigError, ModelError
+from meshwright.errors import ConfigError, ModelError, StrategyError
 from meshwright.methods import (
     SAMPLED,
     Method,
@@ -227,8 +227,34 @@ class Workload:
             activations=_with_inputs(traced.activations, pipeline, batch),
             smaller=self._smaller(pipeline, batch, conditions),
         )
+        on_limit = functools.partial(self._on_limit, resolved, batch, pipeline, conditions, traced, step)
+        plan = on_limit(self.limit_bytes)
+        # A cut is chosen by the sum of what tensors take, without the gaps that an allocator leaves.
+        needed, summed = plan.needed_bytes, max((memory(each).total for each in plan.steps), default=0)
+        limit = plan.limit_bytes
+        if pipeline is None or pipeline.method.split is not None or limit is None or not summed <= limit < needed:
+            return plan
+        try:
+            other = on_limit(limit - (needed - summed))
+        except StrategyError:  # no cut fits
+            return plan
+        return other if other.fits_device else plan
+
+    def _on_limit(
+        self,
+        resolved: Resolved,
+        batch: StepCut,
+        pipeline: Pipeline | None,
+        conditions: Conditions,
+        traced: Traced,
+        step: Step,
+        limit_bytes: int | None,
+    ) -> Plan:
+        """Predict a traced step, with a pipeline cut so that the tensors of each rank fit into a limit."""
         # Describe parameters and states for each rank of a pipeline; they share the trace.
-        decided = Decision() if pipeline is None else self._decide_cut(pipeline, step, resolved, conditions)
+        decided = Decision()
+        if pipeline is not None:
+            decided = self._decide_cut(pipeline, step, resolved, conditions, limit_bytes)
         cut, described = decided.cut, self._described(conditions, decided.cut)
         step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
         in_half = conditions.param_dtype is not None
@@ -306,11 +332,13 @@ class Workload:
             updates_elements=self._probe.updates_elements,
         )
 
-    def _decide_cut(self, pipeline: Pipeline, step: Step, resolved: Resolved, conditions: Conditions) -> Decision:
+    def _decide_cut(
+        self, pipeline: Pipeline, step: Step, resolved: Resolved, conditions: Conditions, limit_bytes: int | None
+    ) -> Decision:
         def describe(cut: Cut) -> tuple[Block, ...]:
             return group_blocks(self._described(conditions, cut), cut)
 
-        limit = self.limit_bytes if self.device.type == "cuda" else None
+        limit = limit_bytes if self.device.type == "cuda" else None
         flow = self._flow(pipeline, conditions.split)
         return decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit, must_fit=self.must_fit)
 

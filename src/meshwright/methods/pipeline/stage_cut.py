@@ -267,6 +267,37 @@ class Balancer:
             best, low, high = (found, low, middle) if found is not None else (best, middle + 1, high)
         return best
 
+    def relieved(self, bounds: tuple[int, ...], limit_bytes: int) -> tuple[int, ...] | None:
+        """Take blocks from ranks that hold too much to stages beside theirs; None where these have no time or room.
+
+        The slowest stage takes no longer than before, and stages stay as even as they can.
+        """
+        most = max(self._takes(bounds))
+        while excess := self._excess(bounds, limit_bytes):
+            moved = [each for each in self._lighter(bounds, limit_bytes) if max(self._takes(each)) <= most]
+            squares = {each: sum(takes**2 for takes in self._takes(each)) for each in moved}
+            best = min(moved, key=lambda each: (self._excess(each, limit_bytes), squares[each]), default=bounds)
+            if self._excess(best, limit_bytes) >= excess:
+                return None
+            bounds = best
+        return bounds
+
+    def _lighter(self, bounds: tuple[int, ...], limit_bytes: int) -> Iterator[tuple[int, ...]]:
+        """Yield cuts with the first or the last block of one stage, whose rank holds too much, in the stage beside."""
+        full = {rank for rank, size in self.needs(bounds) if size > limit_bytes}
+        for stage, (first, end) in enumerate(itertools.pairwise(bounds)):
+            if self.ranks[stage] in full and end - first > 1:
+                if stage > 0:
+                    yield (*bounds[:stage], first + 1, *bounds[stage + 1 :])
+                if stage + 1 < self.num_stages:
+                    yield (*bounds[: stage + 1], end - 1, *bounds[stage + 2 :])
+
+    def _takes(self, bounds: Sequence[int]) -> list[float]:
+        return [self._sums[end] - self._sums[first] for first, end in itertools.pairwise(bounds)]
+
+    def _excess(self, bounds: Sequence[int], limit_bytes: int) -> int:
+        return sum(max(size - limit_bytes, 0) for _, size in self.needs(bounds))
+
     def smallest(self) -> tuple[int, ...]:
         """Return the bounds of the cut with the lowest peak memory over ranks, within 0.1 %."""
         best = (*range(self.num_stages), len(self._costs))
