@@ -394,7 +394,7 @@ def sent_and_kept(cases):
 
 
 def alive_messages(schedules, micro):
-    """For every schedule, of hidden states and of gradients sent in one step: all, and the most in memory at once."""
+    """Count hidden states and gradients sent in a step of every schedule: all, and the most in memory at once."""
     every = []
     for schedule in schedules:
         result = accelerated("plain", [TWO, ("pipeline_parallel", {"schedule": schedule})], micro=micro)

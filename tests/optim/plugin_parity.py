@@ -62,7 +62,7 @@ def on_one_device(build, steps, gradient=gradient):
 
 
 def largest_by_rounding(build, steps=STEPS, draws=5):
-    """What gradients that differ in their last bit make of a run on one device: the largest difference, as of a plugin.
+    """Return the largest difference that gradients which differ in their last bit make of a run on one device.
 
     A split sum differs so. Where singular values are near each other, their vectors differ by far more.
     """

@@ -166,7 +166,7 @@ OF_EXPERTS = {
     "name", [pytest.param(name, marks=[] if name in ("fsdp", "zbv") else pytest.mark.long) for name in OF_EXPERTS]
 )
 def test_formulas_say_what_traces_of_experts_do(name):
-    """What experts move, save and hold, how pipelines of them are cut, and what stages keep of messages."""
+    """Compare what experts move, save and hold, how pipelines of them are cut, and what stages keep of messages."""
     model = named_model(EXPERTS, None, CLUSTER)
     found = []
     for each in (model, FamilyModel(model.name, model.shape)):

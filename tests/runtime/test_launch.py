@@ -1,4 +1,4 @@
-"""What is refused before a process is started, and what the process is like that forks the others."""
+"""Processes: which are refused before they start, and what the one is like that forks the others."""
 
 import subprocess
 import sys

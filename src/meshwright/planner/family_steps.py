@@ -220,15 +220,7 @@ def family_step(
     ring = sizes.get("context", 1)
     run = dataclasses.replace(run, tensor=tensor, sequence=sizes.get("sequence", 1) * ring, ring=ring)
     inside_ops, behind_ops = block_ops(shape, run), outside_ops(shape, run, pipeline)
-    ending = run.impl.balances_head
-    if ending != "work":
-        counts = _stage_sizes(shape, len(ranks), ending)
-    elif not run.stacked:
-        counts = _stage_sizes(shape, len(ranks), "")
-    else:
-        head = sum(3 * op.flops for op in behind_ops)
-        of_block = sum(round((3 + run.again) * op.flops) for op in inside_ops)
-        counts = _by_work(shape.layers, len(ranks), of_block, head)
+    counts = _stage_counts(shape, run, len(ranks), inside_ops, behind_ops)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, inside_ops)
@@ -256,6 +248,20 @@ def family_step(
         )
         for rank in range(pipeline)
     ]
+
+
+def _stage_counts(
+    shape: Shape, run: FamilyRun, stages: int, inside_ops: Sequence[Op], behind_ops: Sequence[Op]
+) -> tuple[int, ...]:
+    """Return the number of blocks of every stage, as the implementation cuts a pipeline."""
+    ending = run.impl.balances_head
+    if ending != "work":
+        return tuple(_stage_sizes(shape, stages, ending))
+    if not run.stacked:
+        return tuple(_stage_sizes(shape, stages, ""))
+    head = sum(3 * op.flops for op in behind_ops)
+    of_block = sum(round((3 + run.again) * op.flops) for op in inside_ops)
+    return _by_work(shape.layers, stages, of_block, head)
 
 
 @functools.lru_cache(maxsize=1024)
