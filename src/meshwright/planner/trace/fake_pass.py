@@ -40,8 +40,9 @@ from meshwright.planner.trace.op_recording import (
     summarise,
 )
 from meshwright.planner.trace.repeated_blocks import (
+    Copies,
+    Indices,
     NotRepeatedError,
-    Places,
     Repeated,
     continued,
     continued_boundaries,
@@ -230,38 +231,37 @@ class Pass:
         return self._predicted(self._record())
 
     def predict_repeated(self, repeated: Repeated, *, check: bool) -> Predicted:
-        """Run a few blocks of a list, and extend their recording to all of them. See [Note: repeated blocks].
+        """Run a few of the model's blocks, and extend their recording to all. See [Note: repeated blocks].
 
         Args:
-            repeated: The list.
-            check: Whether to compare with a run of one block more.
+            repeated: The blocks.
+            check: Whether to compare with a run of more blocks.
 
         Raises:
             NotRepeatedError: When blocks turn out to differ in what they save or compute.
             Exception: Whatever the model raises when it runs without data, or with fewer blocks.
         """
-        with repeated.cut():
+        with repeated.cut(repeated.few):
             few = self._record()
         if check:
-            one_more = len(repeated.kept()) + 1
-            with repeated.cut(one_more):
-                predicted = self._continued(few, repeated, repeated.kept(one_more))
+            with repeated.cut(repeated.more):
+                predicted = self._continued(few, repeated, repeated.more)
                 if not predicted.agrees(self.predict()):
-                    raise NotRepeatedError("a run with one block more saves or computes something else")
-        return self._continued(few, repeated, repeated.blocks)
+                    raise NotRepeatedError("a run with more blocks saves or computes something else")
+        return self._continued(few, repeated, repeated.all)
 
-    def _continued(self, few: _Recorded, repeated: Repeated, blocks: Sequence[nn.Module]) -> Predicted:
-        left_out = {*repeated.blocks} - {*blocks}
+    def _continued(self, few: _Recorded, repeated: Repeated, wanted: Indices) -> Predicted:
+        left_out = {*repeated.blocks} - {*repeated.chosen(wanted)}
         every = [block for block in self._blocks if block not in left_out]
-        places = Places(few.blocks, every, repeated, blocks)
+        copies = Copies(repeated, repeated.few, wanted, few.blocks, every)
         return self._predicted(
             _Recorded(
-                continued(few.saved, repeated.kept(), blocks, places),
-                continued_boundaries(few.boundaries, repeated, blocks),
-                continued_ops(few.ops, repeated.kept(), blocks),
+                continued(few.saved, copies),
+                continued_boundaries(few.boundaries, repeated, copies),
+                continued_ops(few.ops, copies),
                 every,
-                places.placed(few.placed),
-                places.transients(few.transients),
+                copies.placed(few.placed),
+                copies.transients(few.transients),
                 few.idle,
                 few.inputs,
             )

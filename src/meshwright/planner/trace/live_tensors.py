@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshwright.cost import Instant, Transient, outermost_instants
 from meshwright.cost.activations import PRODUCTS
 from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results, kept_now, operator_name
-from meshwright.nn import is_compiled, outside_compiled
+from meshwright.nn import find_blocks, is_compiled, outside_compiled
 from meshwright.nn.swapped_parameters import FakeDispatchMode
 from meshwright.planner.trace.aten_kernels import Fate, FlopCount, Fusion, tensors_in
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -156,6 +156,8 @@ def record_saved(
             would then refer to itself for ever, so what is saved is detached.
     """
     recorder = _Recorder(counter, blocks, detaches=retains_graph)
+    # Of blocks all weights are looked at: some take those of modules in them that they never call.
+    recorder.looks_inside = {model, *(block for _, block in find_blocks(model))}
     hooks = [
         hook
         for module in outside_compiled(model)
@@ -188,6 +190,8 @@ class _Recorder:
         self._index = {block: number for number, block in enumerate(blocks)}
         self._stack = self.saved.running
         self._products: list[int] = []  # that have run in each of these modules
+        self.looks_inside: set[nn.Module] = set()
+        """Modules of which weights are known from their beginning on, with those of the modules in them."""
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves."""
@@ -224,7 +228,7 @@ class _Recorder:
             # Held until it runs again, also where autograd saves no argument by name.
             saved.sizes.update(map(storage_of, tensors))
             saved.references.update((storage_of(tensor)[0], reference(tensor)) for tensor in tensors)
-        inside = is_compiled(module)  # no hook runs there
+        inside = module in self.looks_inside or is_compiled(module)  # no hook runs there
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(storage_of(tensor)[0])
 

@@ -240,7 +240,7 @@ class Traced(NamedTuple):
 class Tracer:
     """Run a model on fake tensors, once for each set of conditions.
 
-    Of many equal blocks only a few run (see [Note: repeated blocks]), and numbers of samples that lie on a line with
+    Of many blocks only a few run (see [Note: repeated blocks]), and numbers of samples that lie on a line with
     others are not run at all.
 
     Args:
