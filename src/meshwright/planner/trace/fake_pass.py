@@ -345,7 +345,7 @@ class Pass:
         here = {module for _, module in self.model.named_modules()}
         return [block for block in self._blocks if block in here]
 
-    @functools.cached_property
+    @property
     def _blocks(self) -> Sequence[nn.Module]:
         return self.blocks or places_of(self.model)
 

@@ -501,8 +501,8 @@ class _Continued:
             )
         for module in takers:
             here = self._number[module]
-            twin = self._twin(module, copy.get(here, self._copies.homes[here]))
-            self.saved.inputs[twin][key] = self._old.inputs[module][old]
+            for there in [copy[here]] if here in copy else self._copies.of_block[here]:
+                self.saved.inputs[self._twin(module, there)][key] = self._old.inputs[module][old]
 
     def _share(self, storage: int, stacks: list[tuple[nn.Module, ...]], takers: list[nn.Module]) -> None:
         """Continue a tensor of all blocks of some kinds: all that these stand for save and take it, too."""
