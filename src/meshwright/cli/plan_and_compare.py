@@ -32,6 +32,7 @@ from meshwright.nn.batches import usual_input_format
 from meshwright.planner import ModuleModel, PlannedModel, PlanRequest, known_models
 from meshwright.planner.explain import (
     Difference,
+    changed_circumstances,
     comparison_document,
     diff,
     difference_table,
@@ -202,18 +203,16 @@ def plan(options: PlanOptions) -> int:
         request = options.request()
         with _progress() as progress:
             found = request.found(progress)
+    if not options.as_json:
+        _show(request, found)
+    with redirect_stdout(sys.stderr):
+        with _progress("asking what would change it"):
             what_ifs = request.what_ifs(found)
         document = request.document(found, what_ifs) if options.as_json or options.html is not None else {}
     if options.as_json:
         print(json.dumps(document, indent=2))
-    else:
-        console = PlainConsole()
-        console.print(ranked_table(found.plans, _title(request, found), console.width))
-        console.print(reasons(why(found), what_ifs, building=found.plans[0]))
-        if machine := _measured_machine(request):
-            console.print(machine, markup=False, highlight=False)
-        for gap in found.plans[0].gaps:
-            console.print(f"Not predicted: {gap}", markup=False, highlight=False)
+    elif what_ifs:
+        PlainConsole().print(changed_circumstances(what_ifs))
     if options.html is not None:
         write("--html", options.html, page(document))
     if options.trace is not None:
@@ -221,6 +220,18 @@ def plan(options: PlanOptions) -> int:
     if options.save is not None:
         write("--save", options.save, found.plans[0].complete_strategy.to_json() + "\n")
     return 0
+
+
+def _show(request: PlanRequest, found: Found) -> None:
+    """Print the plans and the reasons at once: what comes behind takes some seconds more."""
+    console = PlainConsole()
+    console.print(ranked_table(found.plans, _title(request, found), console.width))
+    console.print(reasons(why(found), building=found.plans[0]))
+    if machine := _measured_machine(request):
+        console.print(machine, markup=False, highlight=False)
+    for gap in found.plans[0].gaps:
+        console.print(f"Not predicted: {gap}", markup=False, highlight=False)
+    sys.stdout.flush()
 
 
 def _title(request: PlanRequest, found: Found) -> str:
@@ -239,14 +250,14 @@ def _measured_machine(request: PlanRequest) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
+def _progress(doing: str = "planning") -> Iterator[Callable[[int, int], None] | None]:
     """Show a line on the terminal's standard error during a search, so that it never mixes with the result."""
     console = PlainConsole(file=sys.stderr)
     if not console.is_terminal:
         yield None
         return
-    with console.status("planning") as status:
-        yield lambda done, most: status.update(f"planning, strategies simulated: {done:,}")
+    with console.status(doing) as status:
+        yield lambda done, most: status.update(f"{doing}, strategies simulated: {done:,}")
 
 
 # --- ``meshwright compare``

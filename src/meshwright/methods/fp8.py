@@ -19,7 +19,7 @@ from meshwright.methods.fp8_torchao import Fp8Trace, require_torchao, scales_ahe
 from meshwright.nn import find_blocks
 from meshwright.nn.fp8 import BUFFERS, DelayedScaling, Fp8Options, to_fp8, update_scales
 from meshwright.nn.module_structure import features, is_linear, is_transposed
-from meshwright.runtime.torch_internals.ddp import IGNORED
+from meshwright.runtime.torch_internals.c10d import IGNORED
 from meshwright.runtime.torch_internals.modules import parameters_of
 
 

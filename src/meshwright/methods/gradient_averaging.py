@@ -27,7 +27,7 @@ from meshwright.runtime.torch_internals.autograd import (
     current_graph_task_id,
     queue_callback,
 )
-from meshwright.runtime.torch_internals.ddp import check_reducer_finalized, rebuild_buckets
+from meshwright.runtime.torch_internals.c10d import check_reducer_finalized, rebuild_buckets
 from meshwright.runtime.torch_internals.pytree import tree_leaves
 from meshwright.store.entries import stored_name, unwrapped
 

@@ -36,7 +36,7 @@ from meshwright.optim import (
 )
 from meshwright.optim.guarded_step import call_around
 from meshwright.runtime import flat_mesh, mesh_order, world_size
-from meshwright.runtime.torch_internals.ddp import reset_reducer
+from meshwright.runtime.torch_internals.c10d import reset_reducer
 from meshwright.runtime.torch_internals.modules import children_of, parameters_of
 from meshwright.store.entries import stored_name, unwrapped
 

@@ -29,7 +29,7 @@ from meshwright.methods.job import AVERAGED, SAME_EXPERTS, Job, MicroBatchContex
 from meshwright.optim import guard_of
 from meshwright.optim.guarded_step import call_around
 from meshwright.runtime import AXES, agreed, build_mesh, check_axes
-from meshwright.runtime.torch_internals.ddp import COMM_HOOKS
+from meshwright.runtime.torch_internals.c10d import COMM_HOOKS
 
 # --- The method
 

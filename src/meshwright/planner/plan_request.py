@@ -205,7 +205,8 @@ class PlanRequest:
             return outline.what_ifs(dataclasses.replace(found, plans=before))
         # Given strategies are not ranked by an objective.
         objective = self.objective if self.strategy is None else "tokens_per_s"
-        return what_if(self.subject_of, found, objective, limit_s=self.limit_s)  # type: ignore[arg-type]
+        limit_s = None if self.limit_s is None else self.limit_s / 2
+        return what_if(self.subject_of, found, objective, limit_s=limit_s)  # type: ignore[arg-type]
 
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""

@@ -8,7 +8,16 @@ from rich.console import Console
 
 from meshwright.errors import readable_bytes
 from meshwright.planner import plan_table
-from meshwright.planner.explain import diff, difference_table, mfu, ranked_table, reasons, what_if, why
+from meshwright.planner.explain import (
+    changed_circumstances,
+    diff,
+    difference_table,
+    mfu,
+    ranked_table,
+    reasons,
+    what_if,
+    why,
+)
 from tests.planner.explain.found import found, plan_of, subject, subject_of
 
 
@@ -68,7 +77,7 @@ def test_what_does_not_fit_is_bound_by_memory_and_without_a_cluster_there_is_no_
 
 def test_reasons_are_cut_with_a_word():
     asked = what_if(subject_of, found())
-    text = printed(reasons(why(found()), asked, most=2), 120)
+    text = printed(reasons(why(found()), most=2), 120) + printed(changed_circumstances(asked), 120)
     assert "and 2 more (--json has all)" in text
     headings = ("Why this plan", "Why not the others", "What does not fit", "What is ruled out", "What if")
     assert [line for line in text.splitlines() if line.strip() in headings] == list(headings)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.cost import pass_flops
 from meshwright.planner.trace.aten_kernels import FlopCount
 from meshwright.planner.trace.fake_pass import Pass
-from meshwright.planner.trace.repeated_blocks import NotRepeatedError, find_repeated
+from meshwright.planner.trace.repeated_blocks import find_repeated
 from tests.counted_flops import UNKNOWN
 from tests.planner.trace.models import BLOCKS, FAMILIES
 
@@ -42,10 +42,12 @@ def test_operations_are_those_torch_counts_and_a_few_blocks_stand_for_all(name):
     assert whole.flops == sum(sum(pass_flops(op)) for op in ops)
     repeated = find_repeated(model)
     assert len(whole.ops.by_path) == len(repeated.blocks) == BLOCKS
+    assert (len(repeated.few), len(repeated.more)) == (4, 5)
     few = one.predict_repeated(repeated, check=name == "llama")
     assert few.agrees(whole)
     assert few.activations.saved_bytes == whole.activations.saved_bytes > 0
-    assert len(list(repeated.holder)) == BLOCKS  # the list is whole again
+    ((_, holder),) = repeated.lists
+    assert len(list(holder)) == BLOCKS  # the list is whole again
 
 
 def test_the_garbage_collector_changes_no_prediction():
@@ -79,37 +81,3 @@ def test_attention_of_cpus_is_counted_as_that_of_gpus():
         assert counter.total == 2 * product
         out.sum().backward()
     assert counter.total == (2 + 5) * product  # scores anew, and two gradients of each product
-
-
-class Named(nn.Module):
-    """Blocks with a setting each, and a sum that goes through what the first has made."""
-
-    def __init__(self, kinds, shares=None):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(kind)) for kind in kinds)
-        self.shares = shares
-
-    def forward(self, x):
-        first = None
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            first = x if first is None else first
-            if number == self.shares:
-                x = x * first
-        return x.sum()
-
-
-def test_blocks_that_differ_are_not_repeated():
-    assert find_repeated(Named([0.5] * 8)) is not None
-    assert find_repeated(Named([0.5] * 7)) is None  # too few for it
-    assert find_repeated(Named([0.5] * 7 + [0.1])) is None
-    frozen = Named([0.5] * 8)
-    frozen.layers[3][0].weight.requires_grad_(False)
-    assert find_repeated(frozen) is None
-
-
-def test_a_place_that_counts_is_seen_by_comparing():
-    model = Named([0.0] * 8, shares=4)
-    one = Pass(model, torch.ones(2, 4), lambda model, x: model(x))
-    with pytest.raises(NotRepeatedError, match="one block more"):
-        one.predict_repeated(find_repeated(model), check=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from meshwright.planner.explain.plan_reasons import WhatIf as WhatIf, Why as Why, what_if as what_if, why as why
     from meshwright.planner.explain.ranking import (
+        changed_circumstances as changed_circumstances,
         difference_table as difference_table,
         entries_table as entries_table,
         ranked_table as ranked_table,

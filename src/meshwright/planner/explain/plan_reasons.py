@@ -319,7 +319,6 @@ def _changes(subject_of: SubjectOf, found: Found, objective: Objective) -> Itera
     def outcome(change: str, where: Cluster, number: int) -> WhatIf:
         return _outcome(change, best, _best(_replanned(subject_of(where, number), found, number), objective))
 
-    yield from _with_options(subject_of(cluster, samples), best)
     yield _more_devices(subject_of, found, cluster, samples, objective)
     yield outcome(f"twice the batch, {2 * samples} samples", cluster, 2 * samples)
     for words, faster in _faster_links(cluster):
@@ -328,6 +327,8 @@ def _changes(subject_of: SubjectOf, found: Found, objective: Objective) -> Itera
         cluster, device=dataclasses.replace(cluster.device, memory_bytes=2 * cluster.device.memory_bytes)
     )
     yield outcome("twice the memory on every device", roomier, samples)
+    # At last, since a model is traced anew for each.
+    yield from _with_options(subject_of(cluster, samples), best)
 
 
 def _change(each: WhatIf) -> float:

@@ -137,12 +137,11 @@ def _bottleneck(entry: Mapping[str, Any]) -> str:
     return "" if largest is None else _BOTTLENECKS.get(largest, largest)
 
 
-def reasons(why: Why, what_ifs: Sequence[WhatIf] = (), most: int = 5, building: Plan | None = None) -> Group:
+def reasons(why: Why, most: int = 5, building: Plan | None = None) -> Group:
     """Lay out reasons under their headings, with the first few of longer lists.
 
     Args:
         why: Result of :func:`~meshwright.planner.explain.why`.
-        what_ifs: Result of :func:`~meshwright.planner.explain.what_if`.
         most: Maximum number of lines under each heading.
         building: A plan, to say below what building its model takes.
     """
@@ -151,11 +150,14 @@ def reasons(why: Why, what_ifs: Sequence[WhatIf] = (), most: int = 5, building: 
         shown = lines if lines is why.chosen else lines[:most]
         rest = [f"and {len(lines) - len(shown)} more (--json has all)"] if len(lines) > len(shown) else []
         parts += _section(heading, (*shown, *rest))
-    if what_ifs:
-        parts += _section("What if", [f"{each.change}: {each.outcome}" for each in what_ifs])
     if building is not None:
         parts += _section("Building the model", [f"{what}: {figure}" for what, figure in building_rows(building)])
     return Group(*parts)
+
+
+def changed_circumstances(what_ifs: Sequence[WhatIf]) -> Group:
+    """Lay out the results of :func:`~meshwright.planner.explain.what_if`; nothing where there are none."""
+    return Group(*(_section("What if", [f"{each.change}: {each.outcome}" for each in what_ifs]) if what_ifs else []))
 
 
 def _section(heading: str, lines: Iterable[str]) -> list[RenderableType]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright.errors import StrategyError
+from meshwright.planner.trace.op_recording import interrupts
 
 USUAL_LIMIT_S = 20.0
 """Seconds of processor time after which a search that a user starts ends with the best so far."""
@@ -33,7 +34,7 @@ class TimeLimit:
         self.seconds = seconds
         self._enough = math.inf if enough_s is None else time.process_time() + enough_s
         self._end = math.inf if seconds is None else time.process_time() + seconds
-        self.place = ""  # the module that was about to run as time was up
+        self.place = ""  # the module that was called last
 
     @property
     def is_over(self) -> bool:
@@ -52,19 +53,24 @@ class TimeLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise :class:`OutOfTimeError` as soon as a module is called after the time is up."""
+        """Raise :class:`OutOfTimeError` after the time is up: as a module is called, or while it computes."""
         if self._end == math.inf:
             yield
             return
-        hook = register_module_forward_pre_hook(self._check)
+        hook = register_module_forward_pre_hook(self._enter)
+        interrupts.append(self._check)
         try:
             yield
         finally:
+            interrupts.remove(self._check)
             hook.remove()
 
-    def _check(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self.place = type(module).__name__
+        self._check()
+
+    def _check(self) -> None:
         if self.is_over:
-            self.place = type(module).__name__
             raise OutOfTimeError
 
 

@@ -323,7 +323,27 @@ def _moved_bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    # What operators take and return; torch's own walk looks up the class of every leaf.
+    kind = type(tree)
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif kind is tuple or kind is list:
+        for each in tree:
+            _collect(each, found)
+    elif kind is dict:
+        for each in tree.values():
+            _collect(each, found)
+    elif kind not in _PLAIN:
+        found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+_PLAIN = {int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

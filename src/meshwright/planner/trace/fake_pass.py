@@ -28,6 +28,13 @@ from meshwright.methods.replace.model_changes import packed_as
 from meshwright.nn import FakeTensors, caches_off, find_blocks, run_with
 from meshwright.nn.batches import cast_floating, map_tree
 from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, tensors_in
+from meshwright.planner.trace.continued_blocks import (
+    Copies,
+    NotRepeatedError,
+    continued,
+    continued_boundaries,
+    continued_ops,
+)
 from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved, storage_of
 from meshwright.planner.trace.op_recording import (
     BlockEnds,
@@ -39,15 +46,7 @@ from meshwright.planner.trace.op_recording import (
     sort_kernels,
     summarise,
 )
-from meshwright.planner.trace.repeated_blocks import (
-    Copies,
-    Indices,
-    NotRepeatedError,
-    Repeated,
-    continued,
-    continued_boundaries,
-    continued_ops,
-)
+from meshwright.planner.trace.repeated_blocks import Indices, Repeated
 from meshwright.planner.trace.split_backward import BackwardInParts
 from meshwright.runtime.lazy import paused_collection
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor

@@ -155,9 +155,9 @@ def record_saved(
         retains_graph: Whether a backward may leave saved tensors in the graph. An operator that saves its own result
             would then refer to itself for ever, so what is saved is detached.
     """
-    recorder = _Recorder(counter, blocks, detaches=retains_graph)
     # Of blocks all weights are looked at: some take those of modules in them that they never call.
-    recorder.looks_inside = {model, *(block for _, block in find_blocks(model))}
+    whole = {model, *(block for _, block in find_blocks(model))}
+    recorder = _Recorder(counter, blocks, whole, detaches=retains_graph)
     hooks = [
         hook
         for module in outside_compiled(model)
@@ -183,15 +183,14 @@ def record_saved(
 class _Recorder:
     """The hooks of :func:`record_saved`, called by autograd, modules and operators."""
 
-    def __init__(self, counter: FlopCount | None, blocks: Sequence[nn.Module], *, detaches: bool) -> None:
+    def __init__(
+        self, counter: FlopCount | None, blocks: Sequence[nn.Module], whole: set[nn.Module], *, detaches: bool
+    ) -> None:
         self.saved = SavedTensors()
-        self._detaches = detaches
-        self._counter = counter
+        self._detaches, self._counter, self._whole = detaches, counter, whole
         self._index = {block: number for number, block in enumerate(blocks)}
         self._stack = self.saved.running
         self._products: list[int] = []  # that have run in each of these modules
-        self.looks_inside: set[nn.Module] = set()
-        """Modules of which weights are known from their beginning on, with those of the modules in them."""
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that autograd saves."""
@@ -228,7 +227,7 @@ class _Recorder:
             # Held until it runs again, also where autograd saves no argument by name.
             saved.sizes.update(map(storage_of, tensors))
             saved.references.update((storage_of(tensor)[0], reference(tensor)) for tensor in tensors)
-        inside = module in self.looks_inside or is_compiled(module)  # no hook runs there
+        inside = module in self._whole or is_compiled(module)  # no hook runs there
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(storage_of(tensor)[0])
 
@@ -493,8 +492,7 @@ class LiveBytes:
         last = max(moment.place for moment in self.moments)
         returned, (left, remains, hung) = self._returned(saved, last), self._left_over(saved, last)
         first, late = self._up_to(saved), self._late(saved)
-        found: defaultdict[int, set[Instant]] = defaultdict(set)
-        cut: defaultdict[int, set[Instant]] = defaultdict(set)
+        found, cut = defaultdict[int, set[Instant]](set), defaultdict[int, set[Instant]](set)
         reentrant: defaultdict[int, set[Instant]] = defaultdict(set)
         reentrant_cut: defaultdict[int, set[Instant]] = defaultdict(set)
         far: defaultdict[int, int] = defaultdict(int)
@@ -589,15 +587,14 @@ class LiveBytes:
     def _gradients_by_operator(self) -> tuple[Sequence[int], Sequence[int]]:
         """Return after every operator the bytes of incomplete gradients, and of complete ones of its place."""
         steps = [0] * (len(self.moments) + 1)
-        completed: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        completed = dict[int, list[tuple[int, int]]]()
         for each in self._gradients:
             steps[each.made] += each.num_bytes
             steps[each.complete] -= each.num_bytes
-            completed[each.complete].append((each.place, each.num_bytes))
-        by_place: defaultdict[int, int] = defaultdict(int)
-        done = []
+            completed.setdefault(each.complete, []).append((each.place, each.num_bytes))
+        by_place, done = defaultdict[int, int](int), []
         for index, (place, *_) in enumerate(self.moments):
-            for own, size in completed[index]:
+            for own, size in completed.get(index, ()):
                 by_place[own] += size
             done.append(by_place[place])
         return list(itertools.accumulate(steps[:-1])), done

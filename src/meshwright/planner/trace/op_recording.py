@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,6 @@ from meshwright.nn.swapped_parameters import FakeDispatchMode, view_of
 from meshwright.planner.trace.aten_kernels import FlopCount, kernels_of, tensors_in, with_workspace
 from meshwright.runtime.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
-from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from meshwright.cost import Placed, Scaling
@@ -35,6 +34,10 @@ if TYPE_CHECKING:
 
 # --- Kernels, with the modules that launch them.
 
+interrupts: list[Callable[[], None]] = []
+"""Called now and then while a pass runs, also inside a module; what they raise ends it."""
+
+_BETWEEN_INTERRUPTS = 64  # operators
 _NO_NUMBER = 2**64 - 1  # of the nodes that accumulate gradients
 
 _Stack = tuple[nn.Module, ...]
@@ -99,6 +102,9 @@ class OpRecorder(FakeDispatchMode):
                 self._nodes.append(made)
                 self._made.append(self._latest)
             self._held.note(result, (args, given), self._latest[2], self._held.backward_part)
+        if self._held.num_operators % _BETWEEN_INTERRUPTS == 0:
+            for interrupt in interrupts:
+                interrupt()
         return result
 
     def _note_forward(self, kernels: tuple[Op, ...], given: Any) -> None:
@@ -108,7 +114,7 @@ class OpRecorder(FakeDispatchMode):
             self._made.append((running, self._calls, self._saved.place))
         self._calls += 1
         if kernels:
-            needs_grad = any(leaf.requires_grad for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+            needs_grad = any(each.requires_grad for each in tensors_in(given))
             self.forward += self._kernels(kernels, running, self._calls, needs_grad=needs_grad)
 
     def _note_backward(self, kernels: tuple[Op, ...], number: int) -> None:
@@ -264,15 +270,18 @@ class BlockEnds:
 
     def let_go(self) -> list[tuple[int, int]]:
         """Return after every operator what nothing holds any more of its block's results, and of their gradients."""
-        moments, found = self._held.moments, [[0, 0] for _ in self._held.moments]
+        found, backward = [[0, 0] for _ in self._held.moments], dict[int, list[int]]()
+        for index, moment in enumerate(self._held.moments):
+            if moment.during == "backward":
+                backward.setdefault(moment.place, []).append(index)
         for number, end in enumerate(self._ends):
             # To the next run of the block, whose gradient is another.
             later = (other.begin for other in self._ends[number:] if other.place == end.place)
             behind = next((begin for begin in later if begin > end.begin), len(found))
             for which, each in enumerate((end.output, end.gradient)):
-                for index in range(max(end.begin, self._held.lifetime_of(each.reference.cdata)[1]), behind):
-                    if moments[index].during == "backward" and moments[index].place == end.place:
-                        found[index][which] += each.num_bytes
+                own, begin = backward.get(end.place, []), self._held.lifetime_of(each.reference.cdata)[1]
+                for index in own[bisect.bisect_left(own, max(end.begin, begin)) : bisect.bisect_left(own, behind)]:
+                    found[index][which] += each.num_bytes
         return [(results, gradients) for results, gradients in found]
 
     def in_forward(self, found: Sequence[Transient], saved: SavedTensors) -> tuple[Transient, ...]:

@@ -1,9 +1,13 @@
-"""The store of the default process group, classes of stores, the device of small messages, and what groups record."""
+"""Process groups and what averages gradients over them.
+
+The store of the default group, classes of stores, the device of small messages, what groups record, and
+DistributedDataParallel's reducer: its buckets, their hooks, its state after a failure, and what it leaves alone.
+"""
 
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 
 import torch
 from torch._C import _distributed_c10d
@@ -29,16 +33,22 @@ from torch.distributed.distributed_c10d import (
 )
 
 __all__ = [
+    "COMM_HOOKS",
+    "IGNORED",
     "BarrierOptions",
     "HashStore",
     "PrefixStore",
     "Store",
     "TCPStore",
+    "check_reducer_finalized",
     "default_store",
     "enable_timings",
     "flight_recorders",
+    "ignored_names",
     "object_device",
     "ranks_of_groups",
+    "rebuild_buckets",
+    "reset_reducer",
     "set_timeout",
     "timeout_of",
 ]
@@ -47,6 +57,8 @@ ATTRIBUTES_OF = (
     "torch._C._distributed_c10d",
     "torch._C._distributed_c10d.ProcessGroup",
     "torch._C._distributed_c10d.Backend.Options",
+    "torch._C._distributed_c10d.Reducer",
+    "torch.nn.parallel.distributed",
 )
 
 _enable_timings = methodcaller("_enable_collectives_timing")
@@ -92,3 +104,24 @@ def enable_timings() -> None:
     for group in list(world_state.pg_names):
         if "nccl" in str(world_state.pg_backend_config.get(group)):
             _enable_timings(group)
+
+
+# --- DistributedDataParallel
+
+# Forget a backward pass that failed; else the next raises "Expected to have finished reduction". No public way.
+reset_reducer = methodcaller("_reset_state")
+
+# Rebuild the buckets by the order in which one backward pass was ready. DDP does it in ``forward``, which pipelines
+# and several passes per step call more than once. No public way.
+rebuild_buckets = methodcaller("_rebuild_buckets")
+
+# Raise where parameters went unused, as DDP's own next ``forward`` would: a step asks at its own end.
+check_reducer_finalized = methodcaller("_check_reducer_finalized")
+
+# The names that DDP does not broadcast or reduce. torch's own setter is private, too
+# (``_set_params_and_buffers_to_ignore_for_model``), and replaces the list instead of adding to it.
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+ignored_names = attrgetter(IGNORED)
+
+# The hooks that average buckets, each with its state: DDP's own copy has them listed, and not in use.
+COMM_HOOKS = "_comm_hooks"
