@@ -201,7 +201,7 @@ def in_places(kinds: Sequence[int]) -> list[tuple[object, ...]]:
     Its kind and its neighbours' do. What all blocks of a kind share lies beside those before the first of them, and its
     gradient beside those before the last: so does where a block is beside the first and the last of each kind.
     """
-    found = []
+    found = list[tuple[object, ...]]()
     for here, window in enumerate(windows(kinds, 3)):
         before, behind = kinds[:here], kinds[here + 1 :]
         found.append((window, window[1] in before, window[1] in behind, len({*before}), len({*behind})))
