@@ -577,22 +577,23 @@ class Fusion:
         gone = {storage for storage in known if storage in self.sources and storage not in self.in_memory}
         twins = {storage for storage in known - gone if self.repeated.get(storage) in known - gone}
         found: dict[int, Fate] = dict.fromkeys(gone | twins, "gone")
+        by_place: dict[int, list[int]] = {}
         for storage in gone:
-            for origin in self._origins(storage):
-                if origin not in known:
-                    found[origin] = "kept"
+            by_place.setdefault(self.places[storage], []).append(storage)
+        for place, storages in by_place.items():
+            found |= dict.fromkeys(self._origins(place, storages) - known, "kept")
         return found
 
-    def _origins(self, storage: int) -> set[int]:
-        """Return the nearest storages in memory from which fused kernels of the same block compute this one."""
-        place, found, met, left = self.places[storage], set[int](), set[int](), [storage]
-        while left:
-            for source in self.sources[left.pop()]:
+    def _origins(self, place: int, storages: list[int]) -> set[int]:
+        """Return the nearest storages in memory from which fused kernels of one block compute these."""
+        found, met = set[int](), set[int]()
+        while storages:
+            for source in self.sources[storages.pop()]:
                 if source in met:
                     continue
                 met.add(source)
                 if source in self.in_memory or self.places.get(source) != place:
                     found.add(source)
                 else:
-                    left.append(source)
+                    storages.append(source)
         return found

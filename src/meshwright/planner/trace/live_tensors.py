@@ -177,7 +177,7 @@ def record_saved(
         for hook in hooks:
             hook.remove()
         recorder.saved.met.clear()
-        recorder.saved.note_needed()
+    recorder.saved.note_needed()
 
 
 class _Recorder:
