@@ -7,8 +7,8 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.nn import find_blocks
 from meshwright.planner.model_shapes import Family, Shape
 from meshwright.planner.workload import ModuleModel, token_batch
 from meshwright.runtime.lazy import optional_library
@@ -290,6 +291,66 @@ def shape_of_config(config: Any, seq: int) -> Shape | None:
         return None
     experts = (config.num_local_experts, config.num_experts_per_tok) if family == "mixtral" else ()
     return Shape(family, *dims, *inside, *experts)
+
+
+# [Note: outlines] Searching with traces alone, a second or more each, a model is planned for in ten ways or so. But
+# which layouts are good is decided by few numbers: parameters and multiplications of a block, experts and how many of
+# them a token takes, width, tokens and vocabulary. So a search finds its candidates with the formulas of a Llama or a
+# Mixtral of about these numbers, among thousands, and traces the model itself to rank them. No figure of an outline is
+# shown, unless there is no time for a single trace, and then with a word.
+
+_EXPERTS_OF = ("num_local_experts", "num_experts", "n_routed_experts")
+_USUAL_WIDTHS = 256  # multiples: kernels are slow with odd numbers
+
+
+def outline_of(module: nn.Module, seq: int) -> Shape | None:
+    """Return a decoder of about as many parameters and multiplications; None for what is no decoder of a config.
+
+    See [Note: outlines]. What blocks have beside attention and experts (experts for all tokens, latent projections,
+    state spaces) counts as experts that each token takes more, or as wider feed-forward layers.
+
+    Args:
+        module: A model, best on ``meta``.
+        seq: Tokens of a sample.
+    """
+    config: Any = getattr(module, "config", None)
+    numbers: list[Any] = [getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "vocab_size")]
+    blocks = [block for _, block in find_blocks(module)]
+    if getattr(config, "is_encoder_decoder", False) or not blocks or not all(type(each) is int for each in numbers):
+        return None
+    hidden, most, vocab = numbers
+    heads = _largest_divisor(hidden, most)
+    kv_heads = _largest_divisor(heads, getattr(config, "num_key_value_heads", None) or most)
+    experts = next((count for name in _EXPERTS_OF if (count := getattr(config, name, None))), 1)
+    stacked, plain = _matrices(blocks, experts)
+    rest = plain - 2 * hidden * hidden * (1 + kv_heads / heads) - (experts * hidden if stacked else 0)
+    outside = (vocab, seq, kv_heads)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    with suppress(ModelError):
+        if not stacked:
+            return Shape("llama", len(blocks), hidden, heads, *outside, _usual(rest / (3 * hidden)), tied)
+        wide = _usual(stacked / (3 * hidden * experts))
+        taken = getattr(config, "num_experts_per_tok", None) or 1
+        taken = min(experts, taken + round(max(rest, 0) / (3 * hidden * wide)))
+        return Shape("mixtral", len(blocks), hidden, heads, *outside, wide, tied, experts, taken)
+    return None
+
+
+def _matrices(blocks: Sequence[nn.Module], experts: int) -> tuple[float, float]:
+    """Return the elements of a block's matrices: of stacked experts, and of all others."""
+    found = [0, 0]
+    for parameter in (parameter for block in blocks for parameter in block.parameters()):
+        is_stacked = experts > 1 and parameter.dim() == 3 and parameter.shape[0] == experts
+        found[0 if is_stacked else 1] += parameter.numel() if parameter.dim() > 1 else 0
+    return found[0] / len(blocks), found[1] / len(blocks)
+
+
+def _usual(width: float) -> int:
+    return max(round(width / _USUAL_WIDTHS), 1) * _USUAL_WIDTHS
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(each for each in range(max(min(number, most), 1), 0, -1) if number % each == 0)
 
 
 def _check_takes(module: Any, name: str) -> None:

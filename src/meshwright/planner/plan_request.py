@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, ModelError, StrategyError, readable_bytes
 from meshwright.methods import SAMPLED, method_of_axes, num_micro_batches
-from meshwright.planner.config_models import config_path, model_of_shape, transformers_model, why_formulas
+from meshwright.planner.config_models import (
+    config_path,
+    model_of_shape,
+    outline_of,
+    transformers_model,
+    why_formulas,
+)
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.model_shapes import Shape, parse_family
@@ -147,12 +153,22 @@ class PlanRequest:
             "reach": _REACH,
             "limit_s": self.limit_s,
         }
-        if isinstance(self.model, ModuleModel) and self.model.shape is not None:
-            found = self._by_formulas(self.model, self.model.shape, options)
+        started = time.process_time()
+        shape = self._outline()
+        if isinstance(self.model, ModuleModel) and shape is not None:
+            found = self._by_formulas(self.model, shape, options)
             if found is not None:
                 return found
+            if self.limit_s is not None:
+                options["limit_s"] = max(self.limit_s - (time.process_time() - started), self.limit_s / 2)
         find = search_in_stages if isinstance(self.subject, Workload) else search
         return find(self.subject, space=default_space(self.subject), **options)
+
+    def _outline(self) -> Shape | None:
+        """Return the dimensions by whose formulas candidates are found; None: the model is traced for each."""
+        if not isinstance(self.model, ModuleModel) or self.model.shape is not None:
+            return getattr(self.model, "shape", None)
+        return None if self.model.seq is None else outline_of(self.model.module, self.model.seq)
 
     def _by_formulas(self, model: ModuleModel, shape: Shape, options: dict[str, Any]) -> Found | None:
         """Find plans by the formulas of the model's family, and trace them; None where none of them works."""

@@ -503,7 +503,7 @@ _SEARCHING, _LEAST_S = 0.5, 1.0
 _SAME_REASON = 3
 """Traces that do not fit before any does, after which the limit is lowered: formulas are off by the same for most."""
 
-_UNTRACED = "formulas of the model's family predict this plan: the time was up before the model itself was traced"
+_UNTRACED = "formulas predict this plan, by the model's dimensions: the time was up before the model itself was traced"
 
 
 def search_and_trace(
