@@ -10,8 +10,8 @@ from meshwright.errors import MeshwrightError, StrategyError
 from meshwright.planner import PlanRequest, parse_family
 from meshwright.planner.config_models import config_of_shape, shape_of_config
 from meshwright.planner.family_workload import FamilyModel
-from meshwright.planner.plan_request import named_model
-from meshwright.planner.search import search, search_and_trace
+from meshwright.planner.plan_request import named_model, search_and_trace
+from meshwright.planner.search import search
 from meshwright.planner.search.choice import MODEL_ERROR
 from meshwright.planner.trace.fake_pass import Predicted
 from meshwright.strategy import Strategy

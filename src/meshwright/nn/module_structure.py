@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from meshwright.cost.step import names_class
 from meshwright.errors import ModelError, did_you_mean, join_names
-from meshwright.runtime.torch_internals.modules import buffers_of
+from meshwright.runtime.torch_internals.modules import buffers_of, forward_hooks_of, forward_pre_hooks_of
 
 M = TypeVar("M", bound=nn.Module)
 _subclasses: dict[tuple[type, type], Any] = {}
@@ -138,6 +138,27 @@ def _running(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module can run itself; ``nn.ModuleList`` and ``nn.ModuleDict`` cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+SCALARS = (bool, int, float, str, type(None))
+"""What settings of a module are made of."""
+
+
+def settings_of(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the classes, hooks, settings and tensors' layouts of a module and those in it, by path and name.
+
+    Modules for which these are equal run the same code on tensors of the same shapes.
+    """
+    found: dict[tuple[str, str], Any] = {}
+    for path, each in module.named_modules():
+        found[path, ""] = type(each), len(forward_hooks_of(each)), len(forward_pre_hooks_of(each))
+        for name, value in vars(each).items():
+            if isinstance(value, SCALARS) or (isinstance(value, tuple) and all(isinstance(v, SCALARS) for v in value)):
+                found[path, name] = value
+        for name, tensor in (*each._parameters.items(), *each._buffers.items()):
+            if tensor is not None:
+                found[path, name] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return found
 
 
 def check_forward(found: Iterable[tuple[str, nn.Module]], *, method: str) -> None:

@@ -19,6 +19,7 @@ from meshwright.cost import Activations, Block, Boundary, Parameter, SavedTensor
 from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
 from meshwright.methods import Role, cost_of, find_method, in_phase_order, methods_for
 from meshwright.planner.trace.model_state import describe_buffers
+from meshwright.planner.trace.op_recording import interrupts
 
 if TYPE_CHECKING:
     from meshwright.methods import Cut, PipelineParallel, Resolved
@@ -72,6 +73,8 @@ class CandidateStages:
         return self._needs[key]
 
     def _step(self, rank: int, ranges: Ranges) -> Step:
+        for interrupt in interrupts:
+            interrupt()
         own = {index for first, end in ranges for index in range(first, end)}
         every = [(0, 0)] * len(self._ranks)
         for stage, each in zip([s for s, owner in enumerate(self._ranks) if owner == rank], ranges, strict=False):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.cost import Cluster, find_cluster
-from meshwright.errors import ConfigError, ModelError, StrategyError, readable_bytes
+from meshwright.errors import ConfigError, MeshwrightError, ModelError, StrategyError, readable_bytes
 from meshwright.methods import SAMPLED, method_of_axes, num_micro_batches
 from meshwright.planner.config_models import (
     config_path,
@@ -36,9 +36,10 @@ from meshwright.planner.search import (
     experts_first,
     read_constraints,
     search,
-    search_and_trace,
     search_in_stages,
 )
+from meshwright.planner.search.search_state import Objective, SearchState, rank_of_plan
+from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit, out_of_time
 from meshwright.planner.workload import ModuleModel, NeverTracedError, Workload, token_batch
 from meshwright.strategy import Strategy, read_size
 
@@ -192,7 +193,15 @@ class PlanRequest:
                 too_large=tuple(_in_full(plan, outline) for plan in found.too_large),
             )
 
-        return search_and_trace(search_within, known, limit, self.objective, self.top, self.limit_s)  # type: ignore[arg-type]
+        return search_and_trace(
+            search_within,
+            known,
+            limit,
+            self.objective,  # type: ignore[arg-type]
+            self.top,
+            self.limit_s,
+            resembles=model.shape is None,
+        )
 
     def planned(self, strategies: Sequence[Strategy]) -> Found:
         """Plan given strategies in their order, whether they fit or not.
@@ -417,3 +426,129 @@ def _sample(seq: int | None, sample_batch: Any) -> Any:
             fix="pass one of them",
         )
     return token_batch(seq) if seq is not None else sample_batch
+
+
+# --- Tracing what a search by formulas has found. A formula predicts a strategy of a known family in a millisecond, a
+# trace of the model in a second: formulas choose among thousands of candidates, and users see figures of the model.
+
+_TRIES = 3
+"""Searches by formulas: where nothing fits that was found, by their memory, the limit is lowered by as much."""
+
+_SEARCHING, _LEAST_S = {False: 0.5, True: 0.3}, 1.0
+"""The part of the time that is left which a search by formulas may take: of the model's family, and of another's that
+it resembles. And the seconds that it has in any case."""
+
+_SAME_REASON = 3
+"""Traces that do not fit before any does, after which the limit is lowered: formulas are off by the same for most."""
+
+_UNTRACED = {
+    False: "formulas of the model's family predict this plan: the time was up before the model itself was traced",
+    True: "formulas of a decoder of about these dimensions predict this plan, and can be far off: the time was up "
+    "before the model itself was traced (--limit-s gives more)",
+}
+
+
+def search_and_trace(
+    search: Callable[[int, float | None, float | None], Found],
+    subject: Subject,
+    limit_bytes: int,
+    objective: Objective,
+    top: int,
+    limit_s: float | None,
+    *,
+    resembles: bool = False,
+) -> Found | None:
+    """Search by formulas, trace what is found, and rank it by what the traces say.
+
+    Args:
+        search: Searches by formulas within bytes of a device and seconds; it ends after others once it has found any.
+        subject: The model that is traced.
+        limit_bytes: Bytes that a device may hold.
+        objective: What plans are ranked by.
+        top: How many plans are kept.
+        limit_s: Seconds of processor time, after which the plans that are left stay untraced and are left out; None:
+            no limit. A search takes a part of what is left, and all of it where nothing has been found by then.
+        resembles: Whether the formulas are those of another model that this one resembles. Then what is traced soonest
+            is traced first, so that there is a figure of the model itself.
+
+    Returns:
+        What was found; None where no plan that formulas find fits by its trace. Where the time is up before any trace
+        ends, it is what the formulas have found, each plan with a gap that says so.
+
+    Raises:
+        StrategyError: When nothing fits by the formulas, or nothing was found in time.
+    """
+    started, within, limit = time.perf_counter(), limit_bytes, TimeLimit(limit_s)
+    left: Found | None = None  # what no trace has ruled out
+    for _ in range(_TRIES):
+        left_s = max(limit.left_s or _LEAST_S, _LEAST_S)
+        try:
+            found = search(within, *((left_s, left_s * _SEARCHING[resembles]) if limit_s is not None else (None, None)))
+        except StrategyError as error:
+            if not limit.is_over:
+                raise
+            if left is None:
+                raise out_of_time(limit) from error
+            return left
+        plans = sorted(found.plans, key=_traced_late) if resembles else found.plans
+        state, refused = _traced(plans, subject, objective, top, limit)
+        if state.plans:
+            return dataclasses.replace(
+                found,
+                plans=tuple(plan for _, plan in state.plans),
+                too_large=(*state.too_large, *found.too_large),
+                refused=(*found.refused, *refused),
+                num_predicted=found.num_predicted + state.num_predicted,
+                seconds=time.perf_counter() - started,
+                is_complete=found.is_complete and not state.stopped,
+                out_of_time=found.out_of_time or state.stopped,
+            )
+        left = _by_formulas_alone(
+            found, top, _UNTRACED[resembles], {*(str(plan.strategy) for plan in state.too_large), *dict(refused)}
+        )
+        if state.stopped:
+            return left
+        if not state.too_large:
+            return None
+        least = state.too_large[0]
+        within = int(within * min((least.limit_bytes or 0) / least.needed_bytes, 1.0))
+    return None
+
+
+def _traced_late(plan: Plan) -> bool:
+    """Return whether tracing a plan takes long: axes divide layers, tokens or the list of blocks."""
+    return any(size > 1 and axis not in ("data", "zero") for axis, size in plan.step.axes)
+
+
+def _by_formulas_alone(found: Found, top: int, gap: str, ruled_out: Collection[str]) -> Found | None:
+    """Return what formulas have found, less what traces have ruled out; None where nothing is left."""
+    left = [plan for plan in found.plans if str(plan.strategy) not in ruled_out][:top]
+    plans = tuple(dataclasses.replace(plan, gaps=(*plan.gaps, gap)) for plan in left)
+    return dataclasses.replace(found, plans=plans, is_complete=False, out_of_time=True) if plans else None
+
+
+def _traced(
+    plans: Sequence[Plan], subject: Subject, objective: Objective, top: int, limit: TimeLimit
+) -> tuple[SearchState, list[tuple[str, str]]]:
+    """Return the state of a search that has traced these plans, and those that the model refuses."""
+    state, refused = SearchState(top), list[tuple[str, str]]()
+    with limit.watched():
+        for plan in plans:
+            try:
+                traced = subject.plan(plan.strategy, plan.step.num_micro_batches)
+            except OutOfTimeError:
+                state.stopped = True
+                break
+            except MeshwrightError as error:
+                refused.append((str(plan.strategy), error.what))
+                continue
+            state.num_predicted += 1
+            if traced.fits:
+                state.add(rank_of_plan(traced, objective), traced)
+                if len(state.plans) == top:  # the others stand in for those that do not fit
+                    break
+            else:
+                state.add_too_large(traced)
+                if len(state.too_large) == _SAME_REASON and not state.plans:
+                    break
+    return state, refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,11 +167,26 @@ def _with_values(module: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in module.modules():
             on_meta = [(name, p) for name, p in each.named_parameters(recurse=False) if p.is_meta]
-            values = {
-                name: nn.Parameter(torch.randn(p.shape, dtype=p.dtype) / 8, p.requires_grad) for name, p in on_meta
-            }
+            values = {name: nn.Parameter(_random(p), p.requires_grad) for name, p in on_meta}
             stack.enter_context(swapped_parameters(each, dict(values)))
         yield
+
+
+_DRAWN, _APART = 2**20 + 7, 1009  # neither divides widths that models have
+
+
+def _random(parameter: torch.Tensor) -> torch.Tensor:
+    """Return values for a parameter on meta.
+
+    Real experts have billions: a million is drawn and repeated, and matrices of a stack begin a little further each in
+    the same memory.
+    """
+    shape, matrix = tuple(parameter.shape), math.prod(parameter.shape[-2:])
+    size = matrix + _APART * (math.prod(shape[:-2]) - 1)
+    drawn = torch.randn(min(size, _DRAWN), dtype=parameter.dtype) / 8
+    strides = [_APART * math.prod(shape[place + 1 : -2]) for place in range(len(shape) - 2)]
+    inner = torch.empty(shape[-2:], device="meta").stride()
+    return drawn.repeat(-(-size // len(drawn))).as_strided(shape, (*strides, *inner))
 
 
 def _prove_stacked(layer: StackedExperts, ranks: int) -> None:

@@ -37,11 +37,20 @@ from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.methods.tensor.block_trials import SampleRun
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, stand_in
 from meshwright.nn import move_to
+from meshwright.nn.module_structure import settings_of
 from meshwright.runtime import check_equal
 from meshwright.runtime.torch_internals.pytree import tree_leaves
 from meshwright.strategy import Strategy
 
 _COUNT_BYTES = 8  # a number of rows
+
+
+def _proved(layers: Sequence[ExpertLayer], ranks: int) -> dict[ExpertLayer, tuple[int, float] | None]:
+    """Prove layers; of those that run the same code on the same shapes, one."""
+    settings = {layer: (type(layer), frozenset(settings_of(layer.block).items())) for layer in layers}
+    first = {each: layer for layer, each in reversed(settings.items())}
+    proofs = {each: prove(layer, ranks) for each, layer in first.items()}
+    return {layer: proofs[each] for layer, each in settings.items()}
 
 
 class ExpertTrace:
@@ -74,9 +83,7 @@ class ExpertTrace:
         self._model, self._layers, self._ranks, self._tensor = model, layers, ranks, tensor
         self._z_loss = z_loss
         self._axis = TracedExperts(tensor)
-        self._proved = {
-            layer: prove(layer, ranks) for layer in layers if isinstance(layer, ListedExperts) or layer.takes_rows
-        }
+        self._proved = _proved([e for e in layers if isinstance(e, ListedExperts) or e.takes_rows], ranks)
         self.experts = {
             parameters[name]: (number, layer.num_experts) for layer in layers for name, number in layer.names()
         }

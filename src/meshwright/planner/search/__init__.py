@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from meshwright.planner.search.constraints import read_constraints as read_constraints
     from meshwright.planner.search.find import (
         search as search,
-        search_and_trace as search_and_trace,
         search_in_stages as search_in_stages,
     )
     from meshwright.planner.search.search_space import (

@@ -7,7 +7,6 @@ for which every prediction takes seconds.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from meshwright.cost import Cluster, Memory, Step, moments, peak
-from meshwright.errors import MeshwrightError, StrategyError, join_names, readable_bytes
+from meshwright.errors import StrategyError, join_names, readable_bytes
 from meshwright.methods import Phase, Role, SearchScope, find_method, method_of_axes
 from meshwright.planner.plans import Plan, Subject, method_names
 from meshwright.planner.search.bounds import Bounds
@@ -30,10 +29,9 @@ from meshwright.planner.search.search_state import (
     SearchState,
     check_objective,
     divided_next,
-    rank_of_plan,
     with_other_loss,
 )
-from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit, out_of_time
+from meshwright.planner.search.time_limit import TimeLimit, out_of_time
 from meshwright.runtime.lazy import paused_collection
 from meshwright.strategy import Strategy
 
@@ -489,112 +487,3 @@ def _is_allowed(axis: str, excluded: Sequence[str], included: Sequence[Any]) -> 
 
 def _on(space: Space, axis: str, sizes: tuple[int, ...], methods: tuple[Choice, ...]) -> Space:
     return space.replace(sizes={**space.sizes, axis: sizes}, axis_methods={**space.axis_methods, axis: methods})
-
-
-# --- Tracing what a search by formulas has found. A formula predicts a strategy of a known family in a millisecond, a
-# trace of the model in a second: formulas choose among thousands of candidates, and users see figures of the model.
-
-_TRIES = 3
-"""Searches by formulas: where nothing fits that was found, by their memory, the limit is lowered by as much."""
-
-_SEARCHING, _LEAST_S = 0.5, 1.0
-"""The part of the time that is left which a search by formulas may take, and the seconds that it has in any case."""
-
-_SAME_REASON = 3
-"""Traces that do not fit before any does, after which the limit is lowered: formulas are off by the same for most."""
-
-_UNTRACED = "formulas predict this plan, by the model's dimensions: the time was up before the model itself was traced"
-
-
-def search_and_trace(
-    search: Callable[[int, float | None, float | None], Found],
-    subject: Subject,
-    limit_bytes: int,
-    objective: Objective,
-    top: int,
-    limit_s: float | None,
-) -> Found | None:
-    """Search by formulas, trace what is found, and rank it by what the traces say.
-
-    Args:
-        search: Searches by formulas within bytes of a device and seconds; it ends after others once it has found any.
-        subject: The model that is traced.
-        limit_bytes: Bytes that a device may hold.
-        objective: What plans are ranked by.
-        top: How many plans are kept.
-        limit_s: Seconds of processor time, after which the plans that are left stay untraced and are left out; None:
-            no limit. A search takes a part of what is left, and all of it where nothing has been found by then.
-
-    Returns:
-        What was found; None where no plan that formulas find fits by its trace. Where the time is up before any trace
-        ends, it is what the formulas have found, each plan with a gap that says so.
-
-    Raises:
-        StrategyError: When nothing fits by the formulas, or nothing was found in time.
-    """
-    started, within, limit = time.perf_counter(), limit_bytes, TimeLimit(limit_s)
-    left: Found | None = None  # what no trace has ruled out
-    for _ in range(_TRIES):
-        left_s = max(limit.left_s or _LEAST_S, _LEAST_S)
-        try:
-            found = search(within, *((left_s, left_s * _SEARCHING) if limit_s is not None else (None, None)))
-        except StrategyError as error:
-            if not limit.is_over:
-                raise
-            if left is None:
-                raise out_of_time(limit) from error
-            return left
-        state, refused = _traced(found.plans, subject, objective, top, limit)
-        if state.plans:
-            return dataclasses.replace(
-                found,
-                plans=tuple(plan for _, plan in state.plans),
-                too_large=(*state.too_large, *found.too_large),
-                refused=(*found.refused, *refused),
-                num_predicted=found.num_predicted + state.num_predicted,
-                seconds=time.perf_counter() - started,
-                is_complete=found.is_complete and not state.stopped,
-                out_of_time=found.out_of_time or state.stopped,
-            )
-        left = _untraced(found, top, {*(str(plan.strategy) for plan in state.too_large), *dict(refused)})
-        if state.stopped:
-            return left
-        if not state.too_large:
-            return None
-        least = state.too_large[0]
-        within = int(within * min((least.limit_bytes or 0) / least.needed_bytes, 1.0))
-    return None
-
-
-def _untraced(found: Found, top: int, ruled_out: Collection[str]) -> Found | None:
-    """Return what formulas have found, less what traces have ruled out; None where nothing is left."""
-    left = [plan for plan in found.plans if str(plan.strategy) not in ruled_out][:top]
-    plans = tuple(dataclasses.replace(plan, gaps=(*plan.gaps, _UNTRACED)) for plan in left)
-    return dataclasses.replace(found, plans=plans, is_complete=False, out_of_time=True) if plans else None
-
-
-def _traced(
-    plans: Sequence[Plan], subject: Subject, objective: Objective, top: int, limit: TimeLimit
-) -> tuple[SearchState, list[tuple[str, str]]]:
-    """Return the state of a search that has traced these plans, and those that the model refuses."""
-    state, refused = SearchState(top), list[tuple[str, str]]()
-    with limit.watched():
-        for plan in plans:
-            try:
-                traced = subject.plan(plan.strategy, plan.step.num_micro_batches)
-            except OutOfTimeError:
-                state.stopped = True
-                break
-            except MeshwrightError as error:
-                refused.append((str(plan.strategy), error.what))
-                continue
-            state.num_predicted += 1
-            if traced.fits:
-                state.add(rank_of_plan(traced, objective), traced)
-                if len(state.plans) == top:  # the others stand in for those that do not fit
-                    break
-            else:
-                state.add_too_large(traced)
-                if len(state.too_large) == _SAME_REASON and not state.plans:
-                    break
-    return state, refused

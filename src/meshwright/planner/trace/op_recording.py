@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 # --- Kernels, with the modules that launch them.
 
 interrupts: list[Callable[[], None]] = []
-"""Called now and then while a pass runs, also inside a module; what they raise ends it."""
+"""Called now and then while a model is traced, inside a module, too, and while pipelines are cut; what they raise ends
+both."""
 
 _BETWEEN_INTERRUPTS = 64  # operators
 _NO_NUMBER = 2**64 - 1  # of the nodes that accumulate gradients

@@ -25,11 +25,11 @@ from typing import Any
 from torch import nn
 
 from meshwright.nn import find_blocks
-from meshwright.runtime.torch_internals.modules import CHILDREN, children_of, forward_hooks_of, forward_pre_hooks_of
+from meshwright.nn.module_structure import SCALARS, settings_of
+from meshwright.runtime.torch_internals.modules import CHILDREN, children_of
 
 FEWEST = 8  # blocks from which on this is worth while
 _MOST = 2 / 3  # of the blocks
-_SCALARS = (bool, int, float, str, type(None))
 
 Indices = tuple[int, ...]
 """Some of a model's blocks, by their numbers."""
@@ -100,7 +100,7 @@ def _of_each_block(owner: nn.Module, count: int) -> list[tuple[dict[str, Any], s
         (settings, name, value)
         for settings in places
         for name, value in settings.items()
-        if type(value) in (list, tuple) and len(value) == count and all(isinstance(each, _SCALARS) for each in value)
+        if type(value) in (list, tuple) and len(value) == count and all(isinstance(each, SCALARS) for each in value)
     ]
 
 
@@ -156,7 +156,7 @@ def _kinds(lists: Sequence[Sequence[nn.Module]]) -> tuple[int, ...]:
     numbers: dict[object, int] = {}
     found = []
     for which, blocks in enumerate(lists):
-        every = [_described(block) for block in blocks]
+        every = [settings_of(block) for block in blocks]
         values = collections.defaultdict(list)
         for index, one in enumerate(every):
             for key, value in one.items():
@@ -166,21 +166,6 @@ def _kinds(lists: Sequence[Sequence[nn.Module]]) -> tuple[int, ...]:
             kind = which, frozenset((key, value) for key, value in one.items() if key not in counting)
             found.append(numbers.setdefault(kind, len(numbers)))
     return tuple(found)
-
-
-def _described(block: nn.Module) -> dict[tuple[str, str], Any]:
-    found: dict[tuple[str, str], Any] = {}
-    for path, module in block.named_modules():
-        found[path, ""] = type(module), len(forward_hooks_of(module)), len(forward_pre_hooks_of(module))
-        for name, value in vars(module).items():
-            if isinstance(value, _SCALARS) or (
-                isinstance(value, tuple) and all(isinstance(v, _SCALARS) for v in value)
-            ):
-                found[path, name] = value
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                found[path, name] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    return found
 
 
 _End = -1  # the kind of what is before the first block and behind the last
