@@ -1,46 +1,62 @@
 """Predicts every row of a table of published runs and says how far off the predictions are.
 
-    python benchmarks/published.py [FILE.csv] [--as-user] [--json] [--cross-validate] [--rows] [--picture FILE.svg]
+    python benchmarks/published.py [FILE.csv …] [--sources REGEX] [--as-user] [--kernels own|attention|source] [--json]
+                                   [--cross-validate] [--rows] [--picture FILE.svg]
 
-The columns are those of ``benchmarks/data/published_runs.csv``; unknown cells are empty. Per source and in total: rows
+The columns are those of ``benchmarks/data/published_runs.csv``; unknown cells are empty. Rows of several files count as
+those of one; ``--sources`` keeps those alone in whose source the expression is found. Per source and in total: rows
 covered, error of tokens per second (from MFU or TFLOPS where only they are printed), of the step time and of peak
 memory, out-of-memory verdicts, and the rank correlation of strategies within one model and cluster. Rows that cannot
 be predicted are listed with the reason. ``--as-user`` adds how far off predictions are without the sources'
 conventions: of the strategy in our own methods, as ``mw.plan`` predicts it for anybody (in JSON the same keys under
-``as_user``). ``--cross-validate`` fits the efficiencies anew for every source of the table, without its rows.
+``as_user``); with ``--kernels`` the same strategies run on the source's attention and dropout, or on all its kernels,
+which tells what the difference consists of. ``--cross-validate`` fits the efficiencies anew for every source of the
+table, without its rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import MeshwrightError
-from published_runs import Scores, read_rows, score
+from published_runs import Kernels, Row, Scores, read_rows, score
 
 DEFAULT = Path(__file__).parent / "data" / "published_runs.csv"
+AS_USER = {
+    "own": "As a user plans them: our own methods and what our engine runs by itself.",
+    "attention": "As a user plans them, with attention and dropout of the source.",
+    "source": "As a user plans them, with all kernels of the source.",
+}
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, nargs="?", default=DEFAULT, help="a table of published runs")
+    parser.add_argument("files", type=Path, nargs="*", default=[DEFAULT], help="tables of published runs")
+    parser.add_argument("--sources", type=_expression, metavar="REGEX", help="only rows of sources that have this")
     parser.add_argument("--as-user", action="store_true", help="predict every row as a user would, too")
+    parser.add_argument("--kernels", choices=get_args(Kernels), help="whose run what is planned as a user (own)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--cross-validate", action="store_true", help="predict each source by a fit without it")
     parser.add_argument("--rows", action="store_true", help="print every row's prediction, too")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw predicted over published speed")
     options = parser.parse_args(arguments)
+    if options.kernels and not options.as_user:
+        parser.error("--kernels needs --as-user: other predictions have the source's")
+    kernels: Kernels = options.kernels or "own"
     try:
-        rows = read_rows(options.file)
+        rows = _read(options.files, options.sources)
         scores = _cross_validated(rows) if options.cross_validate else score(rows)
-        users = score(rows, as_user=True) if options.as_user else None
+        users = score(rows, as_user=True, kernels=kernels) if options.as_user else None
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         return 1
@@ -54,12 +70,25 @@ def main(arguments: list[str]) -> int:
         return 0
     _show(scores, every_row=options.rows)
     if users is not None:
-        print("As a user plans them: our own methods and what our engine runs by itself.")
+        print(AS_USER[kernels])
         _show(users, every_row=options.rows)
     return 0
 
 
-def _cross_validated(rows: list[Any]) -> Scores:
+def _expression(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text, re.IGNORECASE)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"no regular expression: {error}") from None
+
+
+def _read(files: list[Path], sources: re.Pattern[str] | None) -> list[Row]:
+    every = [row for file in files for row in read_rows(file)]
+    counted = [dataclasses.replace(row, index=index) for index, row in enumerate(every)]
+    return [row for row in counted if sources is None or sources.search(row.source)]
+
+
+def _cross_validated(rows: list[Row]) -> Scores:
     from fit import cross_validated
 
     return cross_validated(rows)

@@ -1,5 +1,6 @@
 """Published runs: read tables of them, predict each, and say how far off the predictions are."""
 
+from published_runs.as_user import Kernels as Kernels
 from published_runs.cases import Case as Case, NotCovered as NotCovered, case_of as case_of
 from published_runs.scores import (
     Prediction as Prediction,

@@ -5,16 +5,19 @@ batch and how it is cut, the precision, what is recomputed, whether kernels are 
 pipeline's rank. Nothing that is simulated depends on whose run it is. How cells are read (dimensions that a name
 stands for, units, whose micro-batch a cell counts, what a memory figure counts) is the table's business, and the same
 as in ``cases.py``.
+
+To tell what the sources' conventions are worth, the kernels alone may be those of the source, see ``Kernels``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.cost import make_cluster
 from meshwright.errors import MeshwrightError
+from meshwright.planner.family_ops import OWN, Implementation
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.plan_request import HEADROOM
 from meshwright.planner.plans import CONTEXT_BYTES, Plan, usable_bytes
@@ -33,6 +36,9 @@ from published_runs.strategies import (
 from published_runs.table_rows import Row
 
 _SHARE = "a share of the blocks"  # as many as memory asks for: what a user of ours takes where a policy keeps too much
+Kernels = Literal["own", "attention", "source"]
+"""Whose kernels run a strategy of ours: our engine's; ours but for the source's attention and its dropout; or all those
+of the source. What overlaps, and in which order, is our engine's in every case."""
 _RECIPES = {"row": "rowwise", "mx": "mxfp8", "tensor": "tensorwise"}
 
 
@@ -45,8 +51,12 @@ class UserPlan:
     memory: RankMemory
 
 
-def user_plan(row: Row) -> UserPlan:
+def user_plan(row: Row, kernels: Kernels = "own") -> UserPlan:
     """Predict a row by the door that users have.
+
+    Args:
+        row: The row.
+        kernels: Whose kernels run it; users have our own.
 
     Raises:
         NotCovered: When the row gives too little, or our methods cannot run it.
@@ -60,21 +70,29 @@ def user_plan(row: Row) -> UserPlan:
         behind = candidates.index(PER_OP) + 1
         candidates = (*candidates[:behind], _SHARE, *candidates[behind:])
     try:
-        plan = _first_that_fits(case, candidates)
+        plan = _first_that_fits(case, _implementation(case, kernels), candidates)
     except MeshwrightError as error:
         raise NotCovered(str(error).split("\n")[0]) from error
     case = dataclasses.replace(case, strategy=plan.strategy, assumed=(*case.assumed, *assumed))
     return UserPlan(case, plan, _memory_of(case, plan))
 
 
-def _first_that_fits(case: Case, candidates: Sequence[str]) -> Plan:
+def _implementation(case: Case, kernels: Kernels) -> Implementation:
+    """Return what runs the blocks, the loss and the products of a row."""
+    theirs = case.convention.impl
+    if kernels == "source":
+        return theirs
+    return OWN if kernels == "own" else dataclasses.replace(OWN, attention=theirs.attention, dropout=theirs.dropout)
+
+
+def _first_that_fits(case: Case, impl: Implementation, candidates: Sequence[str]) -> Plan:
     """Return the plan of the first of these recomputations that fits, or of the first of all."""
-    first = _planned(case, candidates[0], keeps=True)
+    first = _planned(case, impl, candidates[0], keeps=True)
     # Layers wait for what they gather again, and compiled blocks save less: both where memory asks for it.
     ladder = [(recomputed, compiled) for recomputed in candidates for compiled in (False, True)]
     for recomputed, compiled in ladder if not first.fits else ():
         try:
-            plan = _planned(case, recomputed, compiled=compiled)
+            plan = _planned(case, impl, recomputed, compiled=compiled)
         except MeshwrightError:  # no share is enough
             continue
         if plan.fits:
@@ -82,13 +100,13 @@ def _first_that_fits(case: Case, candidates: Sequence[str]) -> Plan:
     return first
 
 
-def _planned(case: Case, recomputed: str, *, keeps: bool = False, compiled: bool = False) -> Plan:
+def _planned(case: Case, impl: Implementation, recomputed: str, *, keeps: bool = False, compiled: bool = False) -> Plan:
     cluster = case.cluster
     # The latency of a source's network is its own; a user has that of the preset.
     plain = make_cluster(cluster.device, cluster.num_devices, cluster.devices_per_node)
     inter = dataclasses.replace(plain.inter, bytes_per_s=cluster.inter.bytes_per_s)
     cluster = dataclasses.replace(cluster, inter=inter)
-    subject = FamilyModel(case.row.text("model"), case.shape).subject(cluster, _samples(case), None)
+    subject = FamilyModel(case.row.text("model"), case.shape, impl).subject(cluster, _samples(case), None)
     strategy = user_strategy(case, recomputed, keeps=keeps, compiled=compiled)
     return subject.plan(strategy, case.run.num_micro_batches)
 

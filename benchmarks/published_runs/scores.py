@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.cost import Calibration, StepTime, simulate
-from published_runs.as_user import user_plan
+from published_runs.as_user import Kernels, user_plan
 from published_runs.cases import Case, NotCovered, RankMemory, case_of, rank_memory
 from published_runs.table_rows import Row, flops_per_s, peak_bytes, tokens_per_s
 
@@ -69,13 +69,13 @@ def predict_case(case: Case, calibration: Calibration | None = None) -> Predicti
     )
 
 
-def predict_as_user(row: Row) -> Prediction:
+def predict_as_user(row: Row, kernels: Kernels = "own") -> Prediction:
     """Predict one row as a user would, see ``as_user``.
 
     Raises:
         NotCovered: Saying why it cannot be.
     """
-    planned = user_plan(row)
+    planned = user_plan(row, kernels)
     case, known = planned.case, planned.plan.forecast
     assert known is not None
     assert known.tokens_per_s is not None
@@ -191,12 +191,17 @@ class Scores:
         }
 
 
-def score(rows: Sequence[Row], calibration: Calibration | None = None, *, as_user: bool = False) -> Scores:
-    """Predict every row of a table; one that cannot be predicted is not covered, and never an error."""
+def score(
+    rows: Sequence[Row], calibration: Calibration | None = None, *, as_user: bool = False, kernels: Kernels = "own"
+) -> Scores:
+    """Predict every row of a table; one that cannot be predicted is not covered, and never an error.
+
+    ``kernels`` says whose kernels run what is predicted ``as_user``.
+    """
     scores = Scores(len(rows))
     for row in rows:
         try:
-            scores.predictions.append(predict_as_user(row) if as_user else predict_row(row, calibration))
+            scores.predictions.append(predict_as_user(row, kernels) if as_user else predict_row(row, calibration))
         except NotCovered as why:
             scores.not_covered.append((row, str(why)))
         except Exception as error:  # numbers nobody would publish: one row must not cost the table

@@ -1,9 +1,12 @@
 """The committed figures on published runs hold, and other tables are read with care."""
 
 import json
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from benchmarks import published
 from benchmarks.fit import cross_validated
 from hypothesis import given, settings, strategies as st
 from published_runs.cases import rank_memory
@@ -11,7 +14,7 @@ from published_runs.conventions import convention_of, convention_of_row
 from published_runs.scores import predict_as_user
 
 from meshwright.errors import DataError
-from published_runs import COLUMNS, NotCovered, Row, case_of, kendall_tau, predict_row, read_rows, score
+from published_runs import COLUMNS, Kernels, NotCovered, Row, case_of, kendall_tau, predict_row, read_rows, score
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 TABLE, OTHERS, LATE = DATA / "published_runs.csv", DATA / "more_runs.csv", DATA / "late_runs.csv"
@@ -108,6 +111,32 @@ def test_states_are_sharded_over_ranks_that_share_samples():
     run = predict_as_user(row(**cells, seq="65536", ac="full", compile="True"))
     assert "fsdp" in run.case.strategy
     assert not run.out_of_memory
+
+
+def test_kernels_of_the_source_slow_down_a_users_strategy_where_they_are_older():
+    """Plan runs of H100 with Triton's attention of 2023: the strategies stay the same."""
+    rows = [each for each in read_rows(TABLE) if re.search("llm-foundry.*H100", each.source)][::5]
+    every = {kernels: score(rows, as_user=True, kernels=kernels) for kernels in get_args(Kernels)}
+    assert every["own"].as_json() == score(rows, as_user=True).as_json()
+    own, attention, source = ([p.time.step_time_s for p in each.predictions] for each in every.values())
+    assert all(ours < theirs for ours, theirs in zip(own, attention, strict=True))
+    assert attention != source
+    own_error, attention_error, _ = (each.as_json()["step_time_mape"] for each in every.values())
+    assert attention_error < own_error / 2
+    strategies = [[p.case.strategy for p in each.predictions] for each in every.values()]
+    assert strategies[0] == strategies[1] == strategies[2]
+
+
+def test_tables_and_sources_are_chosen_on_the_command_line(capsys):
+    chosen = [str(TABLE), str(OTHERS), "--sources", "^TORCHTITAN.*T[13]$"]
+    assert published.main([*chosen, "--as-user", "--kernels", "attention", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["rows"] == figures["as_user"]["rows"] == 6
+    assert all("torchtitan" in source for source in figures["as_user"]["per_source"])
+    for wrong, says in ((["--kernels", "source"], "--as-user"), (["--sources", "("], "regular expression")):
+        with pytest.raises(SystemExit):
+            published.main(wrong)
+        assert says in capsys.readouterr().err
 
 
 def test_products_in_four_bits_are_not_covered():

@@ -267,9 +267,9 @@ class PipelineParallel(Method):
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try every schedule; where a prediction takes long, the two that none of the others was ever better than.
+        """Try every schedule; where a prediction takes long, the two that others are seldom better than.
 
-        That is so on all of the models that were searched whole.
+        Of 44 cases that were searched whole (``benchmarks/regret.py``), interleaved stages win one by more than 8 %.
         """
         zbv = cls.parse({"schedule": "zbv"})
         if scope.is_slow:

@@ -198,7 +198,7 @@ class Engine:
         return self._first.setdefault((others, self.bounds.twin(branch)), branch) is not branch
 
     def _headroom(self, branch: Branch) -> Headroom:
-        return self.state.headrooms.setdefault(branch.but_for_offload, Headroom())
+        return self.state.headrooms.setdefault(branch.but_for_offload, Headroom(axes=branch.axes))
 
     def _may_gain(self, branch: Branch, micro_batch: int | None = None) -> bool:
         """Return whether offloading can help a branch: without it, memory ran out."""

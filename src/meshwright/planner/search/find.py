@@ -280,10 +280,9 @@ class _Passes:
             state = tried[-1][1]
         state = self._offloading(tried, state, offload)
         for each in follow_ups:
-            if each.is_worth(state):
-                tried.append(
-                    self._in_other(constrain(each.space_after(state)).replace(precision=given.precision), state)
-                )
+            if each.is_worth(state, tried[0][1]):
+                space = constrain(each.space_after(state, tried[0][1])).replace(precision=given.precision)
+                tried.append(self._in_other(space, state))
                 state = self._offloading(tried[-1:], tried[-1][1], offload)
         return tried, state
 
@@ -429,8 +428,8 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
 
     A model that is traced takes seconds for every way to divide its layers or tokens, where one of a known family takes
     milliseconds. So data and tensor parallelism come first, then divided experts, and pipelines next. Tokens are
-    divided between the layers where the best so far divides these, or has to offload; and inside attention where
-    nothing has fitted.
+    divided between the layers where the best so far divides these, has to offload, or recomputes where a tensor axis
+    lacked memory; and inside attention where nothing has fitted.
     What is included by name is tried from the first.
 
     Args:

@@ -121,11 +121,13 @@ class Headroom:
         bound: Lower bound of its objective.
         ran_out: Whether memory has ruled out any of its micro-batches; of twins, those of the first.
         fitting: Sizes of micro-batches that are known to fit.
+        axes: Of the branch's mesh.
     """
 
     bound: float = 0.0
     ran_out: bool = False
     fitting: set[int] = field(default_factory=set)
+    axes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass
@@ -212,6 +214,14 @@ class SearchState:
         """Return whether memory has ruled out anything that could have been among the best."""
         return any(headroom.ran_out for headroom in self.headrooms.values())
 
+    def cramped_sizes(self, axis: str, figure: float) -> tuple[int, ...]:
+        """Return sizes of an axis with which memory alone has ruled out what a bound allows to be as good as a figure.
+
+        What does not fit before anything is saved has no bound.
+        """
+        cramped = (each for each in self.headrooms.values() if each.ran_out and 0 < each.bound <= figure)
+        return tuple(sorted({dict(each.axes).get(axis, 1) for each in cramped} - {1}))
+
     def add(self, rank: Rank, plan: Plan) -> None:
         """Note a plan that fits."""
         self.plans.append((rank, plan))
@@ -242,41 +252,61 @@ class FollowUp:
 
     Args:
         space: What is tried there.
-        where: ``always``; where the best so far divides its layers or has to offload (``divided``); where it leaves the
-            loss as it is (``loss``); or where nothing has fitted yet (``nothing``). What is not always tried comes
-            after offloading.
+        where: ``always``; where the best so far divides its layers, has to offload, or recomputes where a tensor axis
+            could be better but for its memory (``divided``); where it leaves the loss as it is (``loss``); or where
+            nothing has fitted yet (``nothing``). What is not always tried comes after offloading.
     """
 
     space: Space
     where: Literal["always", "divided", "loss", "nothing"] = "always"
 
-    def is_worth(self, state: SearchState) -> bool:
-        """Return whether to search here, too, after the passes that offload."""
+    def is_worth(self, state: SearchState, first: SearchState) -> bool:
+        """Return whether to search here, too, after the passes that offload.
+
+        Args:
+            state: At that time.
+            first: After the first pass.
+        """
         if self.where == "loss":
             return state.best is None or not any(map(self._changes_loss, state.best.strategy.methods))
         if self.where == "nothing" or state.best is None:
             return self.where == "nothing" and state.best is None
-        is_divided = find_method(
-            state.best.strategy, lambda each: each.axis == "tensor" or each.role is Role.OFFLOADING
-        )
-        return self.where == "divided" and is_divided is not None
+        return self.where == "divided" and (_divides_or_offloads(state.best) or bool(_cramped(state, first)))
 
     def _changes_loss(self, method: MethodConfig) -> bool:
         return isinstance(method, Method) and method.fuses_loss
 
-    def space_after(self, state: SearchState) -> Space:
+    def space_after(self, state: SearchState, first: SearchState) -> Space:
         """Return the space to try, given the best so far.
 
         Where that divides layers, only the same tensor axis is tried. A real module is proved anew for every size,
-        which takes seconds, and the size that divides layers best is also the best for the tokens between them. Another
-        loss takes traces of its own, which differ between parameters that are sharded and others.
+        which takes seconds, and the size that divides layers best is also the best for the tokens between them. A
+        pipeline around it stays, with any schedule: that takes no other trace. Where the best recomputes, those sizes
+        are tried for which memory was too small. Another loss takes traces of its own, which differ between parameters
+        that are sharded and others.
         """
         if self.where == "loss" and state.best is not None and state.best.step.shard_axis is not None:
             return self.space.replace(sharding=tuple(filter(None, self.space.sharding)) or self.space.sharding)
         if self.where != "divided" or state.best is None:
             return self.space
-        size = dict(state.best.step.axes).get("tensor", 1)
-        return self.space if size == 1 else self.space.replace(sizes={**self.space.sizes, "tensor": (size,)})
+        best = dict(state.best.step.axes)
+        tensor, pipeline = best.get("tensor", 1), best.get("pipeline", 1)
+        sizes = (tensor,) if tensor > 1 else () if _divides_or_offloads(state.best) else _cramped(state, first)
+        tried = {"tensor": sizes} if sizes else {}
+        tried |= {"pipeline": (1, pipeline)} if tensor > 1 and pipeline > 1 else {}
+        return self.space.replace(sizes={**self.space.sizes, **tried})
+
+
+def _divides_or_offloads(plan: Plan) -> bool:
+    return bool(find_method(plan.strategy, lambda each: each.axis == "tensor" or each.role is Role.OFFLOADING))
+
+
+def _cramped(state: SearchState, first: SearchState) -> tuple[int, ...]:
+    """Return the sizes of a tensor axis that could be better than a best plan that recomputes, but for their memory."""
+    best = state.best
+    if best is None or find_method(best.strategy, lambda each: each.role is Role.RECOMPUTATION) is None:
+        return ()
+    return first.cramped_sizes("tensor", state.plans[0][0][0])
 
 
 def with_other_loss(small: Space, whole: Space, decided: Collection[str]) -> tuple[FollowUp, ...]:
