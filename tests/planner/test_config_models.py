@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from torch import nn
 
 from meshwright.errors import ModelError
@@ -10,6 +11,7 @@ from meshwright.planner.config_models import (
     check_pixels,
     check_values,
     few_modules,
+    outline_of,
     read_model_config,
     transformers_model,
 )
@@ -55,3 +57,47 @@ def test_a_model_of_too_many_modules_is_not_built_to_its_end(monkeypatch):
     with few_modules():
         assert len(nn.Sequential(*(nn.ReLU() for _ in range(5)))) == 5
     assert len(nn.ModuleList(nn.ReLU() for _ in range(9))) == 9
+
+
+_WIDTHS = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 512
+}  # fmt: skip
+OUTLINED = {
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "gemma3": ("Gemma3Text", {"num_key_value_heads": 4, "head_dim": 64}),
+    "gpt_oss": ("GptOss", {"num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 8}),
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": 16,
+            "moe_intermediate_size": 512,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        }
+        | {"kv_lora_rank": 64, "q_lora_rank": 128, "qk_rope_head_dim": 32, "v_head_dim": 64, "qk_nope_head_dim": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTLINED)
+def test_an_outline_has_about_the_parameters_and_experts_of_a_decoder(name):
+    transformers = pytest.importorskip("transformers")
+    family, sizes = OUTLINED[name]
+    config = getattr(transformers, f"{family}Config")(**_WIDTHS, **sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    outline = outline_of(model, 128)
+    assert (outline.layers, outline.hidden, outline.vocab, outline.seq) == (6, 512, 512, 128)
+    assert outline.experts == sizes.get("num_local_experts", sizes.get("n_routed_experts", 1))
+    assert outline.num_parameters == pytest.approx(sum(each.numel() for each in model.parameters()), rel=0.15)
+
+
+def test_what_is_no_decoder_has_no_outline():
+    transformers = pytest.importorskip("transformers")
+    t5 = transformers.T5Config(d_model=32, num_layers=2, num_heads=2, vocab_size=64)
+    mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64)
+    with torch.device("meta"):
+        for model in (transformers.T5ForConditionalGeneration(t5), transformers.MambaForCausalLM(mamba)):
+            assert outline_of(model, 16) is None
+    assert outline_of(nn.Linear(2, 2), 16) is None

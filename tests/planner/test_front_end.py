@@ -246,6 +246,20 @@ def test_no_more_is_traced_than_is_shown(by_formulas):
     assert [str(plan.strategy) for plan in found.plans] == subject.asked == [str(by_formulas.plans[0].strategy)]
 
 
+def test_what_is_traced_soonest_comes_first_where_formulas_are_of_another_model(by_formulas):
+    model = named_model(WIDE["llama"], None, CLUSTER)
+    subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
+    slow = subject.plan(Strategy([mesh(tensor=2, zero=4), "tensor_parallel", "zero1", HALF]), 1)
+    given = dataclasses.replace(by_formulas, plans=(slow, *by_formulas.plans[:2]))
+    subject = Predicting(given, fits=True)
+    search_and_trace(lambda *_: given, subject, 70 * 2**30, "tokens_per_s", 1, None, resembles=True)
+    assert subject.asked == [str(plan.strategy) for plan in by_formulas.plans[:2]]
+    subject.asked.clear()
+    found = search_and_trace(lambda *_: given, subject, 70 * 2**30, "tokens_per_s", 2, None, resembles=True)
+    assert subject.asked[-1] == str(slow.strategy)
+    assert len(found.plans) == 2
+
+
 def test_what_no_trace_has_ruled_out_is_shown_where_the_time_ends(by_formulas):
     subject, limits = Predicting(by_formulas, fits=False), []
 

@@ -489,9 +489,11 @@ def search_and_trace(
                 raise
             if left is None:
                 raise out_of_time(limit) from error
-            return left
+            return dataclasses.replace(left, seconds=time.perf_counter() - started)
+        if resembles:  # figures of another model
+            found = dataclasses.replace(found, too_large=())
         plans = sorted(found.plans, key=_traced_late) if resembles else found.plans
-        state, refused = _traced(plans, subject, objective, top, limit)
+        state, refused = _traced(plans, subject, objective, top, limit, most=top + resembles)
         if state.plans:
             return dataclasses.replace(
                 found,
@@ -506,9 +508,9 @@ def search_and_trace(
         left = _by_formulas_alone(
             found, top, _UNTRACED[resembles], {*(str(plan.strategy) for plan in state.too_large), *dict(refused)}
         )
-        if state.stopped:
-            return left
-        if not state.too_large:
+        if state.stopped and left is not None:
+            return dataclasses.replace(left, seconds=time.perf_counter() - started)
+        if state.stopped or not state.too_large:
             return None
         least = state.too_large[0]
         within = int(within * min((least.limit_bytes or 0) / least.needed_bytes, 1.0))
@@ -528,9 +530,9 @@ def _by_formulas_alone(found: Found, top: int, gap: str, ruled_out: Collection[s
 
 
 def _traced(
-    plans: Sequence[Plan], subject: Subject, objective: Objective, top: int, limit: TimeLimit
+    plans: Sequence[Plan], subject: Subject, objective: Objective, top: int, limit: TimeLimit, most: int
 ) -> tuple[SearchState, list[tuple[str, str]]]:
-    """Return the state of a search that has traced these plans, and those that the model refuses."""
+    """Return the state of a search that has traced these plans, up to the most that fit, and those that are refused."""
     state, refused = SearchState(top), list[tuple[str, str]]()
     with limit.watched():
         for plan in plans:
@@ -545,7 +547,8 @@ def _traced(
             state.num_predicted += 1
             if traced.fits:
                 state.add(rank_of_plan(traced, objective), traced)
-                if len(state.plans) == top:  # the others stand in for those that do not fit
+                most -= 1
+                if most == 0:  # the others stand in for those that do not fit
                     break
             else:
                 state.add_too_large(traced)

@@ -93,6 +93,24 @@ def test_when_the_time_is_up_what_needs_least_memory_is_planned_from_the_traces_
         search_in_stages(workload(None), default_space(workload(None)), top=1, limit_s=1.0)
 
 
+def test_the_time_ends_inside_a_module_too():
+    class Loop(torch.nn.Linear):
+        steps = 0
+
+        def forward(self, x):
+            for _ in range(100_000):
+                x = x.sin()
+                self.steps += 1
+            return super().forward(x)
+
+    model, limit = Loop(4, 4), TimeLimit(0.5)
+    one = Pass(model, torch.ones(2, 4), lambda model, x: model(x).sum())
+    with limit.watched(), pytest.raises(OutOfTimeError):
+        one.predict()
+    assert 0 < model.steps < 100_000
+    assert limit.place == "Loop"
+
+
 @pytest.mark.parametrize("precision", ["amp_native", "half"])
 def test_the_state_of_what_is_not_sharded_is_known_from_the_probe_of_what_is(precision):
     subject = workload(None)
