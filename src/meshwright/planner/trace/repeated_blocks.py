@@ -168,7 +168,7 @@ def _kinds(lists: Sequence[Sequence[nn.Module]]) -> tuple[int, ...]:
     return tuple(found)
 
 
-_End = -1  # the kind of what is before the first block and behind the last
+_END = -1  # the kind of what is before the first block and behind the last
 
 
 def windows(kinds: Sequence[int], width: int) -> list[tuple[int, ...]]:
@@ -176,7 +176,7 @@ def windows(kinds: Sequence[int], width: int) -> list[tuple[int, ...]]:
 
     Those of three have a block in their middle, those of four a pair of neighbours.
     """
-    padded = (_End, *kinds, _End)
+    padded = (_END, *kinds, _END)
     return [padded[first : first + width] for first in range(len(padded) - width + 1)]
 
 
@@ -186,10 +186,16 @@ def in_places(kinds: Sequence[int]) -> list[tuple[object, ...]]:
     Its kind and its neighbours' do. What all blocks of a kind share lies beside those before the first of them, and its
     gradient beside those before the last: so does where a block is beside the first and the last of each kind.
     """
-    found = list[tuple[object, ...]]()
-    for here, window in enumerate(windows(kinds, 3)):
-        before, behind = kinds[:here], kinds[here + 1 :]
-        found.append((window, window[1] in before, window[1] in behind, len({*before}), len({*behind})))
+    before, behind = _met(kinds), reversed(_met(kinds[::-1]))
+    return list(zip(windows(kinds, 3), before, behind, strict=True))
+
+
+def _met(kinds: Sequence[int]) -> list[tuple[bool, int]]:
+    """Return for every block whether its kind, and how many kinds, have come before it."""
+    found, met = [], set[int]()
+    for kind in kinds:
+        found.append((kind in met, len(met)))
+        met.add(kind)
     return found
 
 
