@@ -140,8 +140,7 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-SCALARS = (bool, int, float, str, type(None))
-"""What settings of a module are made of."""
+SCALARS = (bool, int, float, str, type(None))  # settings of a module
 
 
 def settings_of(module: nn.Module) -> dict[tuple[str, str], Any]:

@@ -26,7 +26,7 @@ from meshwright.planner.config_models import (
 )
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.family_workload import FamilyModel
-from meshwright.planner.model_shapes import Shape, parse_family
+from meshwright.planner.model_shapes import parse_family
 from meshwright.planner.plans import Plan, PlannedModel, Subject, usable_bytes
 from meshwright.planner.search import (
     USUAL_LIMIT_S,
@@ -144,7 +144,7 @@ class PlanRequest:
         return found
 
     def _searched(self, progress: Callable[[int, int], None] | None) -> Found:
-        """Search: by formulas first where the model is of a known family, else by traces."""
+        """Search: by formulas first where the model is of a known family or resembles one, else by traces."""
         options: dict[str, Any] = {
             "objective": self.objective,
             "excluded": self.excluded,
@@ -155,9 +155,8 @@ class PlanRequest:
             "limit_s": self.limit_s,
         }
         started = time.process_time()
-        shape = self._outline()
-        if isinstance(self.model, ModuleModel) and shape is not None:
-            found = self._by_formulas(self.model, shape, options)
+        if isinstance(self.model, ModuleModel):
+            found = self._by_formulas(self.model, options)
             if found is not None:
                 return found
             if self.limit_s is not None:
@@ -165,14 +164,13 @@ class PlanRequest:
         find = search_in_stages if isinstance(self.subject, Workload) else search
         return find(self.subject, space=default_space(self.subject), **options)
 
-    def _outline(self) -> Shape | None:
-        """Return the dimensions by whose formulas candidates are found; None: the model is traced for each."""
-        if not isinstance(self.model, ModuleModel) or self.model.shape is not None:
-            return getattr(self.model, "shape", None)
-        return None if self.model.seq is None else outline_of(self.model.module, self.model.seq)
-
-    def _by_formulas(self, model: ModuleModel, shape: Shape, options: dict[str, Any]) -> Found | None:
-        """Find plans by the formulas of the model's family, and trace them; None where none of them works."""
+    def _by_formulas(self, model: ModuleModel, options: dict[str, Any]) -> Found | None:
+        """Find plans by formulas, and trace them; None where there are none for the model, or none of them works."""
+        shape = model.shape
+        if shape is None and model.seq is not None:
+            shape = outline_of(model.module, model.seq)
+        if shape is None:
+            return None
         known = self.subject
         assert isinstance(known, Workload)
         assert known.limit_bytes is not None

@@ -183,7 +183,7 @@ def _random(parameter: torch.Tensor) -> torch.Tensor:
     """
     shape, matrix = tuple(parameter.shape), math.prod(parameter.shape[-2:])
     size = matrix + _APART * (math.prod(shape[:-2]) - 1)
-    drawn = torch.randn(min(size, _DRAWN), dtype=parameter.dtype) / 8
+    drawn = torch.randn(min(max(size, 1), _DRAWN), dtype=parameter.dtype) / 8
     strides = [_APART * math.prod(shape[place + 1 : -2]) for place in range(len(shape) - 2)]
     inner = torch.empty(shape[-2:], device="meta").stride()
     return drawn.repeat(-(-size // len(drawn))).as_strided(shape, (*strides, *inner))

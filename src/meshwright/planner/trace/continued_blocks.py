@@ -54,12 +54,12 @@ class Copies:
         self.at_home = {position: wanted.index(index) for position, index in enumerate(ran)}
         kinds = [[repeated.kinds[index] for index in some] for some in (ran, wanted)]
         self.kinds, self.around = kinds[0], in_places(kinds[0])
+        # Of every block that would have run, the position of the one that stands for it.
         self.sources = self._sources(in_places(kinds[0]), in_places(kinds[1]))
-        """For every block that would have run, the position of the one that stands for it."""
         self.of_block = self._inverted(self.sources, len(ran))
         counts = collections.Counter(in_places(kinds[1]))
+        # Blocks of which there would have been no other such.
         self.alone = {here for here, each in enumerate(self.around) if counts[each] == 1}
-        """Blocks of which there would have been no other such."""
         pairs = self._sources(windows(kinds[0], 4), windows(kinds[1], 4), length=2)
         self.of_pair = self._inverted(pairs, len(ran) - 1)
         number = {block: position for position, block in enumerate(self.ran)}
@@ -194,7 +194,7 @@ class _Continued:
         return dataclasses.replace(call, stack=stack, place=place, turns=self._turns.of(call, copy))
 
     def _block_of(self, stack: tuple[nn.Module, ...]) -> int | None:
-        return next((self._number[module] for module in stack if module in self._number), None)
+        return _first_of(stack, self._number)
 
     def _work(self, calls: list[Call]) -> list[Call]:
         """Return the calls of every block that would have run, with those between them."""
@@ -318,6 +318,11 @@ class _Continued:
         return found
 
 
+def _first_of(stack: Sequence[nn.Module], number: Mapping[nn.Module, int]) -> int | None:
+    """Return the number of the first module that has one."""
+    return next((number[module] for module in stack if module in number), None)
+
+
 class _Turns:
     """Whose turn it is: the parity of products that have run before, in each module around the blocks.
 
@@ -331,7 +336,7 @@ class _Turns:
         self._number, self._copies = number, copies
         own = [collections.Counter[nn.Module]() for _ in copies.ran]
         for call in calls:
-            here = next((number[module] for module in call.stack if module in number), None)
+            here = _first_of(call.stack, number)
             if call.turns and here is not None:
                 own[here].update(module for module in call.stack if module not in number)
         self._before_here = self._sums(own)
@@ -355,7 +360,7 @@ class _Turns:
     def _counts(self, call: Call, copy: _Copy) -> tuple[collections.Counter[nn.Module], collections.Counter[nn.Module]]:
         """Return what blocks have multiplied before a call, in the run and where it would have been."""
         copies = self._copies
-        here = next((self._number[module] for module in call.stack if module in self._number), None)
+        here = _first_of(call.stack, self._number)
         if here is not None:
             return self._before_here[here], self._before_there[copy.get(here, copies.homes[here])]
         here = copies.position_of(call.place)
