@@ -3,10 +3,12 @@
     python benchmarks/own_runs.py [--model gpt|qwen2|vit] [--world 2|4] [--quick] [--peaks] [--clock auto|wall|cpu]
                                   [--json FILE]
 
-The machine is calibrated first (``meshwright calibrate``), in the same processes. Then a small model trains under every
-strategy: bytes of parameters, gradients and optimizer state must be as predicted, to the byte; the most bytes of
-tensors at any moment of a step are held against the prediction, and so are the seconds of a step. All strategies take
-turns, step by step, so that a machine whose speed drifts slows all alike; the median counts.
+The machine is calibrated (``meshwright calibrate``) in the same processes, before and after all runs; the geometric
+mean of both predictions counts, for a machine's speed drifts. Between them a small model trains under every strategy:
+bytes of parameters, gradients and optimizer state must be as predicted, to the byte; the most bytes of tensors at any
+moment of a step are held against the prediction, and so are the seconds of a step. All strategies take turns, step by
+step, so that a machine whose speed drifts slows all alike; the median counts. How well the medians of even and of odd
+turns agree on the order (``tau_of_measured``) tells what correlation the measurement allows at all.
 
 The memory terms of predictions were found on the GPT; nothing was fitted to the other models, which are transformers'.
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -44,6 +47,7 @@ from meshwright.planner import Forecast, forecast, measured_state
 from meshwright.planner.measure import Calibrated, calibrate
 from meshwright.runtime import gather_objects, rank
 from meshwright.runtime.launch import inside_launcher, launch
+from meshwright.runtime.lazy import settling
 from meshwright.training.accelerated import Accelerated
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -132,6 +136,7 @@ class Result:
     name: str
     predicted_s: float
     measured_s: float
+    measured_of_halves: tuple[float, float]  # of even and of odd turns
     parts: dict[str, float]
     predicted_peak_bytes: int
     measured_peak_bytes: int
@@ -273,32 +278,39 @@ def peak_of(subject: Subject, strategy: list[Any], micro_batches: int) -> tuple[
         return min(peaks), held.total + held.host_total
 
 
-def times_of(jobs: dict[str, Accelerated], rounds: int) -> dict[str, tuple[float, float]]:
-    """Seconds of a step under each: medians on the wall and of CPU time, both of the slowest rank.
+def times_of(jobs: dict[str, Accelerated], rounds: int) -> dict[str, list[list[tuple[float, float]]]]:
+    """Seconds of each turn's steps under each strategy, on the wall and of CPU time, both of the slowest rank.
 
     In every turn a job's first step only brings its weights back to where the others' have been.
     """
     batches = {name: next(iter(job.dataloader)) for name, job in jobs.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
-    for index in range(rounds + 1):
-        for name, job in jobs.items():
-            for _ in range(WARM_UP_STEPS):
-                job.step(batches[name])
-            for _ in range(STEPS_IN_TURN):
-                mw.synchronize()
-                start_s, start_cpu_s = time.perf_counter(), time.process_time()
-                job.step(batches[name])
-                own = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-                if index > 0:  # the first round warms up
-                    found[name].append(own)
+    with settling() as settle:
+        settle()  # a run has one job, as here the collector does not look through those of all strategies
+        for index in range(rounds + 1):
+            for name, job in jobs.items():
+                for _ in range(WARM_UP_STEPS):
+                    job.step(batches[name])
+                for _ in range(STEPS_IN_TURN):
+                    mw.synchronize()
+                    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+                    job.step(batches[name])
+                    own = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+                    if index > 0:  # the first round warms up
+                        found[name].append(own)
     every = gather_objects(found)
-    return {name: (_median(every, name, 0), _median(every, name, 1)) for name in jobs}
+    slowest = {
+        name: [tuple(map(max, zip(*of_one, strict=True))) for of_one in zip(*(e[name] for e in every), strict=True)]
+        for name in jobs
+    }
+    return {
+        name: [steps[at : at + STEPS_IN_TURN] for at in range(0, len(steps), STEPS_IN_TURN)]
+        for name, steps in slowest.items()
+    }
 
 
-def _median(every: list[dict[str, list[tuple[float, float]]]], name: str, clock: int) -> float:
-    return statistics.median(
-        max(each[clock] for each in of_one) for of_one in zip(*(e[name] for e in every), strict=True)
-    )
+def median_of(turns: Sequence[Sequence[tuple[float, float]]], clock: int) -> float:
+    return statistics.median(each[clock] for steps in turns for each in steps)
 
 
 def predict(result: Accelerated, machine: Calibrated) -> Forecast:
@@ -322,13 +334,19 @@ def run_world(options: argparse.Namespace, world: int) -> list[Result]:
             jobs[name] = build(subject, strategy, micro_batches)
         except MeshwrightError as error:
             mw.print_rank(f"{name}: {error}", file=sys.stderr)
-    measured = times_of(jobs, 3 if options.quick else options.rounds)
+    measured = times_of(jobs, 4 if options.quick else options.rounds)
+    machines = machine, calibrate(scale=0.3 if options.quick else 1.0, clock=machine.clock)
+    on_wall, clock_index = machine.clock != "cpu", int(machine.clock == "cpu")
     results = []
     for name, job in jobs.items():
-        told = predict(job, machine).time
-        seconds = told.step_time_s - (told.bubble_s if machine.clock == "cpu" else 0.0)
+        told = [predict(job, each).time for each in machines]
+        seconds = statistics.geometric_mean(each.step_time_s - (0.0 if on_wall else each.bubble_s) for each in told)
+        turns = measured[name]
+        halves = median_of(turns[::2], clock_index), median_of(turns[1::2], clock_index)
         held, known = max(peaks[name], key=lambda each: each[0])
-        results.append(Result(world, name, seconds, measured[name][machine.clock == "cpu"], asdict(told), known, held))
+        results.append(
+            Result(world, name, seconds, median_of(turns, clock_index), halves, asdict(told[0]), known, held)
+        )
     if rank() == 0:
         notes = machine.document()
         Path(options.into).write_text(json.dumps({"machine": notes, "results": [asdict(each) for each in results]}))
@@ -342,7 +360,7 @@ def run_peaks(options: argparse.Namespace, world: int) -> list[Result]:
     results = []
     for name, (strategy, micro_batches) in subject.cases(world, quick=options.quick).items():
         held, known = max(gather_objects(peak_of(subject, strategy, micro_batches)), key=lambda each: each[0])
-        results.append(Result(world, name, 1.0, 1.0, {}, known, held))
+        results.append(Result(world, name, 1.0, 1.0, (1.0, 1.0), {}, known, held))
         gc.collect()
     if rank() == 0:
         Path(options.into).write_text(json.dumps({"machine": None, "results": [asdict(each) for each in results]}))
@@ -350,13 +368,10 @@ def run_peaks(options: argparse.Namespace, world: int) -> list[Result]:
     return results
 
 
-def kendall_tau(results: Sequence[Result]) -> float:
-    """Pairs in the same order less those in the other, over all."""
-    pairs = [(a, b) for index, a in enumerate(results) for b in results[index + 1 :]]
-    agree = sum(
-        1 if (a.predicted_s - b.predicted_s) * (a.measured_s - b.measured_s) > 0 else -1 for a, b in pairs
-    )  # fmt: skip
-    return agree / len(pairs)
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Pairs of pairs in the same order less those in the other, over all."""
+    signs = [1 if (a - c) * (b - d) > 0 else -1 for (a, b), (c, d) in itertools.combinations(pairs, 2)]
+    return sum(signs) / len(signs)
 
 
 def regret(results: Sequence[Result]) -> float:
@@ -372,7 +387,8 @@ def summary(results: Sequence[Result]) -> dict[str, float]:
         "strategies": len(results),
         "time_mape": statistics.mean(off), "time_median": statistics.median(off), "time_worst": off[-1],
         "peak_mape": statistics.mean(peaks), "peak_worst": peaks[-1],
-        "kendall_tau": kendall_tau(results), "regret": regret(results),
+        "kendall_tau": kendall_tau([(each.predicted_s, each.measured_s) for each in results]),
+        "tau_of_measured": kendall_tau([each.measured_of_halves for each in results]), "regret": regret(results),
     }  # fmt: skip
 
 
