@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         BlockSaves as BlockSaves,
         Inputs as Inputs,
         Instant as Instant,
+        OperatorResult as OperatorResult,
         Placed as Placed,
         Recomputed as Recomputed,
         SavedTensor as SavedTensor,

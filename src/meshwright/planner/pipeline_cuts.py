@@ -6,16 +6,28 @@ Candidate cuts are simulated block by block with the cost twins of the strategy;
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from meshwright.cost import Activations, Block, Boundary, Parameter, SavedTensor, Stages, Step, memory
+from meshwright.cost import (
+    Activations,
+    Block,
+    Boundary,
+    OperatorResult,
+    Parameter,
+    SavedTensor,
+    Stages,
+    Step,
+    memory,
+)
 from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
 from meshwright.methods import Role, cost_of, find_method, in_phase_order, methods_for
 from meshwright.planner.trace.model_state import describe_buffers
@@ -28,7 +40,30 @@ if TYPE_CHECKING:
     from meshwright.strategy import Strategy
 
 
-Ranges = tuple[tuple[int, int], ...]
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+
+
+class _Need(NamedTuple):
+    """The bytes of a rank: a sum, and the most of what its stages save for the micro-batches in flight."""
+
+    others: int
+    saved: tuple[int, ...]  # of a micro-batch, by stages
+    in_flight: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, total: int, known: Activations | None) -> _Need:
+        saved = tuple(sum(size for _, size in stage) for stage in known.kept_at) if known is not None else ()
+        found = cls(0, saved, known.in_flight if known is not None and saved else ())
+        return found._replace(others=total - found.total)
+
+    @property
+    def total(self) -> int:
+        return self.others + max((sum(map(operator.mul, held, self.saved)) for held in self.in_flight), default=0)
+
+    def with_more(self, count: int, other: _Need) -> _Need:
+        saved = tuple(own + count * more for own, more in zip(self.saved, other.saved, strict=True))
+        return _Need(self.others + count * other.others, saved, self.in_flight)
 
 
 class CandidateStages:
@@ -48,8 +83,15 @@ class CandidateStages:
     ) -> None:
         self._finest, self._num_blocks, self._ranks, self._cost = finest, num_blocks, ranks, cost
         self._alike = _alike(finest, num_blocks) if uniform else tuple(range(num_blocks))
+        stages, last = finest.activations.stages if finest.activations is not None else (), num_blocks - 1
+        # What is before the blocks belongs to the first, what is behind them to the last.
+        self._places = {
+            tensor.places: {min(max(place, 0), last) for place in tensor.places} for stage in stages for tensor in stage
+        }
         self._flops: dict[tuple[int, int], int] = {}  # of blocks of each kind; of the first and the last by themselves
-        self._needs: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}  # of ranks with blocks of these kinds
+        self._needs: dict[tuple[int, tuple[tuple[int, ...], ...]], _Need] = {}  # of ranks with blocks of these kinds
+        self._kinds: dict[Range, tuple[Range, tuple[tuple[int, int], ...]]] = {}  # see ``_shortened``
+        self._added: dict[tuple[int, int, int, int], _Need] = {}  # by the rank, its stages, the stage and a kind
 
     def flops(self, index: int) -> int:
         """Return the FLOPs of a block for a micro-batch, with recomputation.
@@ -67,10 +109,54 @@ class CandidateStages:
 
         Unknown activations count as nothing.
         """
+        return self._need(rank, ranges).total
+
+    def estimated_need(self, rank: int, ranges: Ranges) -> int:
+        """Return :meth:`need`, of a few blocks of each kind and stage and what one more of them adds.
+
+        A search asks for thousands of ranges, and most memory is a sum over blocks; what is not, the caller checks.
+        """
+        fewer = [self._shortened(each) for each in ranges]
+        least = tuple(part for part, _ in fewer)
+        found = self._need(rank, least)
+        for stage, (_, left) in enumerate(fewer):
+            for kind, count in left:
+                found = found.with_more(count, self._adds(rank, least, stage, ranges[stage], kind))
+        return found.total
+
+    def _need(self, rank: int, ranges: Ranges) -> _Need:
         key = rank, tuple(self._alike[first:end] for first, end in ranges)
         if key not in self._needs:
-            self._needs[key] = memory(self._step(rank, ranges)).total
+            step = self._step(rank, ranges)
+            self._needs[key] = _Need.of(memory(step).total, step.activations)
         return self._needs[key]
+
+    def _shortened(self, whole: Range) -> tuple[Range, tuple[tuple[int, int], ...]]:
+        """Return the shortest range within another that has all of its kinds, and how many of each kind are left."""
+        if whole not in self._kinds:
+            kinds, first = set(self._alike[slice(*whole)]), whole[0]
+            best, here = whole, collections.Counter[int]()
+            for end in range(first + 1, whole[1] + 1):
+                here[self._alike[end - 1]] += 1
+                while here[self._alike[first]] > 1:
+                    here[self._alike[first]] -= 1
+                    first += 1
+                if len(+here) == len(kinds) and end - first < best[1] - best[0]:
+                    best = first, end
+            left = collections.Counter(self._alike[slice(*whole)]) - collections.Counter(self._alike[slice(*best)])
+            self._kinds[whole] = best, tuple(left.items())
+        return self._kinds[whole]
+
+    def _adds(self, rank: int, least: Ranges, stage: int, whole: Range, kind: int) -> _Need:
+        """Return what a block adds to a stage with others of its kind."""
+        key = rank, len(least), stage, kind
+        if key not in self._added:
+            start, second, *_ = (index for index in range(*whole) if self._alike[index] == kind)
+            longer, shorter = (
+                self._need(rank, (*least[:stage], (start, end), *least[stage + 1 :])) for end in (second + 1, second)
+            )
+            self._added[key] = longer.with_more(-1, shorter)
+        return self._added[key]
 
     def _step(self, rank: int, ranges: Ranges) -> Step:
         for interrupt in interrupts:
@@ -79,9 +165,14 @@ class CandidateStages:
         every = [(0, 0)] * len(self._ranks)
         for stage, each in zip([s for s, owner in enumerate(self._ranks) if owner == rank], ranges, strict=False):
             every[stage] = each
-        finest = self._finest
+        finest, known = self._finest, self._finest.activations
+        if known is not None:  # most tensors are elsewhere, and every method would look at all of them
+            here = {places for places in self._places if not own.isdisjoint(self._places[places])}
+            stages = tuple(tuple(tensor for tensor in stage if tensor.places in here) for stage in known.stages)
+            known = dataclasses.replace(known, stages=stages)
         return self._cost(
             finest.replace(
+                activations=known,
                 blocks=tuple(_on_rank(block, rank, max(self._ranks) + 1, own) for block in finest.blocks),
                 buffers=tuple(
                     b if b.on_rank is None else dataclasses.replace(b, on_rank=rank)
@@ -140,7 +231,12 @@ def _by_class(known: Activations | None, tensor: SavedTensor) -> object:
     def classes(running: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
         return tuple(known.modules[module].classes for module in running)
 
-    makers = [(each.operator, classes(each.running), each.num_needed, each.turns) for each in tensor.results]
+    def turns(result: OperatorResult) -> tuple[int, ...]:
+        # Of modules around the blocks these alternate where a block has an odd number of products.
+        pairs = zip(result.turns, result.running, strict=False)
+        return tuple(turn for turn, module in pairs if known.modules[module].block is not None)
+
+    makers = [(each.operator, classes(each.running), each.num_needed, turns(each)) for each in tensor.results]
     return [classes(running) for running in tensor.savers], classes(tensor.inputs_of), makers
 
 
@@ -254,17 +350,35 @@ def decide_cut(
     bounds = by_hand.bounds if by_hand is not None else balanced_bounds(costs, balancer.num_stages)
     limit = method.memory_limit or device_limit
     if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
-        found = None
-        if by_hand is None:
-            found = balancer.relieved(bounds, limit) or balancer.fastest(limit)
-        if found is None and not must_fit and method.memory_limit is None:
-            return Decision(method.cut(model, pipeline.ranks, known, balancer.smallest()), gaps, notices)
-        if found is None:
-            raise _does_not_fit(balancer, by_hand, limit, method, step, strategy)
-        bounds = found
+        if by_hand is not None:
+            raise _does_not_fit(balancer, bounds, limit, method, step, strategy)
+        bounds, balancer = _within(limit, bounds, balancer, candidates)
+        if max(size for _, size in balancer.needs(bounds)) > limit:
+            if not must_fit and method.memory_limit is None:
+                return Decision(method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
+            raise _does_not_fit(balancer, bounds, limit, method, step, strategy)
         tried = "" if balancer.is_exhaustive else ", of the cuts that were looked at"
         notices += (f"pipeline_parallel: stages of {_sizes(bounds)} blocks, as memory allows{tried}",)
     return Decision(by_hand or method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
+
+
+_SAME = 1e-3  # share of a need by which an estimate may be off where a search has ended
+
+
+def _within(
+    limit: int, bounds: tuple[int, ...], balancer: Balancer, candidates: CandidateStages
+) -> tuple[tuple[int, ...], Balancer]:
+    """Return the cut that fits, or else the one that needs least, and the search that found it.
+
+    Where estimates and needs differ for the cut that a search by estimates ends at, it is made again without them.
+    """
+    by_estimates = type(balancer)(balancer.costs, balancer.ranks, candidates.estimated_need)
+    for search in (by_estimates, balancer):
+        found = search.relieved(bounds, limit) or search.fastest(limit) or search.smallest()
+        pairs = [(e, size) for (_, e), (_, size) in zip(search.needs(found), balancer.needs(found), strict=True)]
+        if all(abs(e - size) <= _SAME * size and (e <= limit) == (size <= limit) for e, size in pairs):
+            break
+    return found, search
 
 
 _ESTIMATED = tuple(
@@ -294,13 +408,13 @@ def _candidates(
 
 def _does_not_fit(
     balancer: Balancer,
-    by_hand: Cut | None,
+    bounds: tuple[int, ...],
     limit: int,
     method: PipelineParallel,
     step: Step,
     strategy: Strategy,
 ) -> StrategyError:
-    bounds = by_hand.bounds if by_hand is not None else balancer.smallest()
+    by_hand = method.split is not None
     rank, size = max(balancer.needs(bounds), key=lambda each: each[1])
     own = [stage for stage, owner in enumerate(balancer.ranks) if owner == rank]
     helps = ["more pipeline ranks", "smaller micro-batches"]

@@ -244,11 +244,13 @@ class Balancer:
         need: Memory of a rank; see :data:`Need`.
 
     Attributes:
+        costs: As given.
+        ranks: As given.
         is_exhaustive: Whether every search so far has seen all cuts.
     """
 
     def __init__(self, costs: Sequence[float], ranks: Sequence[int], need: Need) -> None:
-        self._costs, self.ranks = list(costs), tuple(ranks)
+        self.costs, self.ranks = list(costs), tuple(ranks)
         self._sums: list[float] = [0, *itertools.accumulate(costs)]
         self._ask = need
         self._known: dict[tuple[int, tuple[Range, ...]], int] = {}
@@ -257,7 +259,7 @@ class Balancer:
 
     def fastest(self, limit_bytes: int) -> tuple[int, ...] | None:
         """Find the cut that fits whose slowest stage is the fastest, and return its bounds; None if no cut fits."""
-        blocks = range(len(self._costs))
+        blocks = range(len(self.costs))
         bounds = sorted({self._sums[end + 1] - self._sums[first] for first in blocks for end in blocks[first:]})
         best = self._within(bounds[-1], limit_bytes)
         low, high = 0, len(bounds) - 1
@@ -300,7 +302,7 @@ class Balancer:
 
     def smallest(self) -> tuple[int, ...]:
         """Return the bounds of the cut with the lowest peak memory over ranks, within 0.1 %."""
-        best = (*range(self.num_stages), len(self._costs))
+        best = (*range(self.num_stages), len(self.costs))
         low, high = 0, self._most(best)
         while high - low > high // 1000:
             found = self._within(float("inf"), middle := (low + high) // 2)
@@ -332,42 +334,46 @@ class Balancer:
     def _within(self, most_time: float, most_bytes: int) -> tuple[int, ...] | None:
         """Return the first cut, in the order of its bounds, within a time per stage and memory per rank; else None."""
         fewest = self._fewest_stages(most_time)
-        dead: set[tuple[int, int, tuple[Range, ...]]] = set()
+        # Only blocks on ranks with stages still to come matter from a stage on.
+        ranks = sorted(set(self.ranks))
+        still = [tuple(rank in self.ranks[stage:] for rank in ranks) for stage in range(self.num_stages)]
+        numbers = [ranks.index(rank) for rank in self.ranks]
+        dead: set[tuple[int, int, tuple[tuple[Range, ...], ...]]] = set()
         self._visits = 0
 
-        def complete(ranges: tuple[Range, ...]) -> tuple[Range, ...] | None:
-            stage, first = len(ranges), ranges[-1][1] if ranges else 0
+        def complete(ends: tuple[int, ...], owned: tuple[tuple[Range, ...], ...]) -> tuple[int, ...] | None:
+            stage, first = len(ends), ends[-1] if ends else 0
             left = len(self.ranks) - stage
             if left == 0:
-                return ranges if first == len(self._costs) else None
-            # Only blocks on ranks with stages still to come matter from here on.
-            open_ranks = set(self.ranks[stage:])
-            placed = tuple(each for each, rank in zip(ranges, self.ranks, strict=False) if rank in open_ranks)
-            if first + left > len(self._costs) or fewest[first] > left or (stage, first, placed) in dead:
+                return ends if first == len(self.costs) else None
+            if first + left > len(self.costs) or fewest[first] > left:
+                return None
+            state = stage, first, tuple(itertools.compress(owned, still[stage]))
+            if state in dead:
                 return None
             self._visits += 1
             if self._visits > _MOST_VISITS:
                 self.is_exhaustive = False
                 return None
-            rank = self.ranks[stage]
-            last = len(self._costs) - left + 1
+            number = numbers[stage]
+            last = len(self.costs) - left + 1
             for end in range(last if left == 1 else first + 1, last + 1):
-                following = (*ranges, (first, end))
-                takes, holds = self._sums[end] - self._sums[first], self._need(rank, self._of(rank, following))
+                own = (*owned[number], (first, end))
+                takes, holds = self._sums[end] - self._sums[first], self._need(ranks[number], own)
                 if takes > most_time or holds > most_bytes:
                     break  # more blocks take and hold more
-                found = complete(following)
+                found = complete((*ends, end), (*owned[:number], own, *owned[number + 1 :]))
                 if found is not None:
                     return found
-            dead.add((stage, first, placed))
+            dead.add(state)
             return None
 
-        found = complete(())
-        return (0, *(end for _, end in found)) if found is not None else None
+        found = complete((), ((),) * len(ranks))
+        return (0, *found) if found is not None else None
 
     def _fewest_stages(self, most_time: float) -> list[int]:
         """Return for every block the fewest stages that all blocks from it on take."""
-        count = len(self._costs)
+        count = len(self.costs)
         fewest = [0] * (count + 1)
         for first in reversed(range(count)):
             end = first
