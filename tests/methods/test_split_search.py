@@ -283,6 +283,22 @@ def test_large_blocks_are_proved_on_a_narrow_copy(monkeypatch):
     assert proved[1] is model
 
 
+def test_a_narrow_copy_has_narrow_experts_and_latents():
+    config = transformers.DeepseekV3Config(
+        vocab_size=64, hidden_size=512, intermediate_size=1024, moe_intermediate_size=2**13, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, n_group=1, topk_group=1, q_lora_rank=256,
+        kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, first_k_dense_replace=1,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.model.layers[1].parameters()) > narrow_copy._LARGE
+    small = narrow_copy.narrow_copy(model, 2)
+    shapes = {name: tuple(p.shape) for name, p in small.model.layers[1].named_parameters()}
+    assert shapes["mlp.experts.down_proj"] == (8, 32, 32)
+    assert shapes["self_attn.kv_b_proj.weight"] == (4 * (8 + 8), 32)
+    assert shapes["self_attn.q_a_proj.weight"] == (32, 32)
+
+
 NARROWED = {
     "gpt2": lambda: transformers.GPT2Config(n_layer=2, n_embd=96, n_head=4, n_inner=160, n_positions=16),
     "bert": lambda: transformers.BertConfig(

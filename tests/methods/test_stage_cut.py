@@ -308,6 +308,47 @@ def test_candidates_hold_what_the_cut_then_holds(schedule, methods):
         assert asked[rank, own] == memory(step).total
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("methods", [[], ["checkpoint", ("half", "bf16")]], ids=str)
+def test_what_is_estimated_of_a_rank_is_what_it_holds(schedule, methods):
+    """Of equal blocks, whatever their number, on ranks with one stage and with two."""
+    made = []
+    init = CandidateStages.__init__
+
+    def noted(self, *args, **keys):
+        init(self, *args, **keys)
+        made.append(self)
+
+    pipeline = ("pipeline_parallel", {"schedule": schedule, "memory_limit": "1 GiB"})
+    with mock.patch.object(CandidateStages, "__init__", noted):
+        plan = planned(tiny.plain(num_layers=14), [*methods, ("parallel_mode", {"pipeline": 2}), pipeline], 2)
+    (candidates,), ranks, choice = made, plan.cut.ranks, random.Random(0)
+    for _ in range(12):
+        bounds = (0, *sorted(choice.sample(range(1, 14), len(ranks) - 1)), 14)
+        for rank in (0, 1):
+            own = tuple(each for each, owner in zip(itertools.pairwise(bounds), ranks, strict=True) if owner == rank)
+            assert candidates.estimated_need(rank, own) == candidates.need(rank, own)
+
+
+@pytest.mark.parametrize("share", [1, 0.5, 2], ids=["right", "low", "high"])
+def test_a_search_by_estimates_ends_at_a_cut_that_fits(share, monkeypatch):
+    """It asks for a rank's step much less often; where estimates are wrong, the search is made again without them."""
+    estimated, step = CandidateStages.estimated_need, CandidateStages._step
+    steps = []
+    monkeypatch.setattr(CandidateStages, "estimated_need", lambda *args: round(share * estimated(*args)))
+    monkeypatch.setattr(CandidateStages, "_step", lambda *args: steps.append(1) or step(*args))
+    work = workload(tiny.plain(num_layers=24), samples=64)
+    free = work.plan(Strategy(four(schedule="interleaved")))
+    limit = max(memory(each).total for each in free.steps) - 1
+    steps.clear()
+    plan = work.plan(Strategy(four(schedule="interleaved", memory_limit=f"{limit} B")))
+    assert max(memory(each).total for each in plan.steps) <= limit
+    assert max(plan.cut.sizes) == max(free.cut.sizes) or plan.cut != free.cut
+    assert (len(steps) < 50) == (share == 1)
+    with pytest.raises(StrategyError, match="no cut into stages fits"):
+        work.plan(Strategy(four(schedule="interleaved", memory_limit=f"{limit // 3} B")))
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
 def test_what_is_in_flight_is_what_torchs_tables_keep(name):
     for ranks, micro_batches in itertools.product((2, 3, 4), (2, 4, 6, 8)):

@@ -53,8 +53,12 @@ class _Need(NamedTuple):
 
     @classmethod
     def of(cls, total: int, known: Activations | None) -> _Need:
-        saved = tuple(sum(size for _, size in stage) for stage in known.kept_at) if known is not None else ()
-        found = cls(0, saved, known.in_flight if known is not None and saved else ())
+        if known is None:
+            return cls(total, (), ())
+        kept = (
+            [each for each in stage if each.given is None and each.is_kept(known.recomputed)] for stage in known.stages
+        )
+        found = cls(0, tuple(sum(each.num_bytes for each in stage) for stage in kept), known.in_flight)
         return found._replace(others=total - found.total)
 
     @property

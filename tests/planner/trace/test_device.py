@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -33,3 +34,40 @@ def test_dropout_is_one_kernel_with_a_mask_of_bytes_as_on_cuda(monkeypatch):
     assert here.activations.saved_bytes - there.activations.saved_bytes == 3 * elements
     model.eval()
     assert "aten.native_dropout" not in {op.operator for op in traced("cuda").ops.outside}
+
+
+class Narrower(nn.Module):
+    """Attention whose values are narrower than its keys, as DeepSeek's."""
+
+    def __init__(self, masked=False):
+        super().__init__()
+        self.qkv, self.masked = nn.Linear(64, 4 * (24 + 24 + 16)), masked
+
+    def forward(self, x):
+        heads = self.qkv(x).unflatten(-1, (4, 64)).transpose(1, 2)
+        query, key, value = heads.split((24, 24, 16), dim=-1)
+        mask = torch.ones(128, 128, dtype=torch.bool).tril() if self.masked else None
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, mask, 0.0, mask is None)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_with_narrower_values_is_fused_as_on_cuda(masked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def traced(device, dtype=None):
+        def forward(model, x):
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                return model(x)
+
+        return Pass(Narrower(masked), torch.ones(2, 128, 64), forward, device=torch.device(device)).predict()
+
+    here, there = traced("cpu"), traced("cuda")
+    (op,) = [op for op in there.ops.outside if op.kind == "attention"]
+    assert (op.m, op.n, op.k, op.batch) == (128, 128, (24 + 16) // 2, 2 * 4)
+    assert sum(op.operator == "aten.bmm" for op in here.ops.outside) == 2
+    assert not any(op.operator == "aten.bmm" for op in there.ops.outside)
+    # Scores of all heads are not saved; a mask is, once for all of them.
+    scores, mask = 2 * 4 * 128 * 128 * 4, masked * 128 * 128 * 4
+    assert here.activations.saved_bytes - there.activations.saved_bytes > 0.8 * scores - mask
+    assert {op.dtype for op in traced("cuda", torch.bfloat16).ops.outside if op.kind == "attention"} == {"half"}

@@ -24,7 +24,12 @@ from meshwright.nn import features, find_blocks
 _LARGE = 2**24  # parameters of a block
 _SMALL_HEAD, _SMALL_WIDTH = 8, 16
 _HIDDEN = ("hidden_size", "word_embed_proj_dim")
-_FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")  # None of them: a multiple of the hidden
+_FEED_FORWARD = (
+    "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
+_HEADS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT = ("q_lora_rank", "kv_lora_rank")
 
 
 def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
@@ -44,9 +49,11 @@ def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
     if not isinstance(heads, int) or not hasattr(config, "hidden_size"):
         return None
     widths = dict.fromkeys(_HIDDEN, heads * _SMALL_HEAD) | dict.fromkeys(_FEED_FORWARD, ranks * _SMALL_WIDTH)
+    widths |= dict.fromkeys(_HEADS, _SMALL_HEAD) | dict.fromkeys(_LATENT, 4 * _SMALL_HEAD)
     try:
-        for name, width in (widths | {"head_dim": _SMALL_HEAD}).items():
-            own = name in vars(config) or name in type(config).attribute_map  # others are computed from these
+        for name, width in widths.items():
+            # Others are computed from these; None: a multiple of another.
+            own = name in vars(config) or name in type(config).attribute_map
             if own and getattr(config, name) is not None:
                 setattr(config, name, width)
         with torch.device("meta"):

@@ -21,11 +21,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from meshwright.cost import HALF, Op, ProductDtype
 from meshwright.nn.swapped_parameters import FakeDispatchMode
 from meshwright.runtime import imitated_gpu
-from meshwright.runtime.torch_internals.fake_tensors import (
-    disable_current_modes,
-)
+from meshwright.runtime.torch_internals.fake_tensors import disable_current_modes
 from meshwright.runtime.torch_internals.operators import (
     COMPOSITE,
+    efficient_attention,
     embedding_bag,
     flash_attention_on_cpu,
     flash_attention_on_cpu_backward,
@@ -100,9 +99,7 @@ def _is_composite(func: Any) -> bool:
 
 # --- Fused recurrent layers as products.
 
-RECURRENT = frozenset(
-    {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"},
-)
+RECURRENT = frozenset({"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"})
 
 
 def recurrent_products(name: str, args: tuple[Any, ...]) -> list[tuple[int, int, int, int]]:
@@ -115,8 +112,7 @@ def recurrent_products(name: str, args: tuple[Any, ...]) -> list[tuple[int, int,
         name: Operator, one of ``RECURRENT``.
         args: Arguments of the call: tokens ``[length, samples, in]``, then weights.
     """
-    length, samples = _length_and_samples(name, args)
-    found = []
+    found, (length, samples) = [], _length_and_samples(name, args)
     for of_state, weight in _weights(name, args):
         n, k = weight.shape
         rows, times = (samples, length) if of_state else (length * samples, 1)
@@ -364,11 +360,6 @@ def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
 
     On CPUs ``nn.LSTM`` runs layer by layer through oneDNN, and what backward needs is a buffer that only oneDNN can
     size: it is asked for by a real call on zeros.
-
-    Args:
-        func: Operator.
-        args: Arguments of the operator.
-        result: Its result for tensors without data.
     """
     if func is embedding_bag.default:
         return _without_map(args, result)
@@ -444,8 +435,7 @@ def device_here(device: torch.device) -> torch.device:
 
 def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
     """Return a notice on what is assumed if a pass cannot run on the device that the model will train on; else None."""
-    device = device_of_pass(model, wanted)
-    if wanted is None or wanted.type == device.type:
+    if wanted is None or wanted.type == (device := device_of_pass(model, wanted)).type:
         return None
     return (
         f"traced as on {device.type}, for there is no {wanted.type} device here: attention is taken to be fused as on "
@@ -464,34 +454,48 @@ def kernels_of_device(wanted: torch.device | None, device: torch.device) -> cont
 
 
 class _KernelsOfCuda(TorchFunctionMode):
-    """Dropout and cross entropies as CUDA runs them.
+    """Dropout, attention and cross entropies as CUDA runs them.
 
-    Under autocast the CPU computes cross entropies in fp32; on CUDA they keep what half precision they are given, for
-    only the operators within would be widened, and not if they are told a type.
+    Under autocast the CPU computes cross entropies in fp32; on CUDA they keep what half precision they are given.
 
-    In attention it is left out: the CPU has no fused kernel with dropout, while the one on CUDA keeps no more for it
-    than the state of a random generator. Elsewhere it is one kernel that keeps a byte of each element, not three with a
-    mask in the type of the elements, as on the CPU.
+    In attention dropout is left out: the CPU has no fused kernel with it, and the one on CUDA keeps no more for it than
+    the state of a random generator. Elsewhere it is one kernel that keeps a byte of each element, not three with a mask
+    in the type of the elements.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
         if func is torch.nn.functional.scaled_dot_product_attention:
-            given.pop("dropout_p", None)
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        elif func is torch.nn.functional.dropout and _is_fused(*args, **given):
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            return _attention_of_cuda(**{**given, **dict(zip(names, args, strict=False)), "dropout_p": 0.0})
+        if func is torch.nn.functional.dropout and _is_fused(*args, **given):
             of = {**given, **dict(zip(("input", "p"), args, strict=False))}
             return torch.native_dropout(of["input"], of.get("p", 0.5), True)[0]
-        elif func is torch.nn.functional.cross_entropy and torch.is_autocast_enabled("cpu"):
+        if func is torch.nn.functional.cross_entropy and torch.is_autocast_enabled("cpu"):
             return _cross_entropy_of_cuda(*args, **given)
         return func(*args, **given)
 
 
-def _cross_entropy_of_cuda(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Compute ``F.cross_entropy`` as CUDA's autocast does: a softmax in the type of ``input``, and the rest in fp32.
+def _attention_of_cuda(**given: Any) -> torch.Tensor:
+    """Attend as ``scaled_dot_product_attention``, fused also where values are narrower than keys, as DeepSeek's are.
 
-    The CPU's autocast widens the input. On CUDA the operators within would be widened, but for the softmax, which is
-    told a type.
+    The CPU has no kernel for these, and would materialise all scores.
+    """
+    query, value, mask = given["query"], given["value"], given.get("attn_mask")
+    is_even = query.dim() == 4 and query.shape[-1] % 8 == value.shape[-1] % 8 == 0
+    if query.shape[-1] == value.shape[-1] or not is_even or given.get("enable_gqa"):
+        return torch.nn.functional.scaled_dot_product_attention(**given)
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    bias = None if mask is None else mask.to(dtype).expand(*query.shape[:3], given["key"].shape[-2])
+    taken = (each.to(dtype) for each in (query, given["key"], value))
+    causal, scale = given.get("is_causal", False), given.get("scale")
+    return efficient_attention(*taken, bias, True, 0.0, causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _cross_entropy_of_cuda(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute ``F.cross_entropy`` as CUDA's autocast does, which the CPU's would widen.
+
+    The operators within are in fp32, but for the softmax, which is told a type.
     """
     known = {"weight", "ignore_index", "reduction"}
     others = {name for name, value in kwargs.items() if name not in known and value}
@@ -503,10 +507,7 @@ def _cross_entropy_of_cuda(input: torch.Tensor, target: torch.Tensor, *args: Any
 
 
 def _is_fused(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    """Return whether torch runs dropout as one kernel on CUDA.
-
-    The arguments are those of ``torch.nn.functional.dropout``.
-    """
+    """Return whether torch runs ``torch.nn.functional.dropout`` of these arguments as one kernel on CUDA."""
     return training and not inplace and 0 < p < 1 and input.numel() > 0
 
 
