@@ -294,9 +294,9 @@ def test_a_narrow_copy_has_narrow_experts_and_latents():
     assert sum(p.numel() for p in model.model.layers[1].parameters()) > narrow_copy._LARGE
     small = narrow_copy.narrow_copy(model, 2)
     shapes = {name: tuple(p.shape) for name, p in small.model.layers[1].named_parameters()}
-    assert shapes["mlp.experts.down_proj"] == (8, 32, 32)
+    assert shapes["mlp.experts.down_proj"] == (8, 4 * 2, 2 * 4)
     assert shapes["self_attn.kv_b_proj.weight"] == (4 * (8 + 8), 32)
-    assert shapes["self_attn.q_a_proj.weight"] == (32, 32)
+    assert shapes["self_attn.q_a_proj.weight"] == (32, 4 * 2)
 
 
 NARROWED = {

@@ -22,12 +22,11 @@ from meshwright.methods.tensor.split_search import Entry, FoundPlan
 from meshwright.nn import features, find_blocks
 
 _LARGE = 2**24  # parameters of a block
-_SMALL_HEAD, _SMALL_WIDTH = 8, 16
+_SMALL_HEAD, _SMALL_WIDTH, _SMALL_EXPERT = 8, 16, 4
+_SHARE_OF_HEAD = 2  # features of the hidden state for each head, where these are not its parts
 _HIDDEN = ("hidden_size", "word_embed_proj_dim")
-_FEED_FORWARD = (
-    "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)  # fmt: skip
+_FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size")  # there are many
 _HEADS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LATENT = ("q_lora_rank", "kv_lora_rank")
 
@@ -48,7 +47,10 @@ def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or not hasattr(config, "hidden_size"):
         return None
-    widths = dict.fromkeys(_HIDDEN, heads * _SMALL_HEAD) | dict.fromkeys(_FEED_FORWARD, ranks * _SMALL_WIDTH)
+    own_head = getattr(config, "qk_nope_head_dim", None) or getattr(config, "head_dim", None)
+    are_parts = own_head is None or config.hidden_size == heads * own_head
+    widths = dict.fromkeys(_HIDDEN, heads * (_SMALL_HEAD if are_parts else _SHARE_OF_HEAD))
+    widths |= dict.fromkeys(_FEED_FORWARD, ranks * _SMALL_WIDTH) | dict.fromkeys(_EXPERTS, ranks * _SMALL_EXPERT)
     widths |= dict.fromkeys(_HEADS, _SMALL_HEAD) | dict.fromkeys(_LATENT, 4 * _SMALL_HEAD)
     try:
         for name, width in widths.items():
