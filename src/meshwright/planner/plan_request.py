@@ -436,6 +436,10 @@ _SEARCHING, _LEAST_S = {False: 0.5, True: 0.3}, 1.0
 """The part of the time that is left which a search by formulas may take: of the model's family, and of another's that
 it resembles. And the seconds that it has in any case."""
 
+_OF_ANOTHER = 0.9
+"""The part of a device that plans may take by another model's formulas: what lies at the limit mostly turns out to be
+too large, which a trace takes seconds to tell."""
+
 _SAME_REASON = 3
 """Traces that do not fit before any does, after which the limit is lowered: formulas are off by the same for most."""
 
@@ -476,13 +480,17 @@ def search_and_trace(
     Raises:
         StrategyError: When nothing fits by the formulas, or nothing was found in time.
     """
-    started, within, limit = time.perf_counter(), limit_bytes, TimeLimit(limit_s)
+    started, limit = time.perf_counter(), TimeLimit(limit_s)
+    within = int(limit_bytes * _OF_ANOTHER) if resembles else limit_bytes
     left: Found | None = None  # what no trace has ruled out
     for _ in range(_TRIES):
         left_s = max(limit.left_s or _LEAST_S, _LEAST_S)
         try:
             found = search(within, *((left_s, left_s * _SEARCHING[resembles]) if limit_s is not None else (None, None)))
         except StrategyError as error:
+            if not limit.is_over and left is None and within < limit_bytes:
+                within = limit_bytes
+                continue
             if not limit.is_over:
                 raise
             if left is None:
