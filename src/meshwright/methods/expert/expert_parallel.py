@@ -473,4 +473,7 @@ def _part(parameter: Parameter, step: Step, ranks: int) -> Parameter | None:
         return None
     shape = parameter.shape if number is not None else (parameter.shape[0] // ranks, *parameter.shape[1:])
     # Ranks along the axis hold different experts, so experts cannot be sharded over it.
-    return dataclasses.replace(parameter, shape=shape, sharded=step.shard_axis != AXIS)
+    sharded = step.shard_axis != AXIS
+    if shape == parameter.shape and sharded == parameter.sharded:
+        return parameter
+    return dataclasses.replace(parameter, shape=shape, sharded=sharded)

@@ -516,5 +516,7 @@ def _divided(block: Block, ranks: int) -> Block:
 
 def _part(parameter: Parameter, ranks: int) -> Parameter:
     dim = parameter.tensor_dim
+    if dim is None:  # most are divided experts, of which there may be hundreds
+        return parameter
     shape = tuple(size // ranks if d == dim else size for d, size in enumerate(parameter.shape))
     return dataclasses.replace(parameter, shape=shape)
