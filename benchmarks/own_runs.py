@@ -3,12 +3,12 @@
     python benchmarks/own_runs.py [--model gpt|qwen2|vit] [--world 2|4] [--quick] [--peaks] [--clock auto|wall|cpu]
                                   [--json FILE]
 
-The machine is calibrated (``meshwright calibrate``) in the same processes, before and after all runs; the geometric
-mean of both predictions counts, for a machine's speed drifts. Between them a small model trains under every strategy:
-bytes of parameters, gradients and optimizer state must be as predicted, to the byte; the most bytes of tensors at any
-moment of a step are held against the prediction, and so are the seconds of a step. All strategies take turns, step by
-step, so that a machine whose speed drifts slows all alike; the median counts. How well the medians of even and of odd
-turns agree on the order (``tau_of_measured``) tells what correlation the measurement allows at all.
+The machine is calibrated (``meshwright calibrate``) in the same processes, before the first turn and after every one;
+the geometric mean of all predictions counts, for a machine's speed drifts. In a turn a small model trains under every
+strategy: bytes of parameters, gradients and optimizer state must be as predicted, to the byte; the most bytes of
+tensors at any moment of a step are held against the prediction, and so is the median of the seconds of a step. How well
+the medians of even and of odd turns agree on the order (``tau_of_measured``) tells what correlation the measurement
+allows at all.
 
 The memory terms of predictions were found on the GPT; nothing was fitted to the other models, which are transformers'.
 
@@ -278,35 +278,28 @@ def peak_of(subject: Subject, strategy: list[Any], micro_batches: int) -> tuple[
         return min(peaks), held.total + held.host_total
 
 
-def times_of(jobs: dict[str, Accelerated], rounds: int) -> dict[str, list[list[tuple[float, float]]]]:
-    """Seconds of each turn's steps under each strategy, on the wall and of CPU time, both of the slowest rank.
+def turn_of(jobs: dict[str, Accelerated], batches: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of some steps under each strategy, on the wall and of CPU time, both of the slowest rank.
 
-    In every turn a job's first step only brings its weights back to where the others' have been.
+    A job's first steps only bring its weights back to where the others' have been.
     """
-    batches = {name: next(iter(job.dataloader)) for name, job in jobs.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
     with settling() as settle:
         settle()  # a run has one job, as here the collector does not look through those of all strategies
-        for index in range(rounds + 1):
-            for name, job in jobs.items():
-                for _ in range(WARM_UP_STEPS):
-                    job.step(batches[name])
-                for _ in range(STEPS_IN_TURN):
-                    mw.synchronize()
-                    start_s, start_cpu_s = time.perf_counter(), time.process_time()
-                    job.step(batches[name])
-                    own = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-                    if index > 0:  # the first round warms up
-                        found[name].append(own)
+        for name, job in jobs.items():
+            for _ in range(WARM_UP_STEPS):
+                job.step(batches[name])
+            for _ in range(STEPS_IN_TURN):
+                mw.synchronize()
+                start_s, start_cpu_s = time.perf_counter(), time.process_time()
+                job.step(batches[name])
+                found[name].append((time.perf_counter() - start_s, time.process_time() - start_cpu_s))
     every = gather_objects(found)
-    slowest = {
-        name: [tuple(map(max, zip(*of_one, strict=True))) for of_one in zip(*(e[name] for e in every), strict=True)]
-        for name in jobs
-    }
-    return {
-        name: [steps[at : at + STEPS_IN_TURN] for at in range(0, len(steps), STEPS_IN_TURN)]
-        for name, steps in slowest.items()
-    }
+    return {name: [_slowest(each) for each in zip(*(of_rank[name] for of_rank in every), strict=True)] for name in jobs}
+
+
+def _slowest(ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return max(wall for wall, _ in ranks), max(cpu for _, cpu in ranks)
 
 
 def median_of(turns: Sequence[Sequence[tuple[float, float]]], clock: int) -> float:
@@ -334,8 +327,13 @@ def run_world(options: argparse.Namespace, world: int) -> list[Result]:
             jobs[name] = build(subject, strategy, micro_batches)
         except MeshwrightError as error:
             mw.print_rank(f"{name}: {error}", file=sys.stderr)
-    measured = times_of(jobs, 4 if options.quick else options.rounds)
-    machines = machine, calibrate(scale=0.3 if options.quick else 1.0, clock=machine.clock)
+    batches = {name: next(iter(job.dataloader)) for name, job in jobs.items()}
+    turn_of(jobs, batches)  # warms up
+    machines, measured = [machine], dict[str, list[list[tuple[float, float]]]]()
+    for _ in range(2 if options.quick else options.rounds):
+        for name, steps in turn_of(jobs, batches).items():
+            measured.setdefault(name, []).append(steps)
+        machines.append(calibrate(scale=0.3 if options.quick else 0.5, clock=machine.clock))
     on_wall, clock_index = machine.clock != "cpu", int(machine.clock == "cpu")
     results = []
     for name, job in jobs.items():

@@ -260,6 +260,22 @@ def test_what_is_traced_soonest_comes_first_where_formulas_are_of_another_model(
     assert len(found.plans) == 2
 
 
+def test_formulas_of_another_model_leave_room_for_what_they_do_not_know(by_formulas):
+    subject, limits = Predicting(by_formulas, fits=True), []
+
+    def search_within(limit, *_):
+        limits.append(limit)
+        if len(limits) == 1:
+            raise StrategyError("No strategy fits", expected="", got="", fix="")
+        return by_formulas
+
+    found = search_and_trace(search_within, subject, 70 * 2**30, "tokens_per_s", 1, None, resembles=True)
+    assert limits == [63 * 2**30, 70 * 2**30]
+    assert len(found.plans) == 1
+    with pytest.raises(StrategyError, match="No strategy fits"):
+        search_and_trace(lambda *_: search_within(limits.clear()), subject, 70 * 2**30, "tokens_per_s", 1, None)
+
+
 def test_what_no_trace_has_ruled_out_is_shown_where_the_time_ends(by_formulas):
     subject, limits = Predicting(by_formulas, fits=False), []
 
