@@ -340,7 +340,7 @@ def run_world(options: argparse.Namespace, world: int) -> list[Result]:
         told = [predict(job, each).time for each in machines]
         seconds = statistics.geometric_mean(each.step_time_s - (0.0 if on_wall else each.bubble_s) for each in told)
         turns = measured[name]
-        halves = median_of(turns[::2], clock_index), median_of(turns[1::2], clock_index)
+        halves = median_of(turns[::2], clock_index), median_of(turns[1::2] or turns, clock_index)
         held, known = max(peaks[name], key=lambda each: each[0])
         results.append(
             Result(world, name, seconds, median_of(turns, clock_index), halves, asdict(told[0]), known, held)
