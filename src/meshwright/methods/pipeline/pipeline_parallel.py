@@ -288,7 +288,7 @@ class PipelineParallel(Method):
 
         It holds all micro-batches where ``1f1b`` is as fast with a few: what a prediction has between them is messages.
         """
-        return 0.05 if self.splits_backward else 0.035 if self.schedule == "gpipe" else 0.02
+        return 0.05 if self.splits_backward or self.schedule == "gpipe" else 0.02
 
     @property
     def asked_micro_batches(self) -> int | None:
