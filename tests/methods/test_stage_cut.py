@@ -311,7 +311,7 @@ def test_candidates_hold_what_the_cut_then_holds(schedule, methods):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("methods", [[], ["checkpoint", ("half", "bf16")]], ids=str)
 def test_what_is_estimated_of_a_rank_is_what_it_holds(schedule, methods):
-    """Of equal blocks, whatever their number, on ranks with one stage and with two."""
+    """Estimate every number of equal blocks as simulations have it, on ranks with one stage and with two."""
     made = []
     init = CandidateStages.__init__
 
@@ -343,7 +343,7 @@ def test_a_search_by_estimates_ends_at_a_cut_that_fits(share, monkeypatch):
     steps.clear()
     plan = work.plan(Strategy(four(schedule="interleaved", memory_limit=f"{limit} B")))
     assert max(memory(each).total for each in plan.steps) <= limit
-    assert max(plan.cut.sizes) == max(free.cut.sizes) or plan.cut != free.cut
+    assert plan.cut != free.cut
     assert (len(steps) < 50) == (share == 1)
     with pytest.raises(StrategyError, match="no cut into stages fits"):
         work.plan(Strategy(four(schedule="interleaved", memory_limit=f"{limit // 3} B")))

@@ -284,9 +284,10 @@ class PipelineParallel(Method):
 
     @property
     def surcharge(self) -> float:
-        """Ask more of schedules that split backward, with which few have trained, and of ``gpipe``.
+        """Ask more of schedules that split backward, and of ``gpipe``.
 
-        It holds all micro-batches where ``1f1b`` is as fast with a few: what a prediction has between them is messages.
+        Few have trained with the former, and compiled blocks cannot. The latter holds all micro-batches where ``1f1b``
+        is as fast with a few: what a prediction has between them is messages.
         """
         return 0.05 if self.splits_backward or self.schedule == "gpipe" else 0.02
 
