@@ -73,6 +73,7 @@ class Case:
 
 _HALF_BYTES = 2
 _ADDED_BYTES = 10  # of an element: read in half, read and written in fp32
+_INSTEAD_BYTES = 1024  # of a token in a block, where nanotron keeps no gathered inputs; read off its peaks
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,26 @@ def _beside(case: Case, step: Step) -> int:
     if convention.ddp_buckets and case.zero_stage < 2 and replicas > 1:
         numel = sum(count * math.prod(shape_on(step, p, None)) for count, p in step.every_parameter() if p.trainable)
         extra += _HALF_BYTES * numel
+    extra -= round((1 - convention.kept_gathered) * _kept_gathered(case, step))
     if convention.keeps_stages and step.stages is not None:
         extra += _stage_buffers(case, step, step.stages)
     if convention.wide_gradients and step.whole_gradients and step.num_micro_batches == 1:
         extra += sum(block.count * size for block, size in whole_gradients(step))
     return extra
+
+
+def _kept_gathered(case: Case, step: Step) -> int:
+    """Return the bytes by which the gathered inputs of two layers of each block exceed what is kept without them."""
+    parts = step.size("tensor")
+    if not case.run.impl.keeps_gathered or parts == 1:
+        return 0
+    blocks, in_flight = case.shape.layers, 1
+    if step.stages is not None:
+        stages = step.stages
+        blocks = sum(end - first for first, end in (stages.ranges[stage] for stage in stages.own))
+        in_flight = min(step.num_micro_batches, max(stages.ranks) + 1 - stages.here)
+    of_token = 2 * case.shape.hidden * case.run.itemsize * (1 - 1 / parts) - _INSTEAD_BYTES
+    return round(blocks * in_flight * case.run.tokens * of_token)
 
 
 def _stage_buffers(case: Case, step: Step, stages: Stages) -> int:
@@ -216,6 +232,9 @@ def _lightest(
         case = _case(row, convention, shape, cluster, sizes, batches, freed, assumptions)
         if rank_memory(case).fits:
             return case
+        without = dataclasses.replace(case, convention=dataclasses.replace(convention, kept_gathered=0.0))
+        if rank_memory(without).fits:
+            return without
     return _case(row, convention, shape, cluster, sizes, batches, candidates[0], assumed)
 
 
@@ -408,10 +427,9 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
         waits += convention.copy_s * parts / step.num_micro_batches
     if step.stages is None or len(step.stages.ranks) - 1 in step.stages.own:
         waits += convention.micro_batch_s
-    if step.stages is not None and (
-        cluster.num_devices >= 64 * cluster.devices_per_node or step.size("tensor") >= 4 * cluster.devices_per_node
-    ):
-        waits += convention.transfer_s * (2 if step.size("pipeline") == 2 else 4)
+    nodes, over = cluster.num_devices // cluster.devices_per_node, step.size("tensor") // cluster.devices_per_node
+    if nodes >= 64 or over >= 4 if step.stages is not None else nodes >= 64 and over < 4:
+        waits += convention.transfer_s * _transfers(step.size("pipeline"), step.num_micro_batches)
     host_s = convention.collective_host_s
     if host_s is not None and step.stages is not None and not cluster.is_one_node:
         host_s += convention.waiting_s * step.size("tensor")
@@ -421,6 +439,18 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
         micro_batch_s=waits,
         collective_host_s=host_s,
     )
+
+
+def _transfers(ranks: int, micro_batches: int) -> float:
+    """Return the transfers that a rank of a pipeline waits for, per micro-batch that the whole lasts.
+
+    Middle ranks send and receive in both directions, those at the ends half as often. While the pipeline fills and
+    drains, a stage waits for one of them in place of four.
+    """
+    if ranks == 1:
+        return 4
+    each, filling = (2, 0) if ranks == 2 else (4, 2 * (ranks - 4))
+    return (each * micro_batches + filling) / (micro_batches + ranks - 1)
 
 
 def _layers_of_a_block(step: Step) -> float:

@@ -107,7 +107,7 @@ class Implementation:
     logit_bytes: tuple[int, int] | None = None
     logit_moves: tuple[int, int] | None = None
     scatters_boundary: bool = False
-    balances_head: Literal["", "nearest", "beyond", "work"] = ""
+    balances_head: Literal["", "reaching", "beyond", "work"] = ""
     divides_blocks_alone: bool = False
 
     @property

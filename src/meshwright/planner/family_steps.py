@@ -278,13 +278,13 @@ def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "nearest", "beyo
     """Return the number of blocks of every stage, as equal as possible; middle stages take the remainder.
 
     ``ending`` counts the head as the number of blocks that cost as much, and gives every stage an equal share, which
-    ends with the block nearest to it, or with the first beyond it.
+    ends with the first block that reaches it, or with the first beyond it.
     """
     if ending and stages > 1:
         head = shape.vocab * shape.hidden / sum(p.numel for p in inside_parameters(shape) if len(p.shape) == 2)
         share = (shape.layers + head) / stages
         wanted = (share * stage for stage in range(1, stages))
-        ends = [round(end) if ending == "nearest" else math.floor(end) + 1 for end in wanted]
+        ends = [math.ceil(end) if ending == "reaching" else math.floor(end) + 1 for end in wanted]
         # The head is a part of its own: the last stage may have nothing else.
         ends = [min(end, shape.layers - stages + stage + 1) for stage, end in enumerate(ends, start=1)]
         return tuple(end - begin for begin, end in itertools.pairwise((0, *ends, shape.layers)))
