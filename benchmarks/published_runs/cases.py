@@ -263,6 +263,8 @@ def _case(
     steps = family_step(padded, run, axes, shard_axis=shard_axis_of(stage), stage_ranks=stage_ranks)
     if cluster.device.efficiency in convention.early_on:
         steps = [_with_early_products(step) for step in steps]
+    if micro_batch * shape.heads // sizes["tp"] % convention.softmax_of:
+        steps = [_with_softmax_by_steps(step) for step in steps]
     # The ranks that divide a sample are among those that the state is sharded over, or gradients are averaged.
     steps = [step.replace(counted_again=("context",)) for step in steps]
     noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
@@ -366,6 +368,24 @@ def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple
         # torch's loss_parallel: the gradient's update, its sum with exp, and their product are tensors of their own.
         return (10, 12)
     return convention.impl.logit_bytes
+
+
+_SOFTMAX_STEPS = 5  # cast to fp32, scale, mask, softmax, cast
+
+
+def _with_softmax_by_steps(step: Step) -> Step:
+    """Return the step with a softmax whose steps are kernels of their own."""
+
+    def by_steps(op: Op) -> Op:
+        if op.kind != "move" or ATTENTION not in op.inside:
+            return op
+        backward = None if op.backward_bytes is None else _SOFTMAX_STEPS * op.backward_bytes
+        return dataclasses.replace(
+            op, num_bytes=_SOFTMAX_STEPS * op.num_bytes, backward_bytes=backward, launches=_SOFTMAX_STEPS * op.launches
+        )
+
+    blocks = (dataclasses.replace(block, ops=tuple(map(by_steps, block.ops))) for block in step.blocks)
+    return step.replace(blocks=tuple(blocks))
 
 
 def _with_early_products(step: Step) -> Step:

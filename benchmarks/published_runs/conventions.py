@@ -48,6 +48,7 @@ class Convention:
         stages: Maximum number of stages per pipeline rank where a table does not give it.
         async_tensor: Whether tensor-parallel collectives overlap with the products they feed.
         gathers_fp8: Whether gathers carry 8 bits where each tensor has one scale.
+        softmax_of: Its fused softmax takes multiples of as many attention heads of samples; others take five kernels.
         early_on: Families of devices that its libraries were not optimized for yet.
         loss_parallel: Whether the loss of a vocabulary that a tensor axis divides is torch's ``loss_parallel``.
         bucket_bytes: Size of the fixed buffers in which gradients are reduced.
@@ -91,6 +92,7 @@ class Convention:
     stages: int = 1
     gathers_ahead: bool = True
     gathers_fp8: bool = False
+    softmax_of: int = 1
     early_on: tuple[str, ...] = ()
     loss_parallel: bool = False
     bucket_bytes: int = 0
@@ -127,6 +129,7 @@ _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divid
     wide_gradients=True,
     reduces_beside=False,
     micro_batch_s=2.3e-3,
+    softmax_of=4,  # ``FusedScaleMaskSoftmax.is_kernel_available``
     vocab=51200,
     default_ac="full",
 )

@@ -534,7 +534,7 @@ def _ring_hops_s(group: Group, network: Network) -> float:
 
 
 def _tree_hops_s(group: Group, network: Network) -> float:
-    inside = math.log2(group.in_node) * network.cluster.intra.latency_s if group.in_node > 1 else 0.0
+    inside = (group.in_node - 1) * network.cluster.intra.latency_s  # NCCL's trees are chains inside a node
     return inside + 2 * math.log2(group.nodes) * network.hop_s if group.nodes > 1 else inside
 
 
