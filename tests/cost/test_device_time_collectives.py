@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from meshwright.cost import Constants, Efficiency, make_cluster
+from meshwright.cost import Constants, Efficiency, fitted, make_cluster
 from meshwright.cost.device_time import Group, Network, collective_s, group_of
 
 FREE = Constants(call_s=0.0, hop=0.0)
@@ -59,6 +59,28 @@ def test_hops_of_a_ring_and_of_a_tree():
     reduced = collective_s("all_reduce", 1.0, Group(64, 1), slow)
     assert reduced == pytest.approx(2 * 2 * 6 * 1.2e-5, rel=1e-3)  # 6 levels up and down, there and back
     assert reduced < 2 * gathered / 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        (2, {1: 44e-6, 8: 87e-6, 64: 405e-6, 1024: 5.44e-3}),
+        (4, {1: 51e-6, 8: 117e-6, 64: 544e-6, 1024: 7.26e-3}),
+        (8, {1: 93e-6, 8: 134e-6, 64: 580e-6, 1024: 8.19e-3}),
+    ],
+)
+def test_all_reduces_in_a_node_of_a100_take_what_nccl_was_measured_to_take(ranks, seconds):
+    # vTrain's trace/a100, of files of MiB; what presets say, not what was fitted to these.
+    links = Network(make_cluster("A100", 8), fitted().of("A100"), fitted().constants)
+    for mib, measured in seconds.items():
+        told = collective_s("all_reduce", mib * 2**20, Group(ranks, ranks), links)
+        assert told == pytest.approx(measured, rel=0.26)
+
+
+def test_a_rack_has_no_longer_chain_than_a_node():
+    rack = Network(make_cluster("GB200", 72), PLAIN, FREE)
+    of_rack, of_eight = (collective_s("all_reduce", 8.0, Group(size, size), rack) for size in (64, 8))
+    assert of_rack == pytest.approx(of_eight, rel=1e-3)
 
 
 def test_one_rank_and_no_bytes_cost_nothing():

@@ -125,20 +125,20 @@ def test_a_pipeline_divides_blocks_and_only_its_last_rank_has_logits():
 def test_a_pipeline_that_counts_the_head_gives_its_last_rank_fewer_blocks():
     axes = [("data", 1), ("pipeline", 2)]
     small = Shape("llama", 16, 2048, 32, 131072, 4096, ffn=8192, tied=True)
-    plain, nearest, beyond = (
+    plain, reaching, beyond = (
         family_step(small, FamilyRun(1, 4, seq=4096, impl=Implementation(balances_head=balances)), axes)[0]
-        for balances in ("", "nearest", "beyond")
+        for balances in ("", "reaching", "beyond")
     )
     assert plain.stages.ranges == ((0, 8), (8, 16))
-    assert nearest.stages.ranges == ((0, 10), (10, 16))  # the head costs as much as four blocks
+    assert reaching.stages.ranges == ((0, 10), (10, 16))  # the head costs as much as four blocks: ten are half
     assert beyond.stages.ranges == ((0, 11), (11, 16))
 
 
-def test_stages_that_count_the_head_end_where_they_come_nearest_to_their_share():
+def test_stages_that_count_the_head_end_where_they_reach_their_share():
     axes = [("pipeline", 32)]
     large = Shape("llama", 80, 8192, 64, 131072, 4096, ffn=28672)
     first, *_, last = family_step(
-        large, FamilyRun(1, 32, seq=4096, impl=Implementation(balances_head="nearest")), axes
+        large, FamilyRun(1, 32, seq=4096, impl=Implementation(balances_head="reaching")), axes
     )[0].stages.ranges
     assert (first, last) == ((0, 3), (79, 80))  # 2.53 blocks each, with a head of 1.1
 

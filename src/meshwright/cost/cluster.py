@@ -344,8 +344,8 @@ _INTRA = {
     "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
     "RTX-A6000": 25e9, "RTX-6000-Ada": 25e9, "RTX-PRO-6000": 50e9, "RTX-3090": 18e9, "RTX-4090": 18e9, "RTX-5090": 32e9,
 }  # fmt: skip
-# From one rank of a node's chain to the next, read off tables of NCCL's all-reduces of 1 to 1024 MB over 2 to 8 V100 and
-# A100 (vTrain, trace/): within 25 % there. Later devices, of which no such table is known: 34 us for eight, call included.
+# From rank to rank of a node: vTrain's tables of NCCL's all-reduces of 1 to 1024 MB over 2 to 8 V100 and A100 (trace/).
+# Elsewhere, where no such table is known, an eight's takes 34 us with its call.
 _INTRA_LATENCY_S = {"V100": 4e-6, "A100": 4e-6, "A800": 4e-6}
 _NODE_GBPS = {
     "V100": 400, "A100": 1600, "A800": 1600, "H100": 3200, "H800": 3200, "H200": 3200, "B200": 3200, "GB200": 3200,
@@ -353,8 +353,7 @@ _NODE_GBPS = {
     "MI350X": 3200, "MI355X": 3200,
     "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10, "RTX": 100, "RTX-PRO-6000": 400,
 }  # fmt: skip
-# NVL72: NVLink joins a rack's devices, and not those of a tray alone. Jobs over several racks take 64 of each where
-# that divides them evenly.
+# NVL72: NVLink joins a rack's devices, not those of a tray. Jobs over several racks take 64 of each where that divides.
 _NVLINK_RACK, _TAKEN_OF_A_RACK = {"GB200": 72, "GB300": 72}, 64
 # What copies reach of PCIe 3 (V100), 4 and 5 (the slower direction, see below), and of NVLink-C2C's 450 GB/s in a
 # direction, which two share in a GB200.

@@ -533,8 +533,12 @@ def _ring_hops_s(group: Group, network: Network) -> float:
     return inside + group.nodes * network.hop_s + (group.size - 1) * network.cluster.inter.step_s
 
 
+_CHAIN = 8  # devices of a node, which is no rack
+
+
 def _tree_hops_s(group: Group, network: Network) -> float:
-    inside = (group.in_node - 1) * network.cluster.intra.latency_s  # NCCL's trees are chains inside a node
+    # NCCL's trees are chains inside a node; the switches of a rack reduce by themselves.
+    inside = (min(group.in_node, _CHAIN) - 1) * network.cluster.intra.latency_s
     return inside + 2 * math.log2(group.nodes) * network.hop_s if group.nodes > 1 else inside
 
 

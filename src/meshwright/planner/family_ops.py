@@ -83,7 +83,7 @@ class Implementation:
         scatters_boundary: Whether pipeline stages hand on one part per tensor rank of what all of these have
             (Narayanan et al. 2021, §4.1).
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
-            comes nearest to their share, or that goes beyond it; or so that the slowest has least ``work``, as ours.
+            reaches their share, or that goes beyond it; or so that the slowest has least ``work``, as ours.
         divides_blocks_alone: Whether tokens are divided between the first block and the last alone, as our methods do,
             so that every rank embeds all tokens and has the loss of all; and whether exchanges of tokens are ours.
     """

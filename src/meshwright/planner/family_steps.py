@@ -274,7 +274,7 @@ def _by_work(layers: int, stages: int, of_block: int, head: int) -> tuple[int, .
     return tuple(end - first for first, end in itertools.pairwise(balanced_bounds(costs, stages)))
 
 
-def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "nearest", "beyond"]) -> tuple[int, ...]:
+def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "reaching", "beyond"]) -> tuple[int, ...]:
     """Return the number of blocks of every stage, as equal as possible; middle stages take the remainder.
 
     ``ending`` counts the head as the number of blocks that cost as much, and gives every stage an equal share, which
