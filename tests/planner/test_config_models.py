@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
+from meshwright.planner import parse_family
 from meshwright.planner.config_models import (
     check_pixels,
     check_values,
+    config_of_shape,
     few_modules,
     outline_of,
     read_model_config,
+    shape_of_config,
     transformers_model,
 )
 
@@ -64,6 +67,7 @@ _WIDTHS = {
 }  # fmt: skip
 OUTLINED = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 128}),
     "gemma3": ("Gemma3Text", {"num_key_value_heads": 4, "head_dim": 64}),
     "gpt_oss": ("GptOss", {"num_key_value_heads": 2, "head_dim": 64, "num_local_experts": 8}),
     "deepseek": (
@@ -88,6 +92,8 @@ def test_an_outline_has_about_the_parameters_and_experts_of_a_decoder(name):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     outline = outline_of(model, 128)
+    if "kv_lora_rank" not in sizes:
+        assert outline.query_width == sizes.get("head_dim", 64) * 8
     assert (outline.layers, outline.hidden, outline.vocab, outline.seq) == (6, 512, 512, 128)
     assert outline.experts == sizes.get("num_local_experts", sizes.get("n_routed_experts", 1))
     assert outline.num_parameters == pytest.approx(sum(each.numel() for each in model.parameters()), rel=0.15)
@@ -101,3 +107,25 @@ def test_what_is_no_decoder_has_no_outline():
         for model in (transformers.T5ForConditionalGeneration(t5), transformers.MambaForCausalLM(mamba)):
             assert outline_of(model, 16) is None
     assert outline_of(nn.Linear(2, 2), 16) is None
+
+
+def test_heads_of_their_own_width_are_read_and_built():
+    transformers = pytest.importorskip("transformers")
+    sizes = {**_WIDTHS, "hidden_size": 360, "num_key_value_heads": 2}  # 8 heads of 45, or of 64
+    config = transformers.LlamaConfig(**sizes, head_dim=64, tie_word_embeddings=False)
+    shape = shape_of_config(config, 128)
+    assert (shape.head_dim, shape.query_width, shape.kv_width) == (64, 512, 128)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config_of_shape(shape))
+    assert sum(each.numel() for each in model.parameters()) == shape.num_parameters
+    assert model.config.head_dim == 64
+    plain = transformers.LlamaConfig(**_WIDTHS, head_dim=64)
+    assert shape_of_config(plain, 128).head_dim is None  # as wide as usual
+
+
+def test_a_width_that_heads_do_not_divide_needs_one_of_their_own():
+    with pytest.raises(ModelError, match="head_dim"):
+        parse_family("llama:layers=2,hidden=360,heads=16,vocab=512")
+    assert parse_family("llama:layers=2,hidden=360,heads=16,vocab=512,head_dim=32").query_width == 512
+    with pytest.raises(ModelError, match="head_dim=0"):
+        parse_family("llama:layers=2,hidden=512,heads=16,vocab=512,head_dim=0")

@@ -99,6 +99,7 @@ def test_a_name_and_a_config_are_one_prediction(kind, name, doors):
 WIDE = {
     "llama": "llama:layers=3,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=32000,seq=2048",
     "gpt": "gpt:layers=3,hidden=4096,heads=32,vocab=50304,seq=2048",
+    "heads": "llama:layers=3,hidden=2880,heads=64,kv_heads=8,head_dim=128,ffn=11520,vocab=32000,seq=2048",
 }
 """As wide as models are that need a plan: their kernels take longer than to launch them."""
 FORMULAS = {
@@ -113,7 +114,7 @@ FORMULAS = {
 }
 CLOSE = MODEL_ERROR
 """How far off formulas may be that choose among candidates; the plans that they find are traced."""
-FIRST = ("llama-data", "gpt-fsdp")
+FIRST = ("llama-data", "gpt-fsdp", "heads-half")
 
 
 @pytest.mark.parametrize(

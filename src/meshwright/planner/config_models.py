@@ -237,9 +237,10 @@ def config_of_shape(shape: Shape) -> Any | None:
     if not _has_transformers():
         return None
     transformers, kv_heads = _transformers(), shape.kv_heads or shape.heads
+    own_width = {} if shape.head_dim is None else {"head_dim": shape.head_dim}
     outside = {"vocab_size": shape.vocab, "tie_word_embeddings": shape.is_tied, "use_cache": False}
     if shape.family == "gpt":
-        if kv_heads != shape.heads:
+        if kv_heads != shape.heads or own_width:
             return None
         return transformers.GPT2Config(
             n_layer=shape.layers,
@@ -257,6 +258,7 @@ def config_of_shape(shape: Shape) -> Any | None:
         "num_attention_heads": shape.heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": shape.seq,
+        **own_width,
     }
     if shape.family == "llama":
         return transformers.LlamaConfig(**inside, **outside)
@@ -266,7 +268,7 @@ def config_of_shape(shape: Shape) -> Any | None:
 
 def why_formulas(shape: Shape) -> str:
     """Say why the formulas of a family stand in for a model that :func:`model_of_shape` does not build."""
-    reason = f"transformers has no {shape.family} with fewer heads of keys than of queries"
+    reason = f"transformers has no {shape.family} with fewer heads of keys than of queries, or a width of their own"
     if not _has_transformers():
         reason = "transformers is not installed (pip install 'meshwright[hf]')"
     return f"the model's own operators: formulas of the family {shape.family} stand in, because {reason}"
@@ -286,11 +288,17 @@ def shape_of_config(config: Any, seq: int) -> Shape | None:
         return Shape("gpt", *dims, None, config.n_inner, config.tie_word_embeddings, positions=config.n_positions)
     dims = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.vocab_size, seq)
     inside = (config.num_key_value_heads, config.intermediate_size, config.tie_word_embeddings)
-    heads_are_wider = getattr(config, "head_dim", None) not in (None, config.hidden_size // config.num_attention_heads)
-    if heads_are_wider or getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         return None
     experts = (config.num_local_experts, config.num_experts_per_tok) if family == "mixtral" else ()
-    return Shape(family, *dims, *inside, *experts)
+    return Shape(family, *dims, *inside, *experts, head_dim=_own_width(config))
+
+
+def _own_width(config: Any) -> int | None:
+    """Return the width of a head; None where it is the model's over all heads."""
+    width = getattr(config, "head_dim", None)
+    usual = (config.hidden_size, config.num_attention_heads)
+    return None if width is None or (width * usual[1] == usual[0]) else int(width)
 
 
 # [Note: outlines] Searching with traces alone, a second or more each, a model is planned for in ten ways or so. But
@@ -319,21 +327,29 @@ def outline_of(module: nn.Module, seq: int) -> Shape | None:
     if getattr(config, "is_encoder_decoder", False) or not blocks or not all(type(each) is int for each in numbers):
         return None
     hidden, most, vocab = numbers
-    heads = _largest_divisor(hidden, most)
+    width = _own_width(config) if _is_plain(config) else None
+    heads = most if width else _largest_divisor(hidden, most)
     kv_heads = _largest_divisor(heads, getattr(config, "num_key_value_heads", None) or most)
     experts = next((count for name in _EXPERTS_OF if (count := getattr(config, name, None))), 1)
     stacked, plain = _matrices(blocks, experts)
-    rest = plain - 2 * hidden * hidden * (1 + kv_heads / heads) - (experts * hidden if stacked else 0)
+    attended = (width or hidden / heads) * (heads + kv_heads)
+    rest = plain - 2 * hidden * attended - (experts * hidden if stacked else 0)
     outside = (vocab, seq, kv_heads)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     with suppress(ModelError):
         if not stacked:
-            return Shape("llama", len(blocks), hidden, heads, *outside, _usual(rest / (3 * hidden)), tied)
+            wide = _usual(rest / (3 * hidden))
+            return Shape("llama", len(blocks), hidden, heads, *outside, wide, tied, head_dim=width)
         wide = _usual(stacked / (3 * hidden * experts))
         taken = getattr(config, "num_experts_per_tok", None) or 1
         taken = min(experts, taken + round(max(rest, 0) / (3 * hidden * wide)))
-        return Shape("mixtral", len(blocks), hidden, heads, *outside, wide, tied, experts, taken)
+        return Shape("mixtral", len(blocks), hidden, heads, *outside, wide, tied, experts, taken, head_dim=width)
     return None
+
+
+def _is_plain(config: Any) -> bool:
+    """Return whether queries and keys are made from the hidden states, and not from latents."""
+    return not any(getattr(config, name, None) for name in ("q_lora_rank", "kv_lora_rank"))
 
 
 def _matrices(blocks: Sequence[nn.Module], experts: int) -> tuple[float, float]:

@@ -211,7 +211,7 @@ def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
 
     No saved tensor needs the last product: recomputation may stop before it.
     """
-    h, kv, f, t = shape.hidden, shape.kv_width, shape.ffn_width, run.tensor
+    h, q, kv, f, t = shape.hidden, shape.query_width, shape.kv_width, shape.ffn_width, run.tensor
     tokens, routed = run.tokens, run.tokens * shape.experts_per_token
     second = (_matmul(run, routed, f // t, h, PER_OP),) if shape.gated else ()
     plain = (
@@ -222,9 +222,9 @@ def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     return (
         _moves(shape, run),
         *_weight_casts(_matrices(shape, run), run, (BLOCK, PER_OP)),
-        _matmul(run, tokens, (h + 2 * kv) // t, h),
+        _matmul(run, tokens, (q + 2 * kv) // t, h),
         *_attention_ops(shape, run, (ATTENTION, BLOCK)),
-        _matmul(run, tokens, h, h // t, PER_OP),
+        _matmul(run, tokens, h, q // t, PER_OP),
         *(_expert_ops(shape, run) if run.stacked else plain),
     )
 
@@ -304,7 +304,7 @@ def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
 
 
 def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:
-    heads, width = shape.heads // run.tensor, shape.hidden // shape.heads
+    heads, width = shape.heads // run.tensor, shape.head_width
     queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
     dtype = HALF if run.dtype in _NARROW else run.dtype
     if run.impl.attention != "scores":
@@ -343,7 +343,7 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
     if run.impl.dropout:
         plain += h  # masks of one byte, written by the kernel that adds the residual
     if run.impl.divides_blocks_alone and run.sequence > 1:
-        plain += round((_RING_STEP * run.ring if run.ring > 1 else 0) + _AROUND_EXCHANGES) * h
+        plain += round((_RING_STEP * run.ring if run.ring > 1 else 0) + _AROUND_EXCHANGES) * shape.query_width
     if run.impl.copies_divided and run.plain_parts > 1 and run.micro_batch > 1:
         plain += _COPIES * h * run.plain_parts  # of all tokens, on every rank
     return size * run.tokens * (plain // run.plain_parts + (_moved_by_heads(shape, run) + activation) // run.tensor)
@@ -351,16 +351,16 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
 
 def _moved_by_heads(shape: Shape, run: FamilyRun) -> int:
     """Return the elements of rotary positions and of copies between the products and attention."""
-    h, kv = shape.hidden, shape.kv_width
+    q, kv = shape.query_width, shape.kv_width
     if run.impl.copies_heads:  # all turned, keys and values joined and turned again, rotated, attention's output turned
-        return 2 * (h + 2 * kv) + 8 * kv + 2 * (h + kv) + 2 * h
+        return 2 * (q + 2 * kv) + 8 * kv + 2 * (q + kv) + 2 * q
     if not shape.gated:
-        return 2 * h
+        return 2 * q
     if run.impl.plain_norms and not run.impl.compiled:
-        return (_WIDE_ROTARY if run.impl.autocasts else _PLAIN_ROTARY) * (h + kv) + (
-            2 * (h + kv) if kv < h and run.impl.repeats_heads else 0
+        return (_WIDE_ROTARY if run.impl.autocasts else _PLAIN_ROTARY) * (q + kv) + (
+            2 * (q + kv) if kv < q and run.impl.repeats_heads else 0
         )
-    return 2 * (h + kv)
+    return 2 * (q + kv)
 
 
 def block_saved(shape: Shape, run: FamilyRun) -> int:
@@ -368,12 +368,13 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
 
     These are the 34 s b h of Korthikanti et al. 2022 for GPT.
     """
-    h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
+    h, q, kv, size = shape.hidden, shape.query_width, shape.kv_width, run.itemsize
+    f = shape.ffn_width * shape.experts_per_token
     plain, entering = _saved_by_norms(shape, run)
     narrow = run.impl.saves_narrow and run.dtype in _NARROW
-    split = (h + 2 * kv) * size * (
+    split = (q + 2 * kv) * size * (
         2 if run.impl.copies_heads else 1
-    ) + h * size  # queries, keys, values; attention's output
+    ) + q * size  # queries, keys, values; attention's output
     if shape.gated:
         split += (3 if run.impl.compiled else 4) * f * size - (
             f if narrow else 0
@@ -417,7 +418,7 @@ def _saved_by_norms(shape: Shape, run: FamilyRun) -> tuple[int, int]:
 def results_bytes(shape: Shape, run: FamilyRun) -> int:
     """Return the bytes of the gradients of all results of a block's products."""
     routed = shape.experts_per_token * (shape.ffn_width * (2 if shape.gated else 1))
-    divided = shape.hidden + 2 * shape.kv_width + routed
+    divided = shape.query_width + 2 * shape.kv_width + routed
     # Where tokens are divided, gradients of what is summed over the axis are gathered before the products.
     summed = shape.hidden * (1 if run.stacked else 1 + shape.experts_per_token)
     return run.tokens * run.itemsize * (divided // run.tensor + summed) + rows_bytes(shape, run)
@@ -434,12 +435,12 @@ def per_op_saved(shape: Shape, run: FamilyRun) -> int:
     These are the block's input, attention's output with its rows' sums, and every other product: query, value, gate or
     up, and down.
     """
-    h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
+    q, kv, f = shape.query_width, shape.kv_width, shape.ffn_width * shape.experts_per_token
     size, t = run.itemsize, run.tensor
-    plain = (2 * h) * size * run.tokens // run.plain_parts
+    plain = (2 * shape.hidden) * size * run.tokens // run.plain_parts
     if run.stacked:
         f = 0  # of two grouped products, the second
-    return plain + run.tokens * (size * (2 * h + kv + f) + 4 * shape.heads) // t + rows_bytes(shape, run)
+    return plain + run.tokens * (size * (2 * q + kv + f) + 4 * shape.heads) // t + rows_bytes(shape, run)
 
 
 def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ...]:

@@ -92,7 +92,7 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
     """
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
     plain, saved, selective = run.token_bytes(h), block_saved(shape, run), per_op_saved(shape, run)
-    attended = run.tokens * (h * run.itemsize + 4 * shape.heads) // run.tensor
+    attended = run.tokens * (shape.query_width * run.itemsize + 4 * shape.heads) // run.tensor
     fused_run = dataclasses.replace(run, impl=dataclasses.replace(run.impl, attention="flash2"))
     wide = (2 if run.stacked else 1) * f if shape.gated else 0  # up, where gate is kept; both, of grouped products
     beside = run.tokens * (kv + wide) * run.itemsize // run.tensor  # with the keys
@@ -339,7 +339,7 @@ def _boundaries(shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: i
     if sequence > 1:
         # Ranks exchange tokens for heads (Jacobs et al. 2023): queries, keys and values go out, and attention's output
         # comes back; their gradients do in backward.
-        sent = run.tokens * 2 * (shape.hidden + shape.kv_width) // run.tensor * run.itemsize
+        sent = run.tokens * 2 * (shape.query_width + shape.kv_width) // run.tensor * run.itemsize
         times = 2 if run.impl.divides_blocks_alone else 4  # queries, keys and values at once, or each by itself
         for moment in ("forward", "backward"):
             add("all_to_all", moment, sent * calls, "sequence", times * calls)

@@ -41,6 +41,7 @@ class Shape:
         experts: Feed-forward layers to choose from, and how many of them each token takes.
         positions: Rows of the table of learned positions, the longest sample that there can be; None: as many as
             ``seq``. Families with rotary positions have no table.
+        head_dim: Width of a head; None: ``hidden / heads``.
     """
 
     family: Family
@@ -55,16 +56,18 @@ class Shape:
     experts: int = 1
     experts_per_token: int = 1
     positions: int | None = None
+    head_dim: int | None = None
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("family", "tied")}
         most = {"layers": _MOST_LAYERS}
         wrong = [f"{k}={v}" for k, v in numbers.items() if v is not None and not 1 <= v <= most.get(k, _LARGEST)]
-        if wrong or self.hidden % self.heads or self.heads % (self.kv_heads or self.heads):
+        uneven = self.head_dim is None and self.hidden % self.heads
+        if wrong or uneven or self.heads % (self.kv_heads or self.heads):
             raise ModelError(
                 "The dimensions of a model do not fit together",
-                expected=f"numbers from 1 to {_LARGEST:,}, at most {_MOST_LAYERS:,} layers, a width that heads divide, "
-                "and heads that kv_heads divide",
+                expected=f"numbers from 1 to {_LARGEST:,}, at most {_MOST_LAYERS:,} layers, a width that heads divide "
+                "(or their own, head_dim), and heads that kv_heads divide",
                 got=", ".join(wrong) or f"hidden={self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}",
                 fix="correct the dimensions",
             )
@@ -77,9 +80,19 @@ class Shape:
             )
 
     @property
+    def head_width(self) -> int:
+        """Return the width of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Return the width of the queries, which attention's output has, too."""
+        return self.head_width * self.heads
+
+    @property
     def kv_width(self) -> int:
         """Return the width of the keys, which the values have, too."""
-        return self.hidden // self.heads * (self.kv_heads or self.heads)
+        return self.head_width * (self.kv_heads or self.heads)
 
     @property
     def ffn_width(self) -> int:
@@ -117,7 +130,7 @@ class Shape:
         matrices = sum(p.numel for p in inside_parameters(self) if len(p.shape) == 2 and "expert" not in p.name)
         experts = sum(p.numel for p in inside_parameters(self) if "expert" in p.name)
         active = matrices + experts * self.experts_per_token / self.experts
-        attention = 12 * self.hidden * self.seq * (0.5 if causal else 1.0)
+        attention = 12 * self.query_width * self.seq * (0.5 if causal else 1.0)
         return self.layers * (6 * active + attention) + 6 * self.hidden * self.vocab
 
 
@@ -133,14 +146,14 @@ def _parameter(name: str, *shape: int, tensor_dim: int | None = None, **places: 
 @functools.lru_cache(maxsize=64)
 def inside_parameters(shape: Shape) -> tuple[Parameter, ...]:
     """Return the parameters of one block, with the dims that a tensor axis divides (Shoeybi et al. 2019)."""
-    h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width
+    h, q, kv, f = shape.hidden, shape.query_width, shape.kv_width, shape.ffn_width
     experts = [f"expert{index}." for index in range(shape.experts)] if shape.experts > 1 else [""]
     found = [
         _parameter("norm1", h),
-        _parameter("query", h, h, tensor_dim=0),
+        _parameter("query", q, h, tensor_dim=0),
         _parameter("key", kv, h, tensor_dim=0),
         _parameter("value", kv, h, tensor_dim=0),
-        _parameter("output", h, h, tensor_dim=1),
+        _parameter("output", h, q, tensor_dim=1),
         _parameter("norm2", h),
     ]
     if shape.experts > 1:
@@ -150,7 +163,7 @@ def inside_parameters(shape: Shape) -> tuple[Parameter, ...]:
         found += [_parameter(expert + "up", f, h, tensor_dim=0), _parameter(expert + "down", h, f, tensor_dim=1)]
     if shape.family == "gpt":
         found += [_parameter(f"norm{index}.bias", h) for index in (1, 2)]
-        found += [_parameter("qkv.bias", h + 2 * kv, tensor_dim=0), _parameter("output.bias", h)]
+        found += [_parameter("qkv.bias", q + 2 * kv, tensor_dim=0), _parameter("output.bias", h)]
         found += [_parameter("up.bias", f, tensor_dim=0), _parameter("down.bias", h)]
     return tuple(found)
 
