@@ -63,7 +63,10 @@ def _interleaved(stages: int) -> tuple[str, dict[str, Any]]:
 
 
 _TP = ("tensor_parallel", {"sequence": True})
-_QWEN = "mixtral:layers=94,hidden=4096,heads=32,kv_heads=4,ffn=1536,vocab=151936,experts=128,experts_per_token=8"
+_QWEN = (
+    "mixtral:layers=94,hidden=4096,heads=64,kv_heads=4,head_dim=128,ffn=1536,vocab=151936,experts=128,"
+    "experts_per_token=8"
+)
 _NEMO_70B = (_TP, "context_parallel", _interleaved(5), "zero1", _BF16)
 _LLAMA = (_TP, _interleaved(4), "zero1", _BF16)
 CASES = {

@@ -286,12 +286,13 @@ def shape_of_config(config: Any, seq: int) -> Shape | None:
     if family == "gpt":
         dims = (config.n_layer, config.n_embd, config.n_head, config.vocab_size, seq)
         return Shape("gpt", *dims, None, config.n_inner, config.tie_word_embeddings, positions=config.n_positions)
-    dims = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.vocab_size, seq)
-    inside = (config.num_key_value_heads, config.intermediate_size, config.tie_word_embeddings)
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         return None
-    experts = (config.num_local_experts, config.num_experts_per_tok) if family == "mixtral" else ()
-    return Shape(family, *dims, *inside, *experts, head_dim=_own_width(config))
+    inside: dict[str, Any] = {"kv_heads": config.num_key_value_heads, "head_dim": _own_width(config)}
+    if family == "mixtral":
+        inside |= {"experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
+    dims = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.vocab_size, seq)
+    return Shape(family, *dims, ffn=config.intermediate_size, tied=config.tie_word_embeddings, **inside)
 
 
 def _own_width(config: Any) -> int | None:
