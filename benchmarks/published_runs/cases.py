@@ -447,8 +447,7 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
         waits += convention.copy_s * parts / step.num_micro_batches
     if step.stages is None or len(step.stages.ranks) - 1 in step.stages.own:
         waits += convention.micro_batch_s
-    nodes, over = cluster.num_devices // cluster.devices_per_node, step.size("tensor") // cluster.devices_per_node
-    if nodes >= 64 or over >= 4 if step.stages is not None else nodes >= 64 and over < 4:
+    if convention.transfer_s and _has_slow_transfers(step, cluster):
         waits += convention.transfer_s * _transfers(step.size("pipeline"), step.num_micro_batches)
     host_s = convention.collective_host_s
     if host_s is not None and step.stages is not None and not cluster.is_one_node:
@@ -459,6 +458,13 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
         micro_batch_s=waits,
         collective_host_s=host_s,
     )
+
+
+def _has_slow_transfers(step: Step, cluster: Cluster) -> bool:
+    """Return whether a run is among those of nanotron's whose transfers are slow: of pipelines, or on 64 nodes."""
+    over_four = step.size("tensor") >= 4 * cluster.devices_per_node
+    on_all = cluster.num_devices >= 64 * cluster.devices_per_node
+    return on_all and not over_four if step.stages is None else on_all or over_four
 
 
 def _transfers(ranks: int, micro_batches: int) -> float:
