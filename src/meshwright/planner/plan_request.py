@@ -429,25 +429,41 @@ def _sample(seq: int | None, sample_batch: Any) -> Any:
 # --- Tracing what a search by formulas has found. A formula predicts a strategy of a known family in a millisecond, a
 # trace of the model in a second: formulas choose among thousands of candidates, and users see figures of the model.
 
-_TRIES = 3
-"""Searches by formulas: where nothing fits that was found, by their memory, the limit is lowered by as much."""
-
-_SEARCHING, _LEAST_S = {False: 0.5, True: 0.3}, 1.0
-"""The part of the time that is left which a search by formulas may take: of the model's family, and of another's that
-it resembles. And the seconds that it has in any case."""
-
-_OF_ANOTHER = 0.9
-"""The part of a device that plans may take by another model's formulas: what lies at the limit mostly turns out to be
-too large, which a trace takes seconds to tell."""
+_TRIES, _LEAST_S = 3, 1.0
+"""Searches by formulas: where nothing fits that was found, by their memory, the limit is lowered by as much. And the
+seconds that each has in any case."""
 
 _SAME_REASON = 3
 """Traces that do not fit before any does, after which the limit is lowered: formulas are off by the same for most."""
 
-_UNTRACED = {
-    False: "formulas of the model's family predict this plan: the time was up before the model itself was traced",
-    True: "formulas of a decoder of about these dimensions predict this plan, and can be far off: the time was up "
+
+@dataclass(frozen=True)
+class _Formulas:
+    """Limits of a search by formulas, before the model itself is traced.
+
+    Args:
+        searching: The part of the time that is left which a search by them may take.
+        within: The part of a device that plans may take by them.
+        gap: What is said of a plan that only they predict.
+    """
+
+    searching: float
+    within: float
+    gap: str
+
+
+_OF_THE_FAMILY = _Formulas(
+    0.5,
+    1.0,
+    "formulas of the model's family predict this plan: the time was up before the model itself was traced",
+)
+# What lies at the limit by another model's formulas mostly turns out to be too large, which traces take seconds to tell.
+_OF_ANOTHER = _Formulas(
+    0.3,
+    0.9,
+    "formulas of a decoder of about these dimensions predict this plan, and can be far off: the time was up "
     "before the model itself was traced (--limit-s gives more)",
-}
+)
 
 
 def search_and_trace(
@@ -481,46 +497,66 @@ def search_and_trace(
         StrategyError: When nothing fits by the formulas, or nothing was found in time.
     """
     started, limit = time.perf_counter(), TimeLimit(limit_s)
-    within = int(limit_bytes * _OF_ANOTHER) if resembles else limit_bytes
+    formulas = _OF_ANOTHER if resembles else _OF_THE_FAMILY
+    within = int(limit_bytes * formulas.within)
     left: Found | None = None  # what no trace has ruled out
     for _ in range(_TRIES):
-        left_s = max(limit.left_s or _LEAST_S, _LEAST_S)
         try:
-            found = search(within, *((left_s, left_s * _SEARCHING[resembles]) if limit_s is not None else (None, None)))
+            found = search(within, *_seconds_of(limit, formulas))
         except StrategyError as error:
-            if not limit.is_over and left is None and within < limit_bytes:
+            if limit.is_over:
+                return _timed(_left_in_time(left, limit, error), started)
+            if left is None and within < limit_bytes:
                 within = limit_bytes
                 continue
-            if not limit.is_over:
-                raise
-            if left is None:
-                raise out_of_time(limit) from error
-            return dataclasses.replace(left, seconds=time.perf_counter() - started)
-        if resembles:  # figures of another model
-            found = dataclasses.replace(found, too_large=())
-        plans = sorted(found.plans, key=_traced_late) if resembles else found.plans
+            raise
+        plans = found.plans
+        if resembles:
+            plans = tuple(sorted(plans, key=_traced_late))
+            found = dataclasses.replace(found, too_large=())  # figures of another model
         state, refused = _traced(plans, subject, objective, top, limit, most=top + resembles)
         if state.plans:
-            return dataclasses.replace(
-                found,
-                plans=tuple(plan for _, plan in state.plans),
-                too_large=(*state.too_large, *found.too_large),
-                refused=(*found.refused, *refused),
-                num_predicted=found.num_predicted + state.num_predicted,
-                seconds=time.perf_counter() - started,
-                is_complete=found.is_complete and not state.stopped,
-                out_of_time=found.out_of_time or state.stopped,
-            )
-        left = _by_formulas_alone(
-            found, top, _UNTRACED[resembles], {*(str(plan.strategy) for plan in state.too_large), *dict(refused)}
-        )
+            return _timed(_with_traces(found, state, refused), started)
+        ruled_out = {*(str(plan.strategy) for plan in state.too_large), *dict(refused)}
+        left = _by_formulas_alone(found, top, formulas.gap, ruled_out)
         if state.stopped and left is not None:
-            return dataclasses.replace(left, seconds=time.perf_counter() - started)
+            return _timed(left, started)
         if state.stopped or not state.too_large:
             return None
         least = state.too_large[0]
         within = int(within * min((least.limit_bytes or 0) / least.needed_bytes, 1.0))
     return None
+
+
+def _seconds_of(limit: TimeLimit, formulas: _Formulas) -> tuple[float | None, float | None]:
+    """Return the seconds that a search may take, and after how many it ends once it has found any."""
+    if limit.left_s is None:
+        return None, None
+    left_s = max(limit.left_s, _LEAST_S)
+    return left_s, left_s * formulas.searching
+
+
+def _left_in_time(left: Found | None, limit: TimeLimit, error: StrategyError) -> Found:
+    if left is None:
+        raise out_of_time(limit) from error
+    return left
+
+
+def _timed(found: Found, started: float) -> Found:
+    return dataclasses.replace(found, seconds=time.perf_counter() - started)
+
+
+def _with_traces(found: Found, state: SearchState, refused: Sequence[tuple[str, str]]) -> Found:
+    """Return what was found with the plans that were traced, in place of those by formulas."""
+    return dataclasses.replace(
+        found,
+        plans=tuple(plan for _, plan in state.plans),
+        too_large=(*state.too_large, *found.too_large),
+        refused=(*found.refused, *refused),
+        num_predicted=found.num_predicted + state.num_predicted,
+        is_complete=found.is_complete and not state.stopped,
+        out_of_time=found.out_of_time or state.stopped,
+    )
 
 
 def _traced_late(plan: Plan) -> bool:
