@@ -457,7 +457,7 @@ _OF_THE_FAMILY = _Formulas(
     1.0,
     "formulas of the model's family predict this plan: the time was up before the model itself was traced",
 )
-# What lies at the limit by another model's formulas mostly turns out to be too large, which traces take seconds to tell.
+# What lies at the limit by another model's formulas mostly turns out too large, which traces take seconds to tell.
 _OF_ANOTHER = _Formulas(
     0.3,
     0.9,
