@@ -1,6 +1,7 @@
 """What a configuration may ask for."""
 
 import json
+import types
 
 import pytest
 import torch
@@ -121,6 +122,9 @@ def test_heads_of_their_own_width_are_read_and_built():
     assert model.config.head_dim == 64
     plain = transformers.LlamaConfig(**_WIDTHS, head_dim=64)
     assert shape_of_config(plain, 128).head_dim is None  # as wide as usual
+    sizes = {"hidden_size": 360, "num_attention_heads": 8, "vocab_size": 512}
+    model.config = types.SimpleNamespace(**sizes, head_dim=[64, 32])  # of several kinds of layers: none is the model's
+    assert outline_of(model, 128).head_dim is None
 
 
 def test_a_width_that_heads_do_not_divide_needs_one_of_their_own():

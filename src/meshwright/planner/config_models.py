@@ -297,9 +297,8 @@ def shape_of_config(config: Any, seq: int) -> Shape | None:
 
 def _own_width(config: Any) -> int | None:
     """Return the width of a head; None where it is the model's over all heads."""
-    width = getattr(config, "head_dim", None)
-    usual = (config.hidden_size, config.num_attention_heads)
-    return None if width is None or (width * usual[1] == usual[0]) else int(width)
+    width: Any = getattr(config, "head_dim", None)
+    return width if type(width) is int and width * config.num_attention_heads != config.hidden_size else None
 
 
 # [Note: outlines] Searching with traces alone, a second or more each, a model is planned for in ten ways or so. But
