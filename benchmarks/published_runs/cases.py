@@ -146,15 +146,20 @@ def _kept_gathered(case: Case, step: Step) -> int:
     if step.stages is not None:
         stages = step.stages
         blocks = sum(end - first for first, end in (stages.ranges[stage] for stage in stages.own))
-        in_flight = min(step.num_micro_batches, max(stages.ranks) + 1 - stages.here)
+        in_flight = _in_flight(step, stages)
     of_token = 2 * case.shape.hidden * case.run.itemsize * (1 - 1 / parts) - _INSTEAD_BYTES
     return round(blocks * in_flight * case.run.tokens * of_token)
 
 
+def _in_flight(step: Step, stages: Stages) -> int:
+    """Return the most micro-batches that a rank holds at once: in 1F1B as many as there are ranks from here on."""
+    every = step.num_micro_batches
+    return min(every, max(stages.ranks) + 1 - stages.here) if len(stages.own) == 1 else every
+
+
 def _stage_buffers(case: Case, step: Step, stages: Stages) -> int:
     """Return the buffers of torch's ``PipelineStage``: inputs and gradients of all micro-batches, outputs in flight."""
-    last, ranks, every = len(stages.ranks) - 1, max(stages.ranks) + 1, step.num_micro_batches
-    in_flight = min(every, ranks - stages.here) if len(stages.own) == 1 else every
+    last, every, in_flight = len(stages.ranks) - 1, step.num_micro_batches, _in_flight(step, stages)
     kept = sum((stage > 0) * every + (stage < last) * (every + in_flight) for stage in stages.own)
     tokens = case.run.tokens // step.size("context")
     logits = every * tokens * (case.shape.vocab // step.size("tensor")) * case.run.itemsize

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.planner.family_ops import Implementation
-from published_runs.table_rows import Row
+from published_runs.table_rows import Row, devices
 
 FLASH2 = Implementation(attention="flash2")
 
@@ -48,11 +48,11 @@ class Convention:
         stages: Maximum number of stages per pipeline rank where a table does not give it.
         async_tensor: Whether tensor-parallel collectives overlap with the products they feed.
         gathers_fp8: Whether gathers carry 8 bits where each tensor has one scale.
-        softmax_of: Its fused softmax takes multiples of as many attention heads of samples; others take five kernels.
+        softmax_of: Its fused softmax takes multiples of this number of samples times heads; others take five kernels.
         early_on: Families of devices that its libraries were not optimized for yet.
         loss_parallel: Whether the loss of a vocabulary that a tensor axis divides is torch's ``loss_parallel``.
         bucket_bytes: Size of the fixed buffers in which gradients are reduced.
-        kept_gathered: Share of the gathered inputs which ``impl`` keeps that a peak has.
+        kept_gathered: Share of the gathered inputs that a peak has, where ``impl`` keeps them.
         live_bytes: Limit of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
         expandable: Whether the allocator has expandable segments, and loses no memory between segments.
         flops: FLOPs that an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation, too.
@@ -354,12 +354,11 @@ def _kept_by_nanotron(row: Row) -> float:
     four nodes in a pipeline, and hardly any on 64 nodes.
     """
     pipeline, tensor = row.count("pp") or 1, row.count("tp") or 1
-    replicas = row.count("dp") or 1
-    if pipeline == 1:
-        return 1.0 if tensor == 32 or replicas * tensor < 512 else 0.0
-    if tensor == 32 or replicas * tensor * pipeline >= 512:
+    if tensor >= 32:
+        return 1.0 if pipeline == 1 else 0.0
+    if (devices(row) or 0) >= 512:
         return 0.0
-    return 1 - 2 / pipeline
+    return 1.0 if pipeline == 1 else 1 - 2 / pipeline
 
 
 def _with(convention: Convention, **changes: Any) -> Convention:
