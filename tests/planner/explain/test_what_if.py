@@ -8,7 +8,10 @@ from meshwright.cost import make_cluster
 from meshwright.planner import FamilyWorkload, PlanRequest, parse_family
 from meshwright.planner.explain import what_if
 from meshwright.planner.family_workload import FamilyModel
+from meshwright.planner.plan_request import named_model
+from meshwright.planner.plans import number
 from meshwright.planner.search import Found
+from meshwright.planner.workload import Workload
 from meshwright.strategy import Strategy
 from tests.planner.explain.found import found, subject_of
 
@@ -89,3 +92,39 @@ def test_twice_the_memory_is_twice_the_limit_that_was_given():
 
 def test_without_a_forecast_there_is_nothing_to_ask():
     assert what_if(subject_of, Found((dataclasses.replace(found().plans[0], forecast=None),))) == ()
+
+
+def test_what_ifs_of_a_traced_search_begin_with_what_the_trace_says(monkeypatch):
+    """Formulas predict both sides of a change; figures are those of the trace, times what the change is worth."""
+    pytest.importorskip("transformers")
+    text = "llama:layers=4,hidden=1024,heads=8,ffn=2816,vocab=8192,seq=1024"
+    cluster = make_cluster("A100-80", 8)
+    request = PlanRequest(named_model(text, None, cluster), cluster, 32, top=3)
+    found = request.found()
+    best = found.plans[0]
+    monkeypatch.setattr(Workload, "plan", None)  # no more traces
+    known = {each.change: each for each in request.what_ifs(found)}
+    rate = number(best.forecast.tokens_per_s)
+    changed = [each for each in known.values() if each.plan is not None and each.outcome != "no difference"]
+    assert changed
+    assert all(f"tokens/s instead of {rate} (" in each.outcome for each in changed)
+    assert any(each.change.startswith("--include compile") for each in changed)
+    for each in changed:
+        stated = float(each.outcome.split(" a step")[0].split(", ")[-1].removesuffix(" ms")) / 1000
+        samples = each.plan.forecast.samples
+        wanted = samples / (best.forecast.samples_per_s * each.speed_up)
+        assert stated == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_plan_that_only_formulas_take_for_the_best_is_no_answer_to_a_change():
+    pytest.importorskip("transformers")
+    text = "llama:layers=4,hidden=1024,heads=8,ffn=2816,vocab=8192,seq=1024"
+    cluster = make_cluster("A100-80", 8)
+    request = PlanRequest(named_model(text, None, cluster), cluster, 32, top=3)
+    found = request.found()
+    turned = dataclasses.replace(found, plans=found.plans[::-1])  # as if traces said so
+    assert len(turned.plans) > 1
+    worst = turned.plans[0].strategy
+    for each in request.what_ifs(turned):
+        if "links" in each.change:
+            assert each.plan.strategy == worst

@@ -37,7 +37,7 @@ from meshwright.planner.plans import (
 )
 from meshwright.planner.search import Found, Objective
 from meshwright.planner.search.search_state import rank_of_plan
-from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit
+from meshwright.planner.search.within_time import OutOfTimeError, TimeLimit
 from meshwright.runtime.lazy import paused_collection
 from meshwright.strategy import Strategy
 
@@ -285,9 +285,16 @@ class WhatIf:
     speed_up: float | None = None
 
 
+_Change = tuple[str, Plan | None]  # in words, with the best plan then
+
+
 @paused_collection()
 def what_if(
-    subject_of: SubjectOf, found: Found, objective: Objective = "tokens_per_s", limit_s: float | None = None
+    subject_of: SubjectOf,
+    found: Found,
+    objective: Objective = "tokens_per_s",
+    limit_s: float | None = None,
+    slower: float = 1.0,
 ) -> tuple[WhatIf, ...]:
     """Predict the strategies that were found, and those that did not fit, under changed circumstances.
 
@@ -299,27 +306,28 @@ def what_if(
         found: The result, with at least one plan that has a forecast.
         objective: The objective that ranks its plans, and those under each change.
         limit_s: Seconds of processor time after which no other change is tried; None: no limit.
+        slower: Seconds of a step over those that the subjects predict.
     """
     if found.plans[0].forecast is None:
         return ()
     limit, every = TimeLimit(limit_s), []
     with limit.watched(), contextlib.suppress(OutOfTimeError):
-        for each in _changes(subject_of, found, objective):
-            every += [] if each is None else [each]
+        for change, plan in _changes(subject_of, found, objective):
+            every.append(_outcome(change, found.plans[0], plan, slower))
             if limit.is_over:
                 break
     return tuple(sorted(every, key=_change, reverse=True))
 
 
-def _changes(subject_of: SubjectOf, found: Found, objective: Objective) -> Iterator[WhatIf | None]:
+def _changes(subject_of: SubjectOf, found: Found, objective: Objective) -> Iterator[_Change]:
     best = found.plans[0]
     assert best.forecast is not None
     cluster, samples = best.forecast.cluster, best.forecast.samples
 
-    def outcome(change: str, where: Cluster, number: int) -> WhatIf:
-        return _outcome(change, best, _best(_replanned(subject_of(where, number), found, number), objective))
+    def outcome(change: str, where: Cluster, number: int) -> _Change:
+        return change, _best(_replanned(subject_of(where, number), found, number), objective)
 
-    yield _more_devices(subject_of, found, cluster, samples, objective)
+    yield from _more_devices(subject_of, found, cluster, samples, objective)
     yield outcome(f"twice the batch, {2 * samples} samples", cluster, 2 * samples)
     for words, faster in _faster_links(cluster):
         yield outcome(words, faster, samples)
@@ -336,7 +344,7 @@ def _change(each: WhatIf) -> float:
     return -math.inf if each.speed_up is None else abs(each.speed_up - 1)
 
 
-def _with_options(subject: Subject, best: Plan) -> Iterator[WhatIf]:
+def _with_options(subject: Subject, best: Plan) -> Iterator[_Change]:
     """Add to the best plan each method that makes computing faster, and that a search uses only by name."""
     for method in _by_name_alone(subject.half_dtype):
         if method.method_name in best.strategy:
@@ -345,7 +353,7 @@ def _with_options(subject: Subject, best: Plan) -> Iterator[WhatIf]:
         kept = [each for each in others if method.role is None or each.role is not method.role]
         plan = _planned(subject, Strategy([*kept, method]), best.step.num_micro_batches)
         if plan is not None and plan.fits and method.method_name in plan.strategy:
-            yield _outcome(f"--include {method.method_name} ({method.summary})", best, plan)
+            yield f"--include {method.method_name} ({method.summary})", plan
 
 
 def _by_name_alone(half_dtype: str) -> Iterator[Method]:
@@ -367,7 +375,7 @@ def _faster_links(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 
 def _more_devices(
     subject_of: SubjectOf, found: Found, cluster: Cluster, samples: int, objective: Objective
-) -> WhatIf | None:
+) -> Iterator[_Change]:
     """Predict the next number of devices over which some strategy divides the batch evenly."""
     now, per_node = cluster.num_devices, cluster.devices_per_node
     whole_nodes = now % per_node == 0 and now > per_node
@@ -378,8 +386,8 @@ def _more_devices(
         wider = (each for plan in _every(found) for each in _spread(plan, now, more, samples))
         plan = _best((_planned(subject, strategy, parts) for strategy, parts in wider), objective)
         if plan is not None:
-            return _outcome(f"{more} devices instead of {now}", found.plans[0], plan)
-    return None
+            yield f"{more} devices instead of {now}", plan
+            return
 
 
 def _spread(plan: Plan, now: int, more: int, samples: int) -> Iterator[tuple[Strategy, int]]:
@@ -431,7 +439,7 @@ def _samples_per_s(plan: Plan) -> float:
     return plan.forecast.samples_per_s if plan.forecast is not None else 0.0
 
 
-def _outcome(change: str, before: Plan, after: Plan | None) -> WhatIf:
+def _outcome(change: str, before: Plan, after: Plan | None, slower: float) -> WhatIf:
     if after is None or after.forecast is None or before.forecast is None:
         return WhatIf(change, "none of these strategies fits then")
     faster = after.forecast.samples_per_s / before.forecast.samples_per_s
@@ -441,10 +449,10 @@ def _outcome(change: str, before: Plan, after: Plan | None) -> WhatIf:
     if abs(faster - 1) < _NOTHING and after.strategy == before.strategy:
         return WhatIf(change, "no difference", after, faster)
     sign = "+" if faster >= 1 else "-"
-    words = f"{number(pair[1])} {unit} instead of {number(pair[0])} ({sign}{percent(abs(faster - 1), 1)})"
-    words += f", {seconds(after.forecast.time.step_time_s)} a step"
+    rates = f"{number(pair[1] / slower)} {unit} instead of {number(pair[0] / slower)}"
+    words = f"{rates} ({sign}{percent(abs(faster - 1), 1)}), {seconds(slower * after.forecast.time.step_time_s)} a step"
     price, earlier = price_per_billion_tokens(after), price_per_billion_tokens(before)
     if price is not None and earlier is not None and abs(price / earlier - 1) > 1e-3:
-        words += f", {price:,.0f} instead of {earlier:,.0f} USD per 1e9 tokens"
+        words += f", {slower * price:,.0f} instead of {slower * earlier:,.0f} USD per 1e9 tokens"
     words += "" if short(after) == short(before) else f"; best then: {short(after)}"
     return WhatIf(change, words, after, faster)
