@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.cost import find_cluster
 from meshwright.errors import ModelError
+from meshwright.nn import setting_of
 from meshwright.planner import parse_family
 from meshwright.planner.config_models import (
     check_pixels,
@@ -19,6 +21,8 @@ from meshwright.planner.config_models import (
     shape_of_config,
     transformers_model,
 )
+from meshwright.planner.family_workload import FamilyModel
+from meshwright.strategy import Strategy
 
 
 @pytest.mark.parametrize(
@@ -98,6 +102,59 @@ def test_an_outline_has_about_the_parameters_and_experts_of_a_decoder(name):
     assert (outline.layers, outline.hidden, outline.vocab, outline.seq) == (6, 512, 512, 128)
     assert outline.experts == sizes.get("num_local_experts", sizes.get("n_routed_experts", 1))
     assert outline.num_parameters == pytest.approx(sum(each.numel() for each in model.parameters()), rel=0.15)
+
+
+def test_an_outline_knows_in_which_precision_parameters_are():
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**_WIDTHS))
+    wide, half = outline_of(model, 128), outline_of(model.bfloat16(), 128)
+    assert (wide.itemsize, half.itemsize) == (4, 2)
+    model.lm_head.float()
+    model.model.layers[0].mlp.float()  # a part of them
+    assert outline_of(model, 128) == half
+    cluster = find_cluster("h100x8")
+    strategy = Strategy([("parallel_mode", {"axes": [("zero", 8)]}), "fsdp", ("amp_native", "bf16")])
+    states = [FamilyModel("", each).subject(cluster, 8, None).plan(strategy, 1).memory for each in (wide, half)]
+    for name in ("parameters", "gradients", "optimizer"):
+        assert getattr(states[1], name) == pytest.approx(getattr(states[0], name) / 2, rel=0.01)
+
+
+def test_the_outline_of_a_model_that_sees_is_of_its_decoder():
+    transformers = pytest.importorskip("transformers")
+    text = {"num_key_value_heads": 4, "head_dim": 64}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 9, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(text_config={**_WIDTHS, **text}, vision_config=vision)
+    with torch.device("meta"):
+        model = transformers.Gemma3ForConditionalGeneration(config)
+        alone = transformers.AutoModelForCausalLM.from_config(transformers.Gemma3TextConfig(**_WIDTHS, **text))
+    assert outline_of(model, 128) == outline_of(alone, 128)
+
+
+def test_a_config_whose_layers_differ_has_no_common_setting():
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**_WIDTHS))
+
+    class OfLayers(type(model.config)):
+        def __getattribute__(self, name):
+            if name in ("head_dim", "num_key_value_heads"):
+                raise RuntimeError(f"{name!r} is a per-layer attribute")
+            return super().__getattribute__(name)
+
+    model.config.__class__ = OfLayers
+    assert setting_of(model.config, "head_dim") is None
+    assert setting_of(model.config, "hidden_size") == 512
+    assert outline_of(model, 128).layers == 6
+
+
+def test_the_type_of_published_weights_is_not_that_of_training(tmp_path):
+    pytest.importorskip("transformers")
+    config = {"model_type": "qwen2", **_WIDTHS, "torch_dtype": "bfloat16"}
+    for architectures in ({}, {"architectures": ["Qwen2ForCausalLM"]}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **architectures}))
+        model = transformers_model(tmp_path, 8).module
+        assert {each.dtype for each in model.parameters()} == {torch.float32}
 
 
 def test_what_is_no_decoder_has_no_outline():

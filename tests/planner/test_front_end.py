@@ -2,18 +2,23 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
+import torch
 
 from meshwright.cost import find_cluster
 from meshwright.errors import MeshwrightError, StrategyError
 from meshwright.planner import PlanRequest, parse_family
-from meshwright.planner.config_models import config_of_shape, shape_of_config
+from meshwright.planner.config_models import config_of_shape, is_eager, outline_of, shape_of_config
+from meshwright.planner.family_ops import OWN_EAGER
 from meshwright.planner.family_workload import FamilyModel
-from meshwright.planner.plan_request import named_model, search_and_trace
-from meshwright.planner.search import search
+from meshwright.planner.plan_request import named_model
+from meshwright.planner.search import search, search_and_trace
 from meshwright.planner.search.choice import MODEL_ERROR
+from meshwright.planner.search.search_state import family_of_plan
 from meshwright.planner.trace.fake_pass import Predicted
+from meshwright.planner.workload import ModuleModel, token_batch
 from meshwright.strategy import Strategy
 
 pytest.importorskip("transformers")
@@ -177,6 +182,41 @@ def test_formulas_say_what_traces_of_experts_do(name):
     assert formula == pytest.approx(traced, rel=0.05)
 
 
+@pytest.mark.parametrize("methods", [["fsdp"], ["fsdp", "checkpoint"]], ids=["fsdp", "checkpoint"])
+def test_formulas_know_attention_whose_scores_are_kept(methods):
+    """Compare a decoder that adds to its scores, so that no fused kernel takes them: GPT-OSS."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 2880, "num_hidden_layers": 4, "num_local_experts": 8, "vocab_size": 32000}
+    with torch.device("meta"):
+        model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes))
+    assert is_eager(model)
+    strategy = Strategy([mesh(zero=8), *methods, HALF])
+    found = []
+    traced = ModuleModel("", model, token_batch(4096), seq=4096)
+    for each in (traced, FamilyModel("", outline_of(model, 4096), OWN_EAGER)):
+        plan = each.subject(CLUSTER, 16, 2**60).plan(strategy, 1)
+        found.append((plan.forecast.time.step_time_s, plan.needed_bytes))
+    assert found[1] == pytest.approx(found[0], rel=0.15)
+
+
+def test_what_cannot_be_traced_in_parts_is_refused_by_a_search():
+    """BLOOM makes its positions from the whole mask, which fails where ranks have a part of the tokens."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "n_layer": 2, "n_head": 4, "vocab_size": 1024}
+    with torch.device("meta"):
+        model = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+    split = [mesh(context=2, zero=4), "context_parallel", "zero1", HALF]
+    request = PlanRequest(ModuleModel("", model, token_batch(512), seq=512), CLUSTER, BATCH)
+    with pytest.raises(StrategyError, match="cannot be traced with its layers or tokens divided"):
+        request.subject.plan(Strategy(split), 1)
+    found = request.found()
+    assert found.plans
+    assert all(plan.step.activations is not None for plan in found.plans)
+    assert all(dict(plan.step.axes).get("context", 1) == 1 for plan in found.plans)
+    named = dataclasses.replace(request, strategy=Strategy(split)).planned([Strategy(split)]).plans[0]
+    assert named.step.activations is None  # predicted as far as it can be
+
+
 def test_a_backward_in_parts_is_traced_by_a_few_blocks(monkeypatch):
     """Blocks that differed by who had a storage's key before made every block of a model run."""
     agree, found = Predicted.agrees, []
@@ -212,7 +252,7 @@ def test_a_search_without_time_for_traces_shows_what_formulas_found():
         limits.append(limit)
         assert limit_s > enough_s > 0
         outline = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, limit)
-        return search(outline)
+        return search(outline, reach=2.0, of_family=2)
 
     subject = PlanRequest(model, CLUSTER, BATCH).subject
     found = search_and_trace(search_within, subject, 70 * 2**30, "tokens_per_s", 3, 1e-9)
@@ -238,7 +278,7 @@ class Predicting:
 @pytest.fixture(scope="module")
 def by_formulas():
     model = named_model(WIDE["llama"], None, CLUSTER)
-    return search(FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30), top=8)
+    return search(FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30), top=8, reach=2.0)
 
 
 def test_no_more_is_traced_than_is_shown(by_formulas):
@@ -251,10 +291,12 @@ def test_what_is_traced_soonest_comes_first_where_formulas_are_of_another_model(
     model = named_model(WIDE["llama"], None, CLUSTER)
     subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
     slow = subject.plan(Strategy([mesh(tensor=2, zero=4), "tensor_parallel", "zero1", HALF]), 1)
-    given = dataclasses.replace(by_formulas, plans=(slow, *by_formulas.plans[:2]))
+    soon = [plan for plan in by_formulas.plans if all(axis in ("data", "zero") for axis, _ in plan.step.axes)][:2]
+    assert len(soon) == 2
+    given = dataclasses.replace(by_formulas, plans=(slow, *soon))
     subject = Predicting(given, fits=True)
     search_and_trace(lambda *_: given, subject, 70 * 2**30, "tokens_per_s", 1, None, resembles=True)
-    assert subject.asked == [str(plan.strategy) for plan in by_formulas.plans[:2]]
+    assert subject.asked == [str(plan.strategy) for plan in soon]
     subject.asked.clear()
     found = search_and_trace(lambda *_: given, subject, 70 * 2**30, "tokens_per_s", 2, None, resembles=True)
     assert subject.asked[-1] == str(slow.strategy)
@@ -294,6 +336,42 @@ def test_what_no_trace_has_ruled_out_is_shown_where_the_time_ends(by_formulas):
     assert shown == [str(plan.strategy) for plan in by_formulas.plans if str(plan.strategy) not in subject.asked][:2]
     assert shown
     assert all("formulas" in plan.gaps[-1] for plan in found.plans)
+
+
+class Exceeding(Predicting):
+    """A subject whose traces need a share more than what was found says."""
+
+    def __init__(self, found, limit, *, more):
+        super().__init__(found, fits=True)
+        self.limit, self.more = limit, more
+
+    def plan(self, strategy, micro_batches):
+        plan = super().plan(strategy, micro_batches)
+        taken = round(plan.needed_bytes * (self.more - 1))
+        return dataclasses.replace(plan, limit_bytes=self.limit, communicator_bytes=plan.communicator_bytes + taken)
+
+
+def test_the_next_of_its_family_stands_in_for_what_does_not_fit_by_its_trace():
+    model = named_model(WIDE["llama"], None, CLUSTER)
+    subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
+    given = search(subject, top=8, reach=2.0, of_family=3)
+    families = [family_of_plan(plan) for plan in given.plans]
+    first = next(plan for plan in given.plans if families.count(family_of_plan(plan)) > 1)
+    first, *others = [plan for plan in given.plans if family_of_plan(plan) == family_of_plan(first)]
+    needs = [plan.needed_bytes for plan in (first, *others)]
+    assert all(after <= 0.95 * before for before, after in itertools.pairwise(needs))
+    found = dataclasses.replace(given, plans=(first, *others))
+    # By their traces plans need a tenth more: what does not fit then is not traced once the first has shown it.
+    traced = Exceeding(found, needs[1] * 11 // 10 + 2, more=1.1)
+    kept = search_and_trace(lambda *_: found, traced, traced.limit, "tokens_per_s", 3, None)
+    assert traced.asked == [str(first.strategy), str(others[0].strategy)]
+    assert [str(plan.strategy) for plan in kept.plans] == traced.asked[1:]
+    traced = Exceeding(found, needs[0] * 12 // 10, more=1.1)
+    search_and_trace(lambda *_: found, traced, traced.limit, "tokens_per_s", 3, None)
+    assert traced.asked == [str(first.strategy)]
+    traced = Exceeding(found, needs[1] * 11 // 10 - 2, more=1.1)
+    search_and_trace(lambda *_: found, traced, traced.limit, "tokens_per_s", 3, None)
+    assert str(others[0].strategy) not in traced.asked
 
 
 def test_a_config_has_the_dimensions_of_its_name():

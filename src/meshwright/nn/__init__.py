@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         outside_compiled as outside_compiled,
         part_of_whole as part_of_whole,
         require_blocks as require_blocks,
+        setting_of as setting_of,
         without_caches as without_caches,
         without_fast_path as without_fast_path,
         wrap_method as wrap_method,

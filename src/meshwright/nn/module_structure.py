@@ -50,6 +50,16 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
+def setting_of(config: Any, name: str) -> Any:
+    """Return a setting of a model's config; None where there is none, or where layers have different ones.
+
+    Configs of transformers whose layers differ raise for such a setting.
+    """
+    with contextlib.suppress(Exception):
+        return getattr(config, name, None)
+    return None
+
+
 def features(module: nn.Module) -> tuple[int, int]:
     """Return the input and output features of a linear layer."""
     weight = module.get_parameter("weight")

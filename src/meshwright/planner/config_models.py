@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from math import prod
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
-from meshwright.nn import find_blocks
+from meshwright.nn import find_blocks, setting_of
 from meshwright.planner.model_shapes import Family, Shape
 from meshwright.planner.workload import ModuleModel, token_batch
 from meshwright.runtime.lazy import optional_library
@@ -177,7 +178,8 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
     """
     config = read_model_config(path)
     has_encoder = getattr(config, "is_encoder_decoder", False)  # a decoder alone takes this from its config
-    module: Any = model_of_config(config, path, on_meta=on_meta)
+    # In fp32, as ``meshwright train`` makes it, whatever the weights that somebody publishes are stored in.
+    module: Any = model_of_config(config, path, on_meta=on_meta, dtype=torch.float32)
     if hasattr(config, "image_size"):
         _check_takes(module, "pixel_values")
         with _naming_config(path):
@@ -227,7 +229,7 @@ def model_of_shape(name: str, shape: Shape) -> ModuleModel | None:
     config = config_of_shape(shape)
     if config is None:
         return None
-    module = model_of_config(config, Path(name), on_meta=True)
+    module = model_of_config(config, Path(name), on_meta=True, dtype=torch.float32)
     batch = {"input_ids": token_batch(shape.seq)}
     return ModuleModel(name, module, batch, model_input_format="unpack_dict", seq=shape.seq, shape=shape)
 
@@ -297,7 +299,7 @@ def shape_of_config(config: Any, seq: int) -> Shape | None:
 
 def _own_width(config: Any) -> int | None:
     """Return the width of a head; None where it is the model's over all heads."""
-    width: Any = getattr(config, "head_dim", None)
+    width = setting_of(config, "head_dim")
     return width if type(width) is int and width * config.num_attention_heads != config.hidden_size else None
 
 
@@ -321,35 +323,68 @@ def outline_of(module: nn.Module, seq: int) -> Shape | None:
         module: A model, best on ``meta``.
         seq: Tokens of a sample.
     """
-    config: Any = getattr(module, "config", None)
-    numbers: list[Any] = [getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "vocab_size")]
-    blocks = [block for _, block in find_blocks(module)]
-    if getattr(config, "is_encoder_decoder", False) or not blocks or not all(type(each) is int for each in numbers):
+    config = _text_config(module)
+    numbers = [setting_of(config, name) for name in ("hidden_size", "num_attention_heads", "vocab_size")]
+    blocks = _largest_list(module)
+    if setting_of(config, "is_encoder_decoder") or not blocks or not all(type(each) is int for each in numbers):
         return None
     hidden, most, vocab = numbers
     width = _own_width(config) if _is_plain(config) else None
     heads = most if width else _largest_divisor(hidden, most)
-    kv_heads = _largest_divisor(heads, getattr(config, "num_key_value_heads", None) or most)
-    experts = next((count for name in _EXPERTS_OF if (count := getattr(config, name, None))), 1)
+    kv_heads = _largest_divisor(heads, setting_of(config, "num_key_value_heads") or most)
+    experts = next((count for name in _EXPERTS_OF if (count := setting_of(config, name))), 1)
     stacked, plain = _matrices(blocks, experts)
     attended = (width or hidden / heads) * (heads + kv_heads)
     rest = plain - 2 * hidden * attended - (experts * hidden if stacked else 0)
     outside = (vocab, seq, kv_heads)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
+    tied = bool(setting_of(config, "tie_word_embeddings"))
+    own: dict[str, Any] = {"head_dim": width, "itemsize": _itemsize(blocks)}
     with suppress(ModelError):
         if not stacked:
             wide = _usual(rest / (3 * hidden))
-            return Shape("llama", len(blocks), hidden, heads, *outside, wide, tied, head_dim=width)
+            return Shape("llama", len(blocks), hidden, heads, *outside, wide, tied, **own)
         wide = _usual(stacked / (3 * hidden * experts))
-        taken = getattr(config, "num_experts_per_tok", None) or 1
+        taken = setting_of(config, "num_experts_per_tok") or 1
         taken = min(experts, taken + round(max(rest, 0) / (3 * hidden * wide)))
-        return Shape("mixtral", len(blocks), hidden, heads, *outside, wide, tied, experts, taken, head_dim=width)
+        return Shape("mixtral", len(blocks), hidden, heads, *outside, wide, tied, experts, taken, **own)
     return None
+
+
+def _num_elements(blocks: Sequence[nn.Module]) -> int:
+    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
 
 
 def _is_plain(config: Any) -> bool:
     """Return whether queries and keys are made from the hidden states, and not from latents."""
-    return not any(getattr(config, name, None) for name in ("q_lora_rank", "kv_lora_rank"))
+    return not any(setting_of(config, name) for name in ("q_lora_rank", "kv_lora_rank"))
+
+
+def is_eager(module: nn.Module) -> bool:
+    """Return whether a model of transformers runs attention by its own code, with all scores."""
+    return setting_of(_text_config(module), "_attn_implementation") == "eager"
+
+
+def _text_config(module: nn.Module) -> Any:
+    """Return a model's config, of a model that sees images, too, that of its decoder."""
+    config: Any = getattr(module, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _largest_list(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of the list with the most parameters: a decoder's, and not those of what sees images."""
+    lists = defaultdict[str, list[nn.Module]](list)
+    for path, block in find_blocks(module):
+        lists[path.rpartition(".")[0]].append(block)
+    return max(lists.values(), key=_num_elements, default=[])
+
+
+def _itemsize(blocks: Sequence[nn.Module]) -> int:
+    """Return the bytes per element of most of the blocks' floating parameters."""
+    sizes = Counter[int]()
+    for parameter in (parameter for block in blocks for parameter in block.parameters()):
+        if parameter.is_floating_point():
+            sizes[parameter.element_size()] += parameter.numel()
+    return max(sizes, key=sizes.__getitem__, default=4)
 
 
 def _matrices(blocks: Sequence[nn.Module], experts: int) -> tuple[float, float]:

@@ -42,6 +42,7 @@ _CAST_ROWS, _CAST_EXCHANGED, _CAST_BETWEEN, _OF_SUMMED = 10, 12, 12, 8
 _EXPERT_KERNELS = 20
 # Bytes per element of rows that are held for a moment in backward, beside what is saved.
 _ROWS_HELD, _EXCHANGED_HELD = 14, 11
+_SCORES_HELD = 2  # gradients of scores, where kernels pass them on one by one
 _NARROW = (FP8, "fp4")
 
 
@@ -57,6 +58,8 @@ class Implementation:
         attention: ``torch`` is the fused attention that torch 2.11 takes by itself: cuDNN's on Hopper and Blackwell,
             else FlashAttention-2. ``flash1`` and ``flash2`` are the generations of FlashAttention on any device (Dao et
             al. 2022, in Triton; Dao 2023), ``scores`` materializes them.
+        score_moves: Bytes that kernels move for each materialized score beside the products, in forward and in
+            backward; None: those of one kernel that masks, and takes the softmax.
         dropout: Whether dropout's masks are saved.
         compiled: Whether chains of elementwise kernels are one.
         plain_norms: Whether norms and rotary positions are chains of kernels in fp32 where nothing fuses them.
@@ -89,6 +92,7 @@ class Implementation:
     """
 
     attention: Literal["torch", "scores", "flash1", "flash2"] = "torch"
+    score_moves: tuple[int, int] | None = None
     dropout: bool = False
     compiled: bool = False
     plain_norms: bool = False
@@ -134,6 +138,8 @@ OWN = Implementation(
     balances_head="work",
 )
 """What our engine runs by itself for a known family: eager norms and rotary positions in fp32, and its own loss."""
+OWN_EAGER = dataclasses.replace(OWN, attention="scores", score_moves=(22, 32))
+"""The same where a model's own code materializes scores, kernel by kernel; bytes are counted in a trace of GPT-OSS."""
 
 
 @dataclass(frozen=True)
@@ -258,9 +264,10 @@ def rows_bytes(shape: Shape, run: FamilyRun) -> int:
     return run.num_rows(shape) * shape.hidden * run.itemsize if run.stacked else 0
 
 
-def rows_held(shape: Shape, run: FamilyRun) -> int:
-    """Return the bytes that stacked experts hold for a moment in backward, beside what is saved."""
-    return rows_bytes(shape, run) * (_EXCHANGED_HELD if run.exchanged else _ROWS_HELD) // 2
+def passing_bytes(shape: Shape, run: FamilyRun) -> int:
+    """Return the bytes that a block holds for a moment in backward, beside what is saved: of experts, and of scores."""
+    rows = rows_bytes(shape, run) * (_EXCHANGED_HELD if run.exchanged else _ROWS_HELD) // 2
+    return rows + (_SCORES_HELD * num_scores(shape, run) * run.itemsize if run.impl.score_moves else 0)
 
 
 def _moves(shape: Shape, run: FamilyRun) -> Op:
@@ -273,7 +280,7 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
 
 def _matrices(shape: Shape, run: FamilyRun) -> int:
     """Return the number of elements of a block's matrices on one rank."""
-    every = sum(each.numel for each in inside_parameters(shape) if len(each.shape) == 2)
+    every = sum(each.numel for each in inside_parameters(shape) if len(each.shape) > 1)
     if not run.exchanged:
         return every // run.tensor
     of_experts = shape.hidden * shape.ffn_width * (3 if shape.gated else 2)
@@ -323,7 +330,7 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
     # The causally masked softmax reads one half and writes all; dropout reads and writes all, and writes its mask. In
     # backward softmax reads one half of two tensors and writes one.
     scores, size = batch * queries * keys, run.itemsize
-    softmax = (3 * size // 2, 2 * size)
+    softmax = run.impl.score_moves or (3 * size // 2, 2 * size)
     forward, backward = (each + (2 * size + 1 if run.impl.dropout else 0) for each in softmax)
     moved = Op("move", num_bytes=scores * forward, backward_bytes=scores * backward, inside=names, needed_in=names)
     return (*products, moved)

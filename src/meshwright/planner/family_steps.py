@@ -6,9 +6,8 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from meshwright.cost import (
     Activations,
@@ -35,11 +34,11 @@ from meshwright.planner.family_ops import (
     num_scores,
     outside_ops,
     outside_saved,
+    passing_bytes,
     per_op_saved,
     results_bytes,
-    rows_held,
 )
-from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters, outside_parameters
+from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters, is_stacked, outside_parameters
 
 _CLASSES = (BLOCK, PER_OP, ATTENTION)  # every block has one of each
 
@@ -54,19 +53,20 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         pipeline: Ranks of that axis.
     """
     ops, behind, count = block_ops(shape, run), outside_saved(shape, run), shape.layers
+    sizes, work = _saved_sizes(shape, run), _work(ops)
     outside = 3 * sum(op.flops for op in outside_ops(shape, run, pipeline))
     head = SavedTensor(behind.saved_bytes, ((),), places=(count,))
     return Activations(
         saved_bytes=count * block_saved(shape, run) + behind.saved_bytes,
         modules=tuple(module for block in range(count) for module in _modules(shape, run, block)),
         blocks=tuple(range(0, len(_CLASSES) * count, len(_CLASSES))),
-        stages=((*(tensor for block in range(count) for tensor in _tensors(shape, run, block)), head),),
-        work=tuple(work for block in range(count) for work in _work(ops, block)),
+        stages=((*(tensor for block in range(count) for tensor in _tensors(sizes, run, block)), head),),
+        work=tuple(_in_block(each, block) for block in range(count) for each in work),
         loss_bytes=behind.loss_bytes,
         outside_bytes=behind.saved_bytes,
         results_bytes=results_bytes(shape, run),
-        working_bytes=rows_held(shape, run),
-        passing_bytes=rows_held(shape, run),
+        working_bytes=passing_bytes(shape, run),
+        passing_bytes=passing_bytes(shape, run),
         holds_messages=run.impl.divides_blocks_alone and run.stacked > 0,
         # The head and the loss are nearly all of what is outside of blocks.
         flops_at=(*(((block,), 3 * sum(op.flops for op in ops)) for block in range(count)), ((count,), outside)),
@@ -75,7 +75,9 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
 
 def _modules(shape: Shape, run: FamilyRun, block: int) -> tuple[TracedModule, ...]:
     # Backward needs the gradients of the scores and of their softmax beside the saved tensors, and a gathered input.
-    working = 0 if run.impl.fused_attention else 2 * num_scores(shape, run) * run.itemsize
+    # Where kernels pass these gradients on one by one, they are held in any case (``passing_bytes``).
+    is_held = run.impl.fused_attention or run.impl.score_moves
+    working = 0 if is_held else 2 * num_scores(shape, run) * run.itemsize
     if run.impl.gathers_again:
         working += run.tokens * shape.hidden * run.itemsize - run.token_bytes(shape.hidden)
     needs = {BLOCK: working, PER_OP: 0, ATTENTION: working}
@@ -83,13 +85,20 @@ def _modules(shape: Shape, run: FamilyRun, block: int) -> tuple[TracedModule, ..
     return tuple(TracedModule(path, (each,), block, needs[each]) for path, each in zip(paths, _CLASSES, strict=True))
 
 
-def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...]:
-    """Return the saved tensors of one block by the parts whose recomputation frees them.
+class _Saved(NamedTuple):
+    """Bytes that a block saves."""
 
-    These parts are the whole block, what ``PER_OP`` recomputes, and attention's scores. The policy ``selective`` saves
-    the outputs of products in place of what follows them: attention's product in place of the residual sum, which is as
-    large, and the last product, which nothing else saves.
-    """
+    entering: int
+    plain: int  # what lies between split layers
+    attended: int
+    selective: int  # by products that ``PER_OP`` keeps
+    beside: int
+    others: int
+    scores: int
+    last: int
+
+
+def _saved_sizes(shape: Shape, run: FamilyRun) -> _Saved:
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
     plain, saved, selective = run.token_bytes(h), block_saved(shape, run), per_op_saved(shape, run)
     attended = run.tokens * (shape.query_width * run.itemsize + 4 * shape.heads) // run.tensor
@@ -98,43 +107,57 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
     beside = run.tokens * (kv + wide) * run.itemsize // run.tensor  # with the keys
     scores = 0 if run.impl.fused_attention else saved - block_saved(shape, fused_run)
     entering = plain * 4 // run.itemsize if run.impl.autocasts else plain  # residual sums are in fp32 then
+    others = saved - selective - beside - scores - (entering - plain)
+    # Of experts the last product is among what is saved.
+    last = 0 if run.stacked else plain
+    return _Saved(entering, plain, attended, selective - 2 * plain - attended, beside, others, scores, last)
+
+
+def _tensors(sizes: _Saved, run: FamilyRun, block: int) -> tuple[SavedTensor, ...]:
+    """Return the saved tensors of one block by the parts whose recomputation frees them.
+
+    These parts are the whole block, what ``PER_OP`` recomputes, and attention's scores. The policy ``selective`` saves
+    the outputs of products in place of what follows them: attention's product in place of the residual sum, which is as
+    large, and the last product, which nothing else saves.
+    """
     whole = len(_CLASSES) * block
     (around, inside, attention) = (whole,), (whole, whole + 1), (whole, whole + 1, whole + 2)
     fused = (OperatorResult(FUSED, around, 1),) if run.impl.fused_attention and not run.impl.dropout else ()
     product, last = (OperatorResult(PRODUCT, around, 1),), (OperatorResult(PRODUCT, around, 0),)
     second = (OperatorResult(PRODUCT, around, 1, turns=(1,)),)
     every = (
-        SavedTensor(entering, (around,), inputs_of=(whole,), places=(block,)),
-        SavedTensor(plain, (around,), results=product, places=(block,)),
-        SavedTensor(attended, (around,), results=fused, places=(block,)),
-        SavedTensor(selective - 2 * plain - attended, (around,), results=product, places=(block,)),
-        SavedTensor(beside, (inside,), results=second, places=(block,)),
-        SavedTensor(saved - selective - beside - scores - (entering - plain), (inside,), places=(block,)),
-        SavedTensor(scores, (attention,), places=(block,)),
-        # Of experts it is among what is saved.
-        SavedTensor(0 if run.stacked else plain, (), results=last, places=(block,)),
+        SavedTensor(sizes.entering, (around,), inputs_of=(whole,), places=(block,)),
+        SavedTensor(sizes.plain, (around,), results=product, places=(block,)),
+        SavedTensor(sizes.attended, (around,), results=fused, places=(block,)),
+        SavedTensor(sizes.selective, (around,), results=product, places=(block,)),
+        SavedTensor(sizes.beside, (inside,), results=second, places=(block,)),
+        SavedTensor(sizes.others, (inside,), places=(block,)),
+        SavedTensor(sizes.scores, (attention,), places=(block,)),
+        SavedTensor(sizes.last, (), results=last, places=(block,)),
     )
     return tuple(tensor for tensor in every if tensor.num_bytes)
 
 
-def _work(ops: tuple[Op, ...], block: int) -> tuple[Work, ...]:
-    """Return the block's products and attentions, with equal operators in equal modules merged."""
+def _work(ops: tuple[Op, ...]) -> tuple[Work, ...]:
+    """Return the products and attentions of the first block, with equal operators in equal modules merged."""
     found: dict[tuple[str, Running, int, tuple[int, ...]], int] = {}
     for op in ops:
         if op.flops:
-            running = tuple(len(_CLASSES) * block + number for number, each in enumerate(_CLASSES) if each in op.inside)
+            running = tuple(number for number, each in enumerate(_CLASSES) if each in op.inside)
             turns = (1,) * len(running) if op.operator == PRODUCT and PER_OP in op.inside else ()
             key = op.operator, running, len(running) if op.needed_in else 0, turns
             found[key] = found.get(key, 0) + op.flops
     return tuple(
-        Work(operator, running, needed, flops, block, turns)
-        for (operator, running, needed, turns), flops in found.items()
+        Work(operator, running, needed, flops, 0, turns) for (operator, running, needed, turns), flops in found.items()
     )
 
 
-# --- Experts over an expert axis
+def _in_block(work: Work, block: int) -> Work:
+    running = tuple(len(_CLASSES) * block + number for number in work.running)
+    return Work(work.operator, running, work.num_needed, work.flops, block, work.turns)
 
-_EXPERT = re.compile(r"expert(\d+)\.")
+
+# --- Experts over an expert axis
 
 
 def with_experts(step: Step, shape: Shape, run: FamilyRun) -> Step:
@@ -184,10 +207,9 @@ def _with_experts_inside(shape: Shape) -> tuple[Parameter, ...]:
 
 
 def _of_expert(parameter: Parameter, shape: Shape) -> Parameter:
-    found = _EXPERT.match(parameter.name)
-    if found is None:
+    if not is_stacked(parameter):
         return parameter
-    return dataclasses.replace(parameter, expert=(int(found.group(1)), shape.experts), tensor_dim=None)
+    return dataclasses.replace(parameter, expert=(None, shape.experts), tensor_dim=None)
 
 
 # --- The step of a family
@@ -281,7 +303,7 @@ def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "reaching", "bey
     ends with the first block that reaches it, or with the first beyond it.
     """
     if ending and stages > 1:
-        head = shape.vocab * shape.hidden / sum(p.numel for p in inside_parameters(shape) if len(p.shape) == 2)
+        head = shape.vocab * shape.hidden / sum(p.numel for p in inside_parameters(shape) if len(p.shape) > 1)
         share = (shape.layers + head) / stages
         wanted = (share * stage for stage in range(1, stages))
         ends = [math.ceil(end) if ending == "reaching" else math.floor(end) + 1 for end in wanted]

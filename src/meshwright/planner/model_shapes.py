@@ -42,6 +42,7 @@ class Shape:
         positions: Rows of the table of learned positions, the longest sample that there can be; None: as many as
             ``seq``. Families with rotary positions have no table.
         head_dim: Width of a head; None: ``hidden / heads``.
+        itemsize: Bytes per element of its parameters, and of their states: 4, and 2 of a module in half precision.
     """
 
     family: Family
@@ -57,6 +58,7 @@ class Shape:
     experts_per_token: int = 1
     positions: int | None = None
     head_dim: int | None = None
+    itemsize: int = _FP32_BYTES
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("family", "tied")}
@@ -127,8 +129,8 @@ class Shape:
         Without ``causal`` these are the 6 N + 12 L h s of Chowdhery et al. 2022 (App. B); ``causal`` counts half of the
         scores.
         """
-        matrices = sum(p.numel for p in inside_parameters(self) if len(p.shape) == 2 and "expert" not in p.name)
-        experts = sum(p.numel for p in inside_parameters(self) if "expert" in p.name)
+        matrices = sum(p.numel for p in inside_parameters(self) if len(p.shape) == 2)
+        experts = sum(p.numel for p in inside_parameters(self) if is_stacked(p))
         active = matrices + experts * self.experts_per_token / self.experts
         attention = 12 * self.query_width * self.seq * (0.5 if causal else 1.0)
         return self.layers * (6 * active + attention) + 6 * self.hidden * self.vocab
@@ -143,11 +145,18 @@ def _parameter(name: str, *shape: int, tensor_dim: int | None = None, **places: 
     return Parameter(name, shape, _FP32_BYTES, owners=(BLOCK,), states=states, tensor_dim=tensor_dim, **places)  # type: ignore[arg-type]
 
 
+def is_stacked(parameter: Parameter) -> bool:
+    """Return whether a family's parameter has the matrices of all experts of a block."""
+    return len(parameter.shape) == 3
+
+
 @functools.lru_cache(maxsize=64)
 def inside_parameters(shape: Shape) -> tuple[Parameter, ...]:
-    """Return the parameters of one block, with the dims that a tensor axis divides (Shoeybi et al. 2019)."""
+    """Return the parameters of one block, with the dims that a tensor axis divides (Shoeybi et al. 2019).
+
+    Experts are stacked in two parameters, as in transformers: gates above what they multiply, and down.
+    """
     h, q, kv, f = shape.hidden, shape.query_width, shape.kv_width, shape.ffn_width
-    experts = [f"expert{index}." for index in range(shape.experts)] if shape.experts > 1 else [""]
     found = [
         _parameter("norm1", h),
         _parameter("query", q, h, tensor_dim=0),
@@ -157,15 +166,18 @@ def inside_parameters(shape: Shape) -> tuple[Parameter, ...]:
         _parameter("norm2", h),
     ]
     if shape.experts > 1:
+        wide = 2 * f if shape.gated else f
         found.append(_parameter("router", shape.experts, h))
-    for expert in experts:
-        found += [_parameter(expert + "gate", f, h, tensor_dim=0)] if shape.gated else []
-        found += [_parameter(expert + "up", f, h, tensor_dim=0), _parameter(expert + "down", h, f, tensor_dim=1)]
+        found.append(_parameter("experts.up", shape.experts, wide, h, tensor_dim=1))
+        found.append(_parameter("experts.down", shape.experts, h, f, tensor_dim=2))
+    else:
+        found += [_parameter("gate", f, h, tensor_dim=0)] if shape.gated else []
+        found += [_parameter("up", f, h, tensor_dim=0), _parameter("down", h, f, tensor_dim=1)]
     if shape.family == "gpt":
         found += [_parameter(f"norm{index}.bias", h) for index in (1, 2)]
         found += [_parameter("qkv.bias", q + 2 * kv, tensor_dim=0), _parameter("output.bias", h)]
         found += [_parameter("up.bias", f, tensor_dim=0), _parameter("down.bias", h)]
-    return tuple(found)
+    return _stored(found, shape)
 
 
 def outside_parameters(shape: Shape, pipeline: int = 1) -> tuple[Parameter, ...]:
@@ -181,6 +193,17 @@ def outside_parameters(shape: Shape, pipeline: int = 1) -> tuple[Parameter, ...]
         found.append(_parameter("norm.bias", shape.hidden, trained_on=last))
     if not shape.is_tied:
         found.append(_parameter("head", shape.vocab, shape.hidden, tensor_dim=0, trained_on=last))
+    return _stored(found, shape)
+
+
+def _stored(parameters: list[Parameter], shape: Shape) -> tuple[Parameter, ...]:
+    """Return parameters of fp32 with the bytes per element that the shape's have, and that AdamW's states have, too."""
+    if shape.itemsize == _FP32_BYTES:
+        return tuple(parameters)
+    found = []
+    for each in parameters:
+        states = tuple(dataclasses.replace(s, itemsize=shape.itemsize) if s.dims else s for s in each.states)
+        found.append(dataclasses.replace(each, itemsize=shape.itemsize, states=states))
     return tuple(found)
 
 
@@ -219,7 +242,7 @@ _LIKE_LLAMA_3 = ("3", "3.1", "3.2", "3.3")  # the dimensions of a size are the s
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 _USUAL_SEQ = {"gpt": 1024, "llama": 4096, "mixtral": 4096}
 _LONGEST = 15  # digits
-_KEYS = tuple(field.name for field in dataclasses.fields(Shape) if field.name != "family")
+_KEYS = tuple(field.name for field in dataclasses.fields(Shape) if field.name not in ("family", "itemsize"))
 
 
 def known_models() -> dict[str, Shape]:

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,14 @@ from meshwright.errors import ConfigError, MeshwrightError, ModelError, Strategy
 from meshwright.methods import SAMPLED, method_of_axes, num_micro_batches
 from meshwright.planner.config_models import (
     config_path,
+    is_eager,
     model_of_shape,
     outline_of,
     transformers_model,
     why_formulas,
 )
 from meshwright.planner.explain import WhatIf, found_document, what_if
+from meshwright.planner.family_ops import OWN, OWN_EAGER
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.model_shapes import parse_family
 from meshwright.planner.plans import Plan, PlannedModel, Subject, usable_bytes
@@ -36,10 +39,10 @@ from meshwright.planner.search import (
     experts_first,
     read_constraints,
     search,
+    search_and_trace,
     search_in_stages,
 )
-from meshwright.planner.search.search_state import Objective, SearchState, rank_of_plan
-from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit, out_of_time
+from meshwright.planner.search.search_state import rank_of_plan
 from meshwright.planner.workload import ModuleModel, NeverTracedError, Workload, token_batch
 from meshwright.strategy import Strategy, read_size
 
@@ -49,7 +52,7 @@ HEADROOM = 0.06
 Peaks of published runs are some 5 to 8 % off their predictions, and a run that is out of memory in its third hour has
 lost them.
 """
-_ALTERNATIVES = 3  # fewest plans that formulas find: traces may find that the best does not fit
+_ALTERNATIVES = 3  # fewest families that formulas find, each with a runner-up: by traces the best may not fit
 _REACH = 1.3  # times worse than the best: so far the best plan of another family is shown
 
 
@@ -155,8 +158,8 @@ class PlanRequest:
             "limit_s": self.limit_s,
         }
         started = time.process_time()
-        if isinstance(self.model, ModuleModel):
-            found = self._by_formulas(self.model, options)
+        if self._formulas is not None:
+            found = self._by_formulas(self._formulas, options)
             if found is not None:
                 return found
             if self.limit_s is not None:
@@ -164,21 +167,27 @@ class PlanRequest:
         find = search_in_stages if isinstance(self.subject, Workload) else search
         return find(self.subject, space=default_space(self.subject), **options)
 
-    def _by_formulas(self, model: ModuleModel, options: dict[str, Any]) -> Found | None:
-        """Find plans by formulas, and trace them; None where there are none for the model, or none of them works."""
-        shape = model.shape
-        if shape is None and model.seq is not None:
-            shape = outline_of(model.module, model.seq)
-        if shape is None:
+    @functools.cached_property
+    def _formulas(self) -> FamilyModel | None:
+        """The formulas of a module's family, or of a decoder that it resembles; None where there are none."""
+        model = self.model
+        if not isinstance(model, ModuleModel):
             return None
-        known = self.subject
+        if model.shape is not None:
+            return FamilyModel(model.name, model.shape)
+        shape = None if model.seq is None else outline_of(model.module, model.seq)
+        return None if shape is None else FamilyModel(model.name, shape, OWN_EAGER if is_eager(model.module) else OWN)
+
+    def _by_formulas(self, formulas: FamilyModel, options: dict[str, Any]) -> Found | None:
+        """Find plans by formulas, and trace them; None where none of them works for the model."""
+        known, shape = self.subject, formulas.shape
         assert isinstance(known, Workload)
         assert known.limit_bytes is not None
         limit, is_free = known.limit_bytes, known.limit_is_free
 
         def search_within(within: int, limit_s: float | None, enough_s: float | None) -> Found:
-            outline = FamilyModel(model.name, shape).subject(self.cluster, self.global_batch, within, is_free)
-            own = {**options, "limit_s": limit_s, "top": max(self.top, _ALTERNATIVES)}
+            outline = formulas.subject(self.cluster, self.global_batch, within, is_free)
+            own = {**options, "limit_s": limit_s, "top": 2 * max(self.top, _ALTERNATIVES), "of_family": 2}
             space, follow_ups = default_space(outline), tuple[FollowUp, ...]()
             if shape.experts > 1 and not self.included and method_of_axes()["expert"] not in self.excluded:
                 space, follow_ups = experts_first(space, shape.experts, outline.world)
@@ -198,7 +207,7 @@ class PlanRequest:
             self.objective,  # type: ignore[arg-type]
             self.top,
             self.limit_s,
-            resembles=model.shape is None,
+            resembles=isinstance(self.model, ModuleModel) and self.model.shape is None,
         )
 
     def planned(self, strategies: Sequence[Strategy]) -> Found:
@@ -219,17 +228,43 @@ class PlanRequest:
     def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
         """Predict the plans under changed circumstances, such as more devices or faster links.
 
-        What a search found for a model of a known family is predicted by the formulas, before and after a change: they
-        are compared with each other, and each of some forty traces would take a second or two.
+        What a search found by formulas is predicted by them, before and after a change: they are compared with each
+        other, and each of some forty traces would take a second or two. Figures are scaled to those of the best plan's
+        trace, and so is the memory that plans may take.
         """
-        if self.strategy is None and isinstance(self.model, ModuleModel) and self.model.shape is not None:
-            outline = dataclasses.replace(self, model=FamilyModel(self.model.name, self.model.shape))
-            before = tuple(outline.subject.plan(plan.strategy, plan.step.num_micro_batches) for plan in found.plans)
-            return outline.what_ifs(dataclasses.replace(found, plans=before))
         # Given strategies are not ranked by an objective.
         objective = self.objective if self.strategy is None else "tokens_per_s"
         limit_s = None if self.limit_s is None else self.limit_s / 2
-        return what_if(self.subject_of, found, objective, limit_s=limit_s)  # type: ignore[arg-type]
+        formulas = self._formulas
+        before = () if formulas is None or self.strategy is not None else self._by_formulas_again(found, formulas)
+        if formulas is None or not before:
+            return what_if(self.subject_of, found, objective, limit_s=limit_s)  # type: ignore[arg-type]
+        best, outline = found.plans[0], dataclasses.replace(self, model=formulas)
+        assert best.forecast is not None
+        assert before[0].forecast is not None
+        slower = best.forecast.time.step_time_s / before[0].forecast.time.step_time_s
+        room = before[0].needed_bytes / best.needed_bytes
+
+        def subject_of(where: Cluster, samples: int) -> Subject:
+            subject: Any = outline.subject_of(where, samples)
+            return dataclasses.replace(subject, limit_bytes=round(subject.limit_bytes * room))
+
+        found = dataclasses.replace(found, plans=before)
+        return what_if(subject_of, found, objective, limit_s=limit_s, slower=slower)  # type: ignore[arg-type]
+
+    def _by_formulas_again(self, found: Found, formulas: FamilyModel) -> tuple[Plan, ...]:
+        """Return what the formulas say of the plans that were found; nothing where they do not know the best.
+
+        What they take for better than the best is left out: by its trace it is not, whatever changes.
+        """
+        subject, plans = formulas.subject(self.cluster, self.global_batch, None), list[Plan]()
+        for plan in found.plans:
+            with suppress(MeshwrightError):
+                plans.append(subject.plan(plan.strategy, plan.step.num_micro_batches))
+        if not plans or plans[0].strategy != found.plans[0].strategy:
+            return ()
+        least = rank_of_plan(plans[0], self.objective)  # type: ignore[arg-type]
+        return tuple(plan for plan in plans if rank_of_plan(plan, self.objective) >= least)  # type: ignore[arg-type]
 
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""
@@ -424,176 +459,3 @@ def _sample(seq: int | None, sample_batch: Any) -> Any:
             fix="pass one of them",
         )
     return token_batch(seq) if seq is not None else sample_batch
-
-
-# --- Tracing what a search by formulas has found. A formula predicts a strategy of a known family in a millisecond, a
-# trace of the model in a second: formulas choose among thousands of candidates, and users see figures of the model.
-
-_TRIES, _LEAST_S = 3, 1.0
-"""Searches by formulas: where nothing fits that was found, by their memory, the limit is lowered by as much. And the
-seconds that each has in any case."""
-
-_SAME_REASON = 3
-"""Traces that do not fit before any does, after which the limit is lowered: formulas are off by the same for most."""
-
-
-@dataclass(frozen=True)
-class _Formulas:
-    """Limits of a search by formulas, before the model itself is traced.
-
-    Args:
-        searching: The part of the time that is left which a search by them may take.
-        within: The part of a device that plans may take by them.
-        gap: What is said of a plan that only they predict.
-    """
-
-    searching: float
-    within: float
-    gap: str
-
-
-_OF_THE_FAMILY = _Formulas(
-    0.5,
-    1.0,
-    "formulas of the model's family predict this plan: the time was up before the model itself was traced",
-)
-# What lies at the limit by another model's formulas mostly turns out too large, which traces take seconds to tell.
-_OF_ANOTHER = _Formulas(
-    0.3,
-    0.9,
-    "formulas of a decoder of about these dimensions predict this plan, and can be far off: the time was up "
-    "before the model itself was traced (--limit-s gives more)",
-)
-
-
-def search_and_trace(
-    search: Callable[[int, float | None, float | None], Found],
-    subject: Subject,
-    limit_bytes: int,
-    objective: Objective,
-    top: int,
-    limit_s: float | None,
-    *,
-    resembles: bool = False,
-) -> Found | None:
-    """Search by formulas, trace what is found, and rank it by what the traces say.
-
-    Args:
-        search: Searches by formulas within bytes of a device and seconds; it ends after others once it has found any.
-        subject: The model that is traced.
-        limit_bytes: Bytes that a device may hold.
-        objective: What plans are ranked by.
-        top: How many plans are kept.
-        limit_s: Seconds of processor time, after which the plans that are left stay untraced and are left out; None:
-            no limit. A search takes a part of what is left, and all of it where nothing has been found by then.
-        resembles: Whether the formulas are those of another model that this one resembles. Then what is traced soonest
-            is traced first, so that there is a figure of the model itself.
-
-    Returns:
-        What was found; None where no plan that formulas find fits by its trace. Where the time is up before any trace
-        ends, it is what the formulas have found, each plan with a gap that says so.
-
-    Raises:
-        StrategyError: When nothing fits by the formulas, or nothing was found in time.
-    """
-    started, limit = time.perf_counter(), TimeLimit(limit_s)
-    formulas = _OF_ANOTHER if resembles else _OF_THE_FAMILY
-    within = int(limit_bytes * formulas.within)
-    left: Found | None = None  # what no trace has ruled out
-    for _ in range(_TRIES):
-        try:
-            found = search(within, *_seconds_of(limit, formulas))
-        except StrategyError as error:
-            if limit.is_over:
-                return _timed(_left_in_time(left, limit, error), started)
-            if left is None and within < limit_bytes:
-                within = limit_bytes
-                continue
-            raise
-        plans = found.plans
-        if resembles:
-            plans = tuple(sorted(plans, key=_traced_late))
-            found = dataclasses.replace(found, too_large=())  # figures of another model
-        state, refused = _traced(plans, subject, objective, top, limit, most=top + resembles)
-        if state.plans:
-            return _timed(_with_traces(found, state, refused), started)
-        ruled_out = {*(str(plan.strategy) for plan in state.too_large), *dict(refused)}
-        left = _by_formulas_alone(found, top, formulas.gap, ruled_out)
-        if state.stopped and left is not None:
-            return _timed(left, started)
-        if state.stopped or not state.too_large:
-            return None
-        least = state.too_large[0]
-        within = int(within * min((least.limit_bytes or 0) / least.needed_bytes, 1.0))
-    return None
-
-
-def _seconds_of(limit: TimeLimit, formulas: _Formulas) -> tuple[float | None, float | None]:
-    """Return the seconds that a search may take, and after how many it ends once it has found any."""
-    if limit.left_s is None:
-        return None, None
-    left_s = max(limit.left_s, _LEAST_S)
-    return left_s, left_s * formulas.searching
-
-
-def _left_in_time(left: Found | None, limit: TimeLimit, error: StrategyError) -> Found:
-    if left is None:
-        raise out_of_time(limit) from error
-    return left
-
-
-def _timed(found: Found, started: float) -> Found:
-    return dataclasses.replace(found, seconds=time.perf_counter() - started)
-
-
-def _with_traces(found: Found, state: SearchState, refused: Sequence[tuple[str, str]]) -> Found:
-    """Return what was found with the plans that were traced, in place of those by formulas."""
-    return dataclasses.replace(
-        found,
-        plans=tuple(plan for _, plan in state.plans),
-        too_large=(*state.too_large, *found.too_large),
-        refused=(*found.refused, *refused),
-        num_predicted=found.num_predicted + state.num_predicted,
-        is_complete=found.is_complete and not state.stopped,
-        out_of_time=found.out_of_time or state.stopped,
-    )
-
-
-def _traced_late(plan: Plan) -> bool:
-    """Return whether tracing a plan takes long: axes divide layers, tokens or the list of blocks."""
-    return any(size > 1 and axis not in ("data", "zero") for axis, size in plan.step.axes)
-
-
-def _by_formulas_alone(found: Found, top: int, gap: str, ruled_out: Collection[str]) -> Found | None:
-    """Return what formulas have found, less what traces have ruled out; None where nothing is left."""
-    left = [plan for plan in found.plans if str(plan.strategy) not in ruled_out][:top]
-    plans = tuple(dataclasses.replace(plan, gaps=(*plan.gaps, gap)) for plan in left)
-    return dataclasses.replace(found, plans=plans, is_complete=False, out_of_time=True) if plans else None
-
-
-def _traced(
-    plans: Sequence[Plan], subject: Subject, objective: Objective, top: int, limit: TimeLimit, most: int
-) -> tuple[SearchState, list[tuple[str, str]]]:
-    """Return the state of a search that has traced these plans, up to the most that fit, and those that are refused."""
-    state, refused = SearchState(top), list[tuple[str, str]]()
-    with limit.watched():
-        for plan in plans:
-            try:
-                traced = subject.plan(plan.strategy, plan.step.num_micro_batches)
-            except OutOfTimeError:
-                state.stopped = True
-                break
-            except MeshwrightError as error:
-                refused.append((str(plan.strategy), error.what))
-                continue
-            state.num_predicted += 1
-            if traced.fits:
-                state.add(rank_of_plan(traced, objective), traced)
-                most -= 1
-                if most == 0:  # the others stand in for those that do not fit
-                    break
-            else:
-                state.add_too_large(traced)
-                if len(state.too_large) == _SAME_REASON and not state.plans:
-                    break
-    return state, refused

@@ -34,7 +34,7 @@ from meshwright.methods import (
     replacement_of,
     resolve,
 )
-from meshwright.methods.base import half_dtype, parts_between_layers
+from meshwright.methods.base import INNER_AXES, half_dtype, parts_between_layers
 from meshwright.methods.planner_hooks import ComputeDtypes
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, leaves_of, loss_of_output, resized
@@ -223,6 +223,8 @@ class Workload:
         traced = self._tracer.of(conditions)
         if self.must_trace and traced.activations is None and self._tracer.never_runs:
             raise NeverTracedError("; ".join(traced.gaps))
+        if self.must_trace and traced.activations is None and any(size > 1 for size in _inner(resolved)):
+            raise _untraced_in_parts("; ".join(traced.gaps))
         step = self._traced_step(resolved, batch.micro_batches, traced).replace(
             activations=_with_inputs(traced.activations, pipeline, batch),
             smaller=self._smaller(pipeline, batch, conditions),
@@ -443,6 +445,19 @@ def _widens(resolved: Resolved) -> bool:
     """Return whether bf16 products may be computed in fp32, which divided layers do not support."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
     return not divided and any(method.widens(resolved.strategy) for method in in_phase_order(resolved.strategy))
+
+
+def _inner(resolved: Resolved) -> list[int]:
+    return [dict(resolved.axes).get(axis, 1) for axis in INNER_AXES]
+
+
+def _untraced_in_parts(gap: str) -> StrategyError:
+    return StrategyError(
+        "The model cannot be traced with its layers or tokens divided",
+        expected="a forward pass and a loss that run on a rank's part",
+        got=gap,
+        fix="divide samples or blocks alone, or name the strategy to predict it all the same",
+    )
 
 
 def _token_parts(resolved: Resolved) -> int:

@@ -15,7 +15,7 @@ from meshwright.planner.search import default_space, search
 from meshwright.planner.search.choice import MODEL_ERROR, MOST, family_of, methods_surcharge, surcharge
 from meshwright.planner.search.search_space import Candidates
 from meshwright.planner.search.search_state import rank_of_plan
-from meshwright.planner.search.time_limit import TimeLimit
+from meshwright.planner.search.within_time import TimeLimit
 from meshwright.strategy import Strategy
 from tests.planner.search.test_search import workload
 

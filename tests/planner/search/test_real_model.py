@@ -12,7 +12,7 @@ from meshwright.planner import Workload, choices, choose, default_space
 from meshwright.planner.search import find, search, search_in_stages
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.search_space import Candidates
-from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit
+from meshwright.planner.search.within_time import OutOfTimeError, TimeLimit
 from meshwright.planner.trace.fake_pass import Pass
 from meshwright.strategy import Strategy
 from tests import tiny

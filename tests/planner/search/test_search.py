@@ -375,12 +375,14 @@ def test_experts_are_divided_without_being_asked_for():
     text = "mixtral:layers=8,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=32000,seq=2048,experts=8"
     model = FamilyModel("moe", parse_family(text))
     subject = model.subject(cluster, 8, 70 * 2**30)
-    space, (after,) = experts_first(default_space(subject), 8, 8)
-    assert space.sizes["expert"] == (2, 4, 8)
-    assert set(space.sizes) == {"tensor", "pipeline", "expert"}
+    space, (usual, after) = experts_first(default_space(subject), 8, 8)
+    assert space.sizes == {}
+    assert usual.space.sizes["expert"] == (2, 4, 8)
+    assert set(usual.space.sizes) == {"tensor", "pipeline", "expert"}
+    assert not usual.only_better
     assert after.space.sizes["expert"] == (1, 2, 4, 8)
     assert set(after.space.sizes) >= {"context", "sequence"}
-    found = search(subject, space=space, follow_ups=[after], limit_s=30)
+    found = search(subject, space=space, follow_ups=[usual, after], limit_s=30)
     assert dict(found.plans[0].step.axes).get("expert", 1) > 1
     dense = default_space(subject)
     assert experts_first(dense, 7, 8) == (dense, ())  # which no number of these devices divides

@@ -19,7 +19,7 @@ from torch import nn
 from meshwright.methods.tensor.block_trials import Adjustment
 from meshwright.methods.tensor.split_plan import PlannedLayer, planned
 from meshwright.methods.tensor.split_search import Entry, FoundPlan
-from meshwright.nn import features, find_blocks
+from meshwright.nn import features, find_blocks, setting_of
 
 _LARGE = 2**24  # parameters of a block
 _SMALL_HEAD, _SMALL_WIDTH, _SMALL_EXPERT = 8, 16, 4
@@ -44,10 +44,10 @@ def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
     if max((sum(p.numel() for p in block.parameters()) for _, block in find_blocks(model)), default=0) < _LARGE:
         return None
     config: Any = copy.deepcopy(getattr(model, "config", None))
-    heads = getattr(config, "num_attention_heads", None)
+    heads = setting_of(config, "num_attention_heads")
     if not isinstance(heads, int) or not hasattr(config, "hidden_size"):
         return None
-    own_head = getattr(config, "qk_nope_head_dim", None) or getattr(config, "head_dim", None)
+    own_head = setting_of(config, "qk_nope_head_dim") or setting_of(config, "head_dim")
     are_parts = own_head is None or config.hidden_size == heads * own_head
     widths = dict.fromkeys(_HIDDEN, heads * (_SMALL_HEAD if are_parts else _SHARE_OF_HEAD))
     widths |= dict.fromkeys(_FEED_FORWARD, ranks * _SMALL_WIDTH) | dict.fromkeys(_EXPERTS, ranks * _SMALL_EXPERT)

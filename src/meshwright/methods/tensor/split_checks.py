@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.errors import ModelError, join_names
 from meshwright.methods.tensor.split_plan import LATENT, PlannedLayer
-from meshwright.nn import call_with, find_blocks
+from meshwright.nn import call_with, find_blocks, setting_of
 
 _SEED = 5
 
@@ -171,7 +171,7 @@ def _check_head_counts(model: nn.Module, layers: list[PlannedLayer], ranks: int)
         layer.style.name == "colwise" and "attention" in type(layer.parent).__name__.lower() for layer in layers
     )
     for name in HEAD_COUNTS:
-        count = getattr(config, name, None)
+        count = setting_of(config, name)
         if in_attention and isinstance(count, int) and count % ranks:
             raise undivided_heads(name, count, ranks)
 

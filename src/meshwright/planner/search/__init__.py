@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         Objective as Objective,
         experts_first as experts_first,
     )
-    from meshwright.planner.search.time_limit import USUAL_LIMIT_S as USUAL_LIMIT_S
+    from meshwright.planner.search.within_time import (
+        USUAL_LIMIT_S as USUAL_LIMIT_S,
+        search_and_trace as search_and_trace,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

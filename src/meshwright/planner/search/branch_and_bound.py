@@ -18,7 +18,7 @@ from meshwright.planner.plans import Subject
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.search_space import Branch, Candidates, Mesh, axes_text, replicas_of
 from meshwright.planner.search.search_state import Headroom, Objective, SearchState, rank_of_plan, rounded
-from meshwright.planner.search.time_limit import OutOfTimeError, TimeLimit
+from meshwright.planner.search.within_time import OutOfTimeError, TimeLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Engine:
     def _try_the_smallest(self, meshes: Sequence[Mesh]) -> None:
         """Predict what needs least memory until one fits, then what saves more; what has no trace yet is passed over.
 
-        The bounds of a model whose traces take long may have used up the time.
+        The bounds of a model whose traces take long may have used up the time; this takes half as long again at most.
         """
         for mesh in (mesh for mesh in meshes if not mesh.inner and mesh.pipeline == 1):
             branches = [b for b in self.candidates.branches(mesh) if self.subject.world in dict(b.axes).values()]
@@ -107,7 +107,7 @@ class Engine:
                         self._predict(Leaf(branch, micro_batches))
                     if not self.state.plans:
                         break
-                if self.state.plans:
+                if self.state.plans or self.time_limit.is_long_over:
                     return
 
     def _look(self) -> None:

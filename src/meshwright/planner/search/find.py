@@ -31,7 +31,7 @@ from meshwright.planner.search.search_state import (
     divided_next,
     with_other_loss,
 )
-from meshwright.planner.search.time_limit import TimeLimit, out_of_time
+from meshwright.planner.search.within_time import TimeLimit, out_of_time
 from meshwright.runtime.lazy import paused_collection
 from meshwright.strategy import Strategy
 
@@ -161,6 +161,7 @@ def search(
     follow_ups: Sequence[FollowUp] = (),
     growing: Space | None = None,
     reach: float | None = None,
+    of_family: int = 1,
     limit_s: float | None = None,
     enough_s: float | None = None,
 ) -> Found:
@@ -184,6 +185,7 @@ def search(
         growing: What is tried on more devices, where nothing fits on these; None: the last that was tried here.
         reach: Keep only the best plan of each family (see ``family_of``), of those that are at most so many times worse
             than the best of all; None: every plan counts.
+        of_family: How many of each family are kept then: the best, and the next that need less and less memory.
         limit_s: Seconds of processor time after which the search ends with the best so far; None: no limit.
         enough_s: Seconds after which it ends as soon as it has found anything; None: not before ``limit_s``.
 
@@ -202,7 +204,7 @@ def search(
     decided = given.offload != ((),) or names_role(Role.OFFLOADING, (*excluded, *required))
     offload = () if decided else offloads(subject.world)
     limit = TimeLimit(limit_s, enough_s)
-    passes = _Passes(subject, cluster, node, objective, top, max_predictions, progress, limit, reach)
+    passes = _Passes(subject, cluster, node, objective, top, max_predictions, progress, limit, (reach, of_family))
     with limit.watched():
         given, state = passes.first(given, may_lower=not names_role(Role.PRECISION, required))
         tried, state = passes.follow(given, state, follow_ups, constrain, offload)
@@ -235,9 +237,9 @@ class _Passes:
         max_predictions: int,
         progress: Progress | None,
         limit: TimeLimit,
-        reach: float | None,
+        families: tuple[float | None, int],
     ) -> None:
-        self.limit, self.reach = limit, reach
+        self.limit, (self.reach, self.of_family) = limit, families
         self.subject, self.cluster, self.node, self.objective = subject, cluster, node, objective
         self.top, self.max_predictions, self.progress = top, max_predictions, progress
         self.bounds = None if cluster is None else Bounds(subject, cluster)
@@ -276,7 +278,8 @@ class _Passes:
         """
         tried: list[_Tried] = [(given, state)]
         for each in (each for each in follow_ups if each.where == "always"):
-            tried.append(self._in_other(constrain(each.space).replace(precision=given.precision), state))
+            space = constrain(each.space).replace(precision=given.precision)
+            tried.append(self._in_other(space, state, only_better=each.only_better))
             state = tried[-1][1]
         state = self._offloading(tried, state, offload)
         for each in follow_ups:
@@ -286,8 +289,8 @@ class _Passes:
                 state = self._offloading(tried[-1:], tried[-1][1], offload)
         return tried, state
 
-    def _in_other(self, space: Space, state: SearchState) -> _Tried:
-        return space, self._through(space, state.for_other_space())
+    def _in_other(self, space: Space, state: SearchState, *, only_better: bool = True) -> _Tried:
+        return space, self._through(space, state.for_other_space(only_better=only_better))
 
     def _offloading(self, tried: Sequence[_Tried], state: SearchState, offload: tuple[Choice, ...]) -> SearchState:
         """Pass with offloading where something too large could be among the best once it takes less."""
@@ -297,7 +300,7 @@ class _Passes:
         return state
 
     def _through(self, space: Space, before: SearchState | None = None) -> SearchState:
-        before = before or SearchState(self.top, reach=self.reach)
+        before = before or SearchState(self.top, reach=self.reach, of_family=self.of_family)
         return self._pass(space, self.objective, self.top, limited=True, before=before)
 
     def _pass(

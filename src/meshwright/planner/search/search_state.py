@@ -26,6 +26,7 @@ Rank = tuple[float, int, str]
 
 _DIGITS = 4  # a prediction cannot tell smaller differences
 _SMALLEST_KEPT = 5  # plans that do not fit
+_SPARED = 0.95  # of its family's next better plan, the most that a runner-up may need: others would not fit either
 
 
 def check_objective(objective: str) -> None:
@@ -146,6 +147,7 @@ class SearchState:
         only_better: Whether to look only for plans that beat the best so far, not for all that may be among ``top``.
         stopped_before: Whether an earlier pass used up its predictions.
         reach: Keep only the best plan of each family, up to so many times the figure of the best; None: all alike.
+        of_family: How many plans of each family are kept then: the best, and what is next and needs less memory.
     """
 
     top: int
@@ -159,17 +161,19 @@ class SearchState:
     only_better: bool = False
     stopped_before: bool = False
     reach: float | None = None
-    _figures: dict[Family, float] = field(default_factory=dict)  # of the best plan of each family
+    of_family: int = 1
+    _figures: dict[Family, float] = field(default_factory=dict)  # of the last plan that is kept of a full family
 
-    def for_other_space(self) -> SearchState:
-        """Return the state from which a pass through another space looks for something better."""
+    def for_other_space(self, *, only_better: bool = True) -> SearchState:
+        """Return the state from which a pass through another space looks for something better, or for all it has."""
         return SearchState(
             self.top,
             [*self.plans],
             [*self.too_large],
-            only_better=True,
+            only_better=only_better,
             stopped_before=self.stopped or self.stopped_before,
             reach=self.reach,
+            of_family=self.of_family,
             _figures=dict(self._figures),
         )
 
@@ -199,7 +203,7 @@ class SearchState:
         return min(worst, self.plans[0][0][0] * self.reach) if self.reach is not None and self.plans else worst
 
     def has_better_of(self, family: Family, figure: float) -> bool:
-        """Return whether only one plan of a family is kept, and the one at hand has a smaller figure."""
+        """Return whether as many plans of a family as are kept are at hand, all with smaller figures."""
         if self.reach is None:
             return False
         return self._figures.get(family, math.inf) < figure
@@ -227,12 +231,16 @@ class SearchState:
         self.plans.append((rank, plan))
         self.plans.sort(key=lambda each: each[0])
         if self.reach is not None:
-            firsts: dict[Family, tuple[Rank, Plan]] = {}
+            kept: dict[Family, list[tuple[Rank, Plan]]] = {}
             for each in self.plans:
-                firsts.setdefault(_family(each[1]), each)
+                better = kept.setdefault(family_of_plan(each[1]), [])
+                if len(better) < self.of_family and (not better or _spares(each[1], better[-1][1])):
+                    better.append(each)
             farthest = self.plans[0][0][0] * self.reach
-            self.plans = [each for each in firsts.values() if each[0][0] <= farthest]
-            self._figures = {family: first[0] for family, (first, _) in firsts.items()}
+            near = (each for plans in kept.values() for each in plans if each[0][0] <= farthest)
+            self.plans = sorted(near, key=lambda each: each[0])
+            full = {family: plans for family, plans in kept.items() if len(plans) == self.of_family}
+            self._figures = {family: plans[-1][0][0] for family, plans in full.items()}
         del self.plans[self.top :]
 
     def add_too_large(self, plan: Plan) -> None:
@@ -242,8 +250,13 @@ class SearchState:
         del self.too_large[_SMALLEST_KEPT:]
 
 
-def _family(plan: Plan) -> Family:
+def family_of_plan(plan: Plan) -> Family:
+    """Return the family of a plan, see ``family_of``."""
     return family_of(plan.step.axes, plan.strategy.methods)
+
+
+def _spares(plan: Plan, other: Plan) -> bool:
+    return plan.needed_bytes <= _SPARED * other.needed_bytes
 
 
 @dataclass(frozen=True)
@@ -255,10 +268,13 @@ class FollowUp:
         where: ``always``; where the best so far divides its layers, has to offload, or recomputes where a tensor axis
             could be better but for its memory (``divided``); where it leaves the loss as it is (``loss``); or where
             nothing has fitted yet (``nothing``). What is not always tried comes after offloading.
+        only_better: Whether only what is better than the best so far is looked for, and not what is the best of its
+            family.
     """
 
     space: Space
     where: Literal["always", "divided", "loss", "nothing"] = "always"
+    only_better: bool = True
 
     def is_worth(self, state: SearchState, first: SearchState) -> bool:
         """Return whether to search here, too, after the passes that offload.
@@ -345,34 +361,38 @@ def divided_next(
         parts = method.parts_of(model) if name not in excluded and issubclass(method, Method) else 1
         within = math.gcd(parts, min(subject.world, cluster.devices_per_node))
         if within > 1:
-            usual, _ = experts_first(space, parts, subject.world, axis)
+            usual = _usual_beside(space, axis)
             return (FollowUp(usual.replace(sizes={**usual.sizes, axis: (within,)})),)
     return ()
 
 
-def experts_first(
-    space: Space, num_experts: int, world: int, axis: str = "expert"
-) -> tuple[Space, tuple[FollowUp, ...]]:
-    """Return the space in which the search of a model with experts begins, and the one that follows.
+def experts_first(space: Space, num_experts: int, world: int) -> tuple[Space, tuple[FollowUp, ...]]:
+    """Return the space in which the search of a model with experts begins, and those that follow.
 
-    Such models are trained with their experts divided, and few other strategies fit. But a rank computes as much either
-    way, so that bounds cannot tell: among all strategies, those with an axis of experts would come last.
+    Samples alone are divided first, which is soon tried. Then come experts: most such models are trained with these
+    divided, and few other strategies fit. But a rank computes as much either way, so that bounds cannot tell: among all
+    strategies, those with an axis of experts would come last.
 
     Args:
         space: The space of a model without experts.
         num_experts: Experts of a layer.
         world: Number of devices.
-        axis: The axis that divides them.
     """
     sizes = tuple(size for size in divisors_of(world) if num_experts % size == 0)
     if len(sizes) == 1:
         return space, ()
-    whole = space.replace(sizes={**space.sizes, axis: sizes})
-    own = {other: every for other, every in space.sizes.items() if other in ("tensor", "pipeline")}
-    usual = space.replace(
-        sizes={**own, axis: sizes[1:]},
+    whole = space.replace(sizes={**space.sizes, "expert": sizes})
+    usual = _usual_beside(space, "expert")
+    usual = usual.replace(sizes={**usual.sizes, "expert": sizes[1:]})
+    return space.replace(sizes={}, hybrid=False), (FollowUp(usual, only_better=False), FollowUp(whole))
+
+
+def _usual_beside(space: Space, axis: str) -> Space:
+    """Return the part of a space that is usual beside an axis of experts, or of what a module says can be divided."""
+    beside = {"tensor", "pipeline"} - {axis}
+    return space.replace(
+        sizes={other: every for other, every in space.sizes.items() if other in beside},
         sharding=tuple(filter(None, space.sharding)) or space.sharding,
         hybrid=False,
         recompute=(space.recompute[0], space.recompute[-1])[: len(space.recompute)],
     )
-    return usual, (FollowUp(whole),)
