@@ -123,12 +123,21 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is predicted for a case."""
+    """What is predicted for a case.
+
+    Args:
+        case: The case.
+        published: The published layout; None where it is refused.
+        refused: Why it is, or why nothing is chosen.
+        chosen: The planner's choice.
+        compiled: Both, with ``compile``: the published layout, and what is chosen where all plans have it.
+    """
 
     case: Case
     published: Plan | None
     refused: str
     chosen: Plan | None
+    compiled: tuple[Plan | None, Plan | None] = (None, None)
 
     @property
     def gap(self) -> float | None:
@@ -144,17 +153,24 @@ class Outcome:
 def outcome(case: Case) -> Outcome:
     """Predict the published layout of a case, and search for one of our own."""
     cluster = find_cluster(case.cluster)
-    model, refused, published = named_model(case.model, None, cluster), "", None
+    model = named_model(case.model, None, cluster)
+    compiled = Strategy([*case.layout.methods, "compile"])
+    given, fused = (
+        PlanRequest(model, cluster, case.batch, strategy=each, num_micro_batches=case.micro_batches)
+        for each in (case.layout, compiled)
+    )
+    published, refused = _first(given)
+    chosen, why = _first(PlanRequest(model, cluster, case.batch, top=1))
+    best, _ = _first(PlanRequest(model, cluster, case.batch, top=1, included=["compile"]))
+    return Outcome(case, published, refused or why, chosen, (_first(fused)[0], best))
+
+
+def _first(request: PlanRequest) -> tuple[Plan | None, str]:
+    """Return the first plan, or None and why there is none."""
     try:
-        given = PlanRequest(model, cluster, case.batch, strategy=case.layout, num_micro_batches=case.micro_batches)
-        published = given.found().plans[0]
+        return request.found().plans[0], ""
     except MeshwrightError as error:
-        refused = error.what
-    try:
-        found = PlanRequest(model, cluster, case.batch, top=1).found()
-    except MeshwrightError as error:
-        return Outcome(case, published, refused or error.what, None)
-    return Outcome(case, published, refused, found.plans[0])
+        return None, error.what
 
 
 def row(name: str, known: Outcome) -> str:
@@ -163,8 +179,10 @@ def row(name: str, known: Outcome) -> str:
     gap = "" if known.gap is None else f"{100 * known.gap:+.1f} %"
     fits = "" if theirs is None else "yes" if theirs.fits else f"**no**: {too_large(theirs)}"
     chosen = _layout(ours) or (known.refused if theirs is not None else "")
-    cells = [name, _layout(theirs) or known.refused, fits, _speed(theirs), _number(known.case.measured), chosen]
-    return "| " + " | ".join([*cells, _speed(ours), gap]) + " |"
+    fused, best = map(_speed, known.compiled)
+    measured = _number(known.case.measured)
+    cells = [name, _layout(theirs) or known.refused, fits, _speed(theirs), fused, measured, chosen, _speed(ours), best]
+    return "| " + " | ".join([*cells, gap]) + " |"
 
 
 def reason(name: str, known: Outcome) -> str:
@@ -191,8 +209,9 @@ def _number(value: float | None) -> str:
 
 def table(outcomes: dict[str, Outcome]) -> str:
     """Return the table and the reasons below it."""
-    titles = ["model, devices", "published layout", "fits", "predicted tokens/s per device (MFU)", "measured",
-              "the planner's choice", "predicted (MFU)", "published slower by"]  # fmt: skip
+    titles = ["model, devices", "published layout", "fits", "predicted tokens/s per device (MFU)", "compiled",
+              "measured", "the planner's choice", "predicted (MFU)", "the best that is compiled",
+              "published slower by"]  # fmt: skip
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     lines += [row(name, known) for name, known in outcomes.items()]
     reasons = [text for name, known in outcomes.items() if (text := reason(name, known))]

@@ -10,12 +10,13 @@ import torch
 from meshwright.cost import find_cluster
 from meshwright.errors import MeshwrightError, StrategyError
 from meshwright.planner import PlanRequest, parse_family
-from meshwright.planner.config_models import config_of_shape, is_eager, outline_of, shape_of_config
+from meshwright.planner.config_models import config_of_shape, shape_of_config
 from meshwright.planner.family_ops import OWN_EAGER
 from meshwright.planner.family_workload import FamilyModel
+from meshwright.planner.outlines import is_eager, outline_of
 from meshwright.planner.plan_request import named_model
 from meshwright.planner.search import search, search_and_trace
-from meshwright.planner.search.choice import MODEL_ERROR
+from meshwright.planner.search.search_space import MODEL_ERROR
 from meshwright.planner.search.search_state import family_of_plan
 from meshwright.planner.trace.fake_pass import Predicted
 from meshwright.planner.workload import ModuleModel, token_batch
@@ -417,3 +418,23 @@ def test_a_plan_of_the_model_itself_names_no_formulas():
     model = named_model("llama:layers=2,hidden=64,heads=4,vocab=99,seq=8", None, CLUSTER)
     (plan,) = PlanRequest(model, CLUSTER, 8, strategy="fsdp").found().plans
     assert not [gap for gap in plan.gaps if "formulas" in gap]
+
+
+@pytest.mark.parametrize(
+    ("options", "asks"),
+    [({}, True), ({"included": ["compile"]}, True), ({"included": ["tensor_parallel"]}, False),
+     ({"included": ["expert_parallel"]}, False), ({"excluded": ["expert_parallel"]}, False)],
+)  # fmt: skip
+def test_experts_are_divided_first_unless_a_caller_decides_on_axes(options, asks, monkeypatch):
+    asked = []
+
+    def first(space, experts, world):
+        asked.append(experts)
+        return space, ()
+
+    monkeypatch.setattr("meshwright.planner.plan_request.experts_first", first)
+    monkeypatch.setattr("meshwright.planner.plan_request.search_and_trace", lambda search, *_, **__: search(1, 1, 1))
+    request = PlanRequest(named_model(EXPERTS, None, CLUSTER), CLUSTER, BATCH, limit_s=1, **options)
+    with pytest.raises(StrategyError):  # one byte is too little
+        request.found()
+    assert bool(asked) == asks

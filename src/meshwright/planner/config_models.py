@@ -7,9 +7,8 @@ import importlib.util
 import inspect
 import json
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +19,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
-from meshwright.nn import find_blocks, setting_of
 from meshwright.planner.model_shapes import Family, Shape
+from meshwright.planner.outlines import own_width
 from meshwright.planner.workload import ModuleModel, token_batch
 from meshwright.runtime.lazy import optional_library
 
@@ -290,118 +289,11 @@ def shape_of_config(config: Any, seq: int) -> Shape | None:
         return Shape("gpt", *dims, None, config.n_inner, config.tie_word_embeddings, positions=config.n_positions)
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         return None
-    inside: dict[str, Any] = {"kv_heads": config.num_key_value_heads, "head_dim": _own_width(config)}
+    inside: dict[str, Any] = {"kv_heads": config.num_key_value_heads, "head_dim": own_width(config)}
     if family == "mixtral":
         inside |= {"experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
     dims = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.vocab_size, seq)
     return Shape(family, *dims, ffn=config.intermediate_size, tied=config.tie_word_embeddings, **inside)
-
-
-def _own_width(config: Any) -> int | None:
-    """Return the width of a head; None where it is the model's over all heads."""
-    width = setting_of(config, "head_dim")
-    return width if type(width) is int and width * config.num_attention_heads != config.hidden_size else None
-
-
-# [Note: outlines] Searching with traces alone, a second or more each, a model is planned for in ten ways or so. But
-# which layouts are good is decided by few numbers: parameters and multiplications of a block, experts and how many of
-# them a token takes, width, tokens and vocabulary. So a search finds its candidates with the formulas of a Llama or a
-# Mixtral of about these numbers, among thousands, and traces the model itself to rank them. No figure of an outline is
-# shown, unless there is no time for a single trace, and then with a word.
-
-_EXPERTS_OF = ("num_local_experts", "num_experts", "n_routed_experts")
-_USUAL_WIDTHS = 256  # multiples: kernels are slow with odd numbers
-
-
-def outline_of(module: nn.Module, seq: int) -> Shape | None:
-    """Return a decoder of about as many parameters and multiplications; None for what is no decoder of a config.
-
-    See [Note: outlines]. What blocks have beside attention and experts (experts for all tokens, latent projections,
-    state spaces) counts as experts that each token takes more, or as wider feed-forward layers.
-
-    Args:
-        module: A model, best on ``meta``.
-        seq: Tokens of a sample.
-    """
-    config = _text_config(module)
-    numbers = [setting_of(config, name) for name in ("hidden_size", "num_attention_heads", "vocab_size")]
-    blocks = _largest_list(module)
-    if setting_of(config, "is_encoder_decoder") or not blocks or not all(type(each) is int for each in numbers):
-        return None
-    hidden, most, vocab = numbers
-    width = _own_width(config) if _is_plain(config) else None
-    heads = most if width else _largest_divisor(hidden, most)
-    kv_heads = _largest_divisor(heads, setting_of(config, "num_key_value_heads") or most)
-    experts = next((count for name in _EXPERTS_OF if (count := setting_of(config, name))), 1)
-    stacked, plain = _matrices(blocks, experts)
-    attended = (width or hidden / heads) * (heads + kv_heads)
-    rest = plain - 2 * hidden * attended - (experts * hidden if stacked else 0)
-    outside = (vocab, seq, kv_heads)
-    tied = bool(setting_of(config, "tie_word_embeddings"))
-    own: dict[str, Any] = {"head_dim": width, "itemsize": _itemsize(blocks)}
-    with suppress(ModelError):
-        if not stacked:
-            wide = _usual(rest / (3 * hidden))
-            return Shape("llama", len(blocks), hidden, heads, *outside, wide, tied, **own)
-        wide = _usual(stacked / (3 * hidden * experts))
-        taken = setting_of(config, "num_experts_per_tok") or 1
-        taken = min(experts, taken + round(max(rest, 0) / (3 * hidden * wide)))
-        return Shape("mixtral", len(blocks), hidden, heads, *outside, wide, tied, experts, taken, **own)
-    return None
-
-
-def _num_elements(blocks: Sequence[nn.Module]) -> int:
-    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
-
-
-def _is_plain(config: Any) -> bool:
-    """Return whether queries and keys are made from the hidden states, and not from latents."""
-    return not any(setting_of(config, name) for name in ("q_lora_rank", "kv_lora_rank"))
-
-
-def is_eager(module: nn.Module) -> bool:
-    """Return whether a model of transformers runs attention by its own code, with all scores."""
-    return setting_of(_text_config(module), "_attn_implementation") == "eager"
-
-
-def _text_config(module: nn.Module) -> Any:
-    """Return a model's config, of a model that sees images, too, that of its decoder."""
-    config: Any = getattr(module, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _largest_list(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of the list with the most parameters: a decoder's, and not those of what sees images."""
-    lists = defaultdict[str, list[nn.Module]](list)
-    for path, block in find_blocks(module):
-        lists[path.rpartition(".")[0]].append(block)
-    return max(lists.values(), key=_num_elements, default=[])
-
-
-def _itemsize(blocks: Sequence[nn.Module]) -> int:
-    """Return the bytes per element of most of the blocks' floating parameters."""
-    sizes = Counter[int]()
-    for parameter in (parameter for block in blocks for parameter in block.parameters()):
-        if parameter.is_floating_point():
-            sizes[parameter.element_size()] += parameter.numel()
-    return max(sizes, key=sizes.__getitem__, default=4)
-
-
-def _matrices(blocks: Sequence[nn.Module], experts: int) -> tuple[float, float]:
-    """Return the elements of a block's matrices: of stacked experts, and of all others."""
-    found = [0, 0]
-    for parameter in (parameter for block in blocks for parameter in block.parameters()):
-        is_stacked = experts > 1 and parameter.dim() == 3 and parameter.shape[0] == experts
-        found[0 if is_stacked else 1] += parameter.numel() if parameter.dim() > 1 else 0
-    return found[0] / len(blocks), found[1] / len(blocks)
-
-
-def _usual(width: float) -> int:
-    return max(round(width / _USUAL_WIDTHS), 1) * _USUAL_WIDTHS
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(each for each in range(max(min(number, most), 1), 0, -1) if number % each == 0)
 
 
 def _check_takes(module: Any, name: str) -> None:

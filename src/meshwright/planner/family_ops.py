@@ -339,12 +339,13 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
 def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
     """Return the bytes that norms, residuals, activations and copies read and write in forward."""
     h, f, size = shape.hidden, shape.ffn_width * shape.experts_per_token, run.itemsize
-    plain = (2 * 2 + 2 * 3) * h  # two norms (read, write), two residual sums (read two, write)
+    normed = 2 * h + shape.normed
+    plain = 2 * normed + 2 * 3 * h  # norms (read, write), two residual sums (read two, write)
     activation = (3 if run.impl.compiled else 5) * f if shape.gated else 2 * f
     if run.impl.compiled:
-        plain = (2 * 2 + 2) * h
+        plain = 2 * normed + 2 * h
     elif _is_chain(shape, run):
-        plain += 2 * ((_WIDE_NORM if run.impl.autocasts else _PLAIN_NORM) - 2) * h
+        plain += ((_WIDE_NORM if run.impl.autocasts else _PLAIN_NORM) - 2) * normed
     if run.impl.autocasts and not run.impl.compiled:
         plain += (2 * _WIDE + _CASTS * _CAST if _is_chain(shape, run) else 2 * (2 * _WIDE + _CAST)) * h
     if run.impl.dropout:
@@ -416,10 +417,10 @@ def _saved_by_norms(shape: Shape, run: FamilyRun) -> tuple[int, int]:
     entering = 2 * h * (1 if narrow else size)
     if _is_chain(shape, run) and size < 4:  # what they save stands for the input and the sum
         casts = _CASTS * h * size if wide else entering
-        return 2 * h * (_WIDE_NORM_SAVED if wide else _PLAIN_NORM_SAVED), casts
+        return (2 * h + shape.normed) * (_WIDE_NORM_SAVED if wide else _PLAIN_NORM_SAVED), casts
     if wide:
-        return h * (size + 4 if run.impl.compiled else 2 * 4), entering
-    return 2 * h * size, entering
+        return h * (size + 4 if run.impl.compiled else 2 * 4) + shape.normed * 4, entering
+    return (2 * h + shape.normed) * size, entering
 
 
 def results_bytes(shape: Shape, run: FamilyRun) -> int:

@@ -43,6 +43,8 @@ class Shape:
             ``seq``. Families with rotary positions have no table.
         head_dim: Width of a head; None: ``hidden / heads``.
         itemsize: Bytes per element of its parameters, and of their states: 4, and 2 of a module in half precision.
+        normed: Elements of each token that a block's norms take beside its usual two: of queries and keys, or of what
+            attention and feed-forward layers return.
     """
 
     family: Family
@@ -59,9 +61,12 @@ class Shape:
     positions: int | None = None
     head_dim: int | None = None
     itemsize: int = _FP32_BYTES
+    normed: int = 0
 
     def __post_init__(self) -> None:
-        numbers = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("family", "tied")}
+        numbers = {
+            name: value for name, value in dataclasses.asdict(self).items() if name not in ("family", "tied", "normed")
+        }
         most = {"layers": _MOST_LAYERS}
         wrong = [f"{k}={v}" for k, v in numbers.items() if v is not None and not 1 <= v <= most.get(k, _LARGEST)]
         uneven = self.head_dim is None and self.hidden % self.heads
@@ -242,7 +247,7 @@ _LIKE_LLAMA_3 = ("3", "3.1", "3.2", "3.3")  # the dimensions of a size are the s
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 _USUAL_SEQ = {"gpt": 1024, "llama": 4096, "mixtral": 4096}
 _LONGEST = 15  # digits
-_KEYS = tuple(field.name for field in dataclasses.fields(Shape) if field.name not in ("family", "itemsize"))
+_KEYS = tuple(field.name for field in dataclasses.fields(Shape) if field.name not in ("family", "itemsize", "normed"))
 
 
 def known_models() -> dict[str, Shape]:

@@ -20,9 +20,7 @@ from meshwright.errors import ConfigError, MeshwrightError, ModelError, Strategy
 from meshwright.methods import SAMPLED, method_of_axes, num_micro_batches
 from meshwright.planner.config_models import (
     config_path,
-    is_eager,
     model_of_shape,
-    outline_of,
     transformers_model,
     why_formulas,
 )
@@ -30,6 +28,7 @@ from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.family_ops import OWN, OWN_EAGER
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.model_shapes import parse_family
+from meshwright.planner.outlines import is_eager, outline_of
 from meshwright.planner.plans import Plan, PlannedModel, Subject, usable_bytes
 from meshwright.planner.search import (
     USUAL_LIMIT_S,
@@ -189,7 +188,7 @@ class PlanRequest:
             outline = formulas.subject(self.cluster, self.global_batch, within, is_free)
             own = {**options, "limit_s": limit_s, "top": 2 * max(self.top, _ALTERNATIVES), "of_family": 2}
             space, follow_ups = default_space(outline), tuple[FollowUp, ...]()
-            if shape.experts > 1 and not self.included and method_of_axes()["expert"] not in self.excluded:
+            if shape.experts > 1 and self._may_divide_experts:
                 space, follow_ups = experts_first(space, shape.experts, outline.world)
             found = search(outline, space=space, follow_ups=follow_ups, **own, enough_s=enough_s)
             # What is too large stays as the formulas have it, since the model would refuse a pipeline of which no cut
@@ -209,6 +208,13 @@ class PlanRequest:
             self.limit_s,
             resembles=isinstance(self.model, ModuleModel) and self.model.shape is None,
         )
+
+    @property
+    def _may_divide_experts(self) -> bool:
+        """Return whether the caller leaves open which axes there are."""
+        working = method_of_axes()
+        given = read_constraints(self.excluded, self.included)
+        return working["expert"] not in self.excluded and given.keys().isdisjoint(working.values())
 
     def planned(self, strategies: Sequence[Strategy]) -> Found:
         """Plan given strategies in their order, whether they fit or not.

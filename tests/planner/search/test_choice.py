@@ -12,8 +12,14 @@ from meshwright.planner import FamilyWorkload, PlanRequest, parse_family
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.plans import usable_bytes
 from meshwright.planner.search import default_space, search
-from meshwright.planner.search.choice import MODEL_ERROR, MOST, family_of, methods_surcharge, surcharge
-from meshwright.planner.search.search_space import Candidates
+from meshwright.planner.search.search_space import (
+    MODEL_ERROR,
+    MOST,
+    Candidates,
+    family_of,
+    methods_surcharge,
+    surcharge,
+)
 from meshwright.planner.search.search_state import rank_of_plan
 from meshwright.planner.search.within_time import TimeLimit
 from meshwright.strategy import Strategy

@@ -19,9 +19,16 @@ from meshwright.methods import Phase, Role, SearchScope, find_method, method_of_
 from meshwright.planner.plans import Plan, Subject, method_names
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.branch_and_bound import Engine
-from meshwright.planner.search.choice import MODEL_ERROR
 from meshwright.planner.search.constraints import constrained, names_role, read_constraints
-from meshwright.planner.search.search_space import Candidates, Choice, Space, default_space, offloads, on_axis
+from meshwright.planner.search.search_space import (
+    MODEL_ERROR,
+    Candidates,
+    Choice,
+    Space,
+    default_space,
+    offloads,
+    on_axis,
+)
 from meshwright.planner.search.search_state import (
     FollowUp,
     Found,

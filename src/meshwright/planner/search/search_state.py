@@ -14,8 +14,7 @@ from meshwright.errors import ConfigError, did_you_mean
 from meshwright.methods import Method, Role, find_method, method_of_axes
 from meshwright.methods.base import INNER_AXES
 from meshwright.planner.plans import Plan, Subject
-from meshwright.planner.search.choice import Family, family_of, surcharge
-from meshwright.planner.search.search_space import Space, divisors_of
+from meshwright.planner.search.search_space import Family, Space, divisors_of, family_of, surcharge
 from meshwright.strategy import MethodConfig
 from meshwright.strategy.value import METHOD_CONFIGS
 

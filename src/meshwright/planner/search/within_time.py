@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright.errors import MeshwrightError, StrategyError
 from meshwright.planner.plans import Plan, Subject
-from meshwright.planner.search.choice import Family
+from meshwright.planner.search.search_space import Family
 from meshwright.planner.search.search_state import Found, Objective, SearchState, family_of_plan, rank_of_plan
 from meshwright.planner.trace.op_recording import interrupts
 
