@@ -123,7 +123,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is predicted for a case.
+    """Predictions of a case.
 
     Args:
         case: The case.

@@ -239,12 +239,12 @@ class PlanRequest:
         trace, and so is the memory that plans may take.
         """
         # Given strategies are not ranked by an objective.
-        objective = self.objective if self.strategy is None else "tokens_per_s"
+        objective: Any = self.objective if self.strategy is None else "tokens_per_s"
         limit_s = None if self.limit_s is None else self.limit_s / 2
         formulas = self._formulas
         before = () if formulas is None or self.strategy is not None else self._by_formulas_again(found, formulas)
         if formulas is None or not before:
-            return what_if(self.subject_of, found, objective, limit_s=limit_s)  # type: ignore[arg-type]
+            return what_if(self.subject_of, found, objective, limit_s=limit_s)
         best, outline = found.plans[0], dataclasses.replace(self, model=formulas)
         assert best.forecast is not None
         assert before[0].forecast is not None
@@ -256,7 +256,7 @@ class PlanRequest:
             return dataclasses.replace(subject, limit_bytes=round(subject.limit_bytes * room))
 
         found = dataclasses.replace(found, plans=before)
-        return what_if(subject_of, found, objective, limit_s=limit_s, slower=slower)  # type: ignore[arg-type]
+        return what_if(subject_of, found, objective, limit_s=limit_s, slower=slower)
 
     def _by_formulas_again(self, found: Found, formulas: FamilyModel) -> tuple[Plan, ...]:
         """Return what the formulas say of the plans that were found; nothing where they do not know the best.
@@ -269,8 +269,9 @@ class PlanRequest:
                 plans.append(subject.plan(plan.strategy, plan.step.num_micro_batches))
         if not plans or plans[0].strategy != found.plans[0].strategy:
             return ()
-        least = rank_of_plan(plans[0], self.objective)  # type: ignore[arg-type]
-        return tuple(plan for plan in plans if rank_of_plan(plan, self.objective) >= least)  # type: ignore[arg-type]
+        objective: Any = self.objective
+        least = rank_of_plan(plans[0], objective)
+        return tuple(plan for plan in plans if rank_of_plan(plan, objective) >= least)
 
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""

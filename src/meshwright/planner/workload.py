@@ -223,7 +223,8 @@ class Workload:
         traced = self._tracer.of(conditions)
         if self.must_trace and traced.activations is None and self._tracer.never_runs:
             raise NeverTracedError("; ".join(traced.gaps))
-        if self.must_trace and traced.activations is None and any(size > 1 for size in _inner(resolved)):
+        divides = any(axis in INNER_AXES and size > 1 for axis, size in resolved.axes)
+        if self.must_trace and traced.activations is None and divides:
             raise _untraced_in_parts("; ".join(traced.gaps))
         step = self._traced_step(resolved, batch.micro_batches, traced).replace(
             activations=_with_inputs(traced.activations, pipeline, batch),
@@ -445,10 +446,6 @@ def _widens(resolved: Resolved) -> bool:
     """Return whether bf16 products may be computed in fp32, which divided layers do not support."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
     return not divided and any(method.widens(resolved.strategy) for method in in_phase_order(resolved.strategy))
-
-
-def _inner(resolved: Resolved) -> list[int]:
-    return [dict(resolved.axes).get(axis, 1) for axis in INNER_AXES]
 
 
 def _untraced_in_parts(gap: str) -> StrategyError:

@@ -125,6 +125,6 @@ def test_a_plan_that_only_formulas_take_for_the_best_is_no_answer_to_a_change():
     turned = dataclasses.replace(found, plans=found.plans[::-1])  # as if traces said so
     assert len(turned.plans) > 1
     worst = turned.plans[0].strategy
-    for each in request.what_ifs(turned):
-        if "links" in each.change:
-            assert each.plan.strategy == worst
+    links = [each for each in request.what_ifs(turned) if "links" in each.change]
+    assert links
+    assert all(each.plan.strategy == worst for each in links)
