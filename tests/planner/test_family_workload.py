@@ -85,6 +85,16 @@ def test_a_pipeline_has_a_step_for_every_rank_and_its_head_where_its_last_stage_
     assert v_shaped.step.stages.ranks == (0, 1, 1, 0)
 
 
+def test_compiled_blocks_leave_no_part_of_backward_to_fill_a_bubble_with():
+    def bubble_s(schedule, *more):
+        stages = ("pipeline_parallel", {"schedule": schedule})
+        return planned([mesh(pipeline=2, data=4), ("half", "bf16"), stages, *more], 4).forecast.time.bubble_s
+
+    # Compiled blocks are faster, and so their bubbles are shorter, unless nothing fills them.
+    assert bubble_s("1f1b", "compile") < bubble_s("1f1b")
+    assert bubble_s("zbv", "compile") > 1.1 * bubble_s("zbv")
+
+
 def test_experts_are_divided_and_tokens_travel_to_them():
     plan, whole = planned([mesh(expert=4, data=2), "expert_parallel"], 1, shape=MOE), planned([], 1, shape=MOE)
     assert {each.kind for each in plan.step.traffic if each.axis == "expert"} >= {"all_to_all"}

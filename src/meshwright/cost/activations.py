@@ -396,6 +396,7 @@ class Activations:
     work: tuple[Work, ...] = field(default=(), hash=False)
     recomputed: Recomputed = field(default_factory=dict, hash=False)
     to_the_end: bool = False  # whether they run their whole forward again, as torch's reentrant implementation does
+    in_one_part: bool = False  # whether no gradients of weights can wait for later, as in compiled blocks
     working_bytes: int = 0  # of the module being recomputed, and what passes
     passing_bytes: int = 0  # that backward of a block makes and frees, beside what is saved; of families
     holds_messages: bool = False  # whether stages keep what they send and receive as torch's do; of families
@@ -435,7 +436,7 @@ class Activations:
                 moments.append(now._replace(held=whole, halfway=(), part="both"))
             elif now.part == "both":
                 moments.append(now)
-        return dataclasses.replace(self, backward_at=tuple(moments))
+        return dataclasses.replace(self, backward_at=tuple(moments), in_one_part=True)
 
     @property
     def splits_backward(self) -> bool:
@@ -495,7 +496,7 @@ class Activations:
         """Return the most that is held at one time, given what one micro-batch saves in every stage."""
         most = max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
         # Of traced models ``SplitBackward`` knows more.
-        if not self.results_bytes or self.recomputed or self.transients:
+        if not self.results_bytes or self.recomputed or self.in_one_part or self.transients:
             return most
         places = [{place for tensor in tensors for place in tensor.places} for tensors in self.stages]
         blocks = [sum(0 <= place < len(self.blocks) for place in here) for here in places]

@@ -238,8 +238,8 @@ def _weights_s(step: Step, blocks: list[Block], machine: Machine) -> float:
     """Return the seconds of a micro-batch's gradients of weights, where a schedule computes them later."""
     if step.stages is None or step.stages.schedule not in SPLIT_BACKWARD:
         return 0.0
-    # Blocks that run again compute all gradients at once.
-    if step.activations is not None and step.activations.recomputed:
+    # Blocks that run again compute all gradients at once, and so do those that are compiled.
+    if step.activations is not None and (step.activations.recomputed or step.activations.in_one_part):
         return 0.0
     seconds = sum(block.count * weights_s(op, machine) for block in blocks for op in block.ops)
     return machine.constants.in_step * seconds
