@@ -86,13 +86,20 @@ def test_a_pipeline_has_a_step_for_every_rank_and_its_head_where_its_last_stage_
 
 
 def test_compiled_blocks_leave_no_part_of_backward_to_fill_a_bubble_with():
-    def bubble_s(schedule, *more):
+    def staged(schedule, *more):
         stages = ("pipeline_parallel", {"schedule": schedule})
-        return planned([mesh(pipeline=2, data=4), ("half", "bf16"), stages, *more], 4).forecast.time.bubble_s
+        return planned([mesh(pipeline=2, data=4), ("half", "bf16"), stages, *more], 4)
+
+    def bubble_s(schedule, *more):
+        return staged(schedule, *more).forecast.time.bubble_s
 
     # Compiled blocks are faster, and so their bubbles are shorter, unless nothing fills them.
     assert bubble_s("1f1b", "compile") < bubble_s("1f1b")
     assert bubble_s("zbv", "compile") > 1.1 * bubble_s("zbv")
+    # Nor are gradients held that wait for those of weights.
+    saved = staged("zbv", "compile").step.activations
+    assert saved.results_bytes
+    assert saved.saved_bytes == dataclasses.replace(saved, results_bytes=0).settled().saved_bytes
 
 
 def test_experts_are_divided_and_tokens_travel_to_them():

@@ -496,7 +496,7 @@ class Activations:
         """Return the most that is held at one time, given what one micro-batch saves in every stage."""
         most = max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
         # Of traced models ``SplitBackward`` knows more.
-        if not self.results_bytes or self.recomputed or self.in_one_part or self.transients:
+        if not self.results_bytes or self.recomputed or self.transients:
             return most
         places = [{place for tensor in tensors for place in tensor.places} for tensors in self.stages]
         blocks = [sum(0 <= place < len(self.blocks) for place in here) for here in places]

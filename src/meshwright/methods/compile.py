@@ -217,8 +217,8 @@ class Compile(Method):
         [Note: saves of compiled blocks] in ``planner/trace/aten_kernels.py``). The backend ``eager`` fuses nothing.
         """
         if step.activations is not None:
-            activations = step.activations if self.backend == "eager" else step.activations.fused()
-            step = step.replace(activations=activations.at_once())
+            activations = step.activations.at_once()  # first: what is saved at most depends on it
+            step = step.replace(activations=activations if self.backend == "eager" else activations.fused())
         # Compiled backward waits for what eager layers gather beside products.
         step = step.replace(traffic=tuple(dataclasses.replace(each, beside="") for each in step.traffic))
         if not step.on_cpu:
