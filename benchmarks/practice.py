@@ -128,23 +128,28 @@ class Outcome:
     Args:
         case: The case.
         published: The published layout; None where it is refused.
+        compiled: The published layout with ``compile``.
         refused: Why it is, or why nothing is chosen.
         chosen: The planner's choice.
-        compiled: Both, with ``compile``: the published layout, and what is chosen where all plans have it.
     """
 
     case: Case
     published: Plan | None
+    compiled: Plan | None
     refused: str
     chosen: Plan | None
-    compiled: tuple[Plan | None, Plan | None] = (None, None)
+
+    @property
+    def like(self) -> Plan | None:
+        """Return the published layout with ``compile`` where the choice has it, and otherwise without."""
+        return self.compiled if self.chosen is not None and "compile" in self.chosen.strategy else self.published
 
     @property
     def gap(self) -> float | None:
         """Return by how much the published layout is slower than the choice, by prediction."""
-        if self.published is None or self.chosen is None:
+        if self.like is None or self.chosen is None:
             return None
-        ours, theirs = self.chosen.forecast, self.published.forecast
+        ours, theirs = self.chosen.forecast, self.like.forecast
         assert ours is not None
         assert theirs is not None
         return theirs.time.step_time_s / ours.time.step_time_s - 1
@@ -154,15 +159,13 @@ def outcome(case: Case) -> Outcome:
     """Predict the published layout of a case, and search for one of our own."""
     cluster = find_cluster(case.cluster)
     model = named_model(case.model, None, cluster)
-    compiled = Strategy([*case.layout.methods, "compile"])
     given, fused = (
         PlanRequest(model, cluster, case.batch, strategy=each, num_micro_batches=case.micro_batches)
-        for each in (case.layout, compiled)
+        for each in (case.layout, Strategy([*case.layout.methods, "compile"]))
     )
     published, refused = _first(given)
     chosen, why = _first(PlanRequest(model, cluster, case.batch, top=1))
-    best, _ = _first(PlanRequest(model, cluster, case.batch, top=1, included=["compile"]))
-    return Outcome(case, published, refused or why, chosen, (_first(fused)[0], best))
+    return Outcome(case, published, _first(fused)[0], refused or why, chosen)
 
 
 def _first(request: PlanRequest) -> tuple[Plan | None, str]:
@@ -177,19 +180,19 @@ def row(name: str, known: Outcome) -> str:
     """Return the table's row of a case."""
     theirs, ours = known.published, known.chosen
     gap = "" if known.gap is None else f"{100 * known.gap:+.1f} %"
-    fits = "" if theirs is None else "yes" if theirs.fits else f"**no**: {too_large(theirs)}"
+    like = known.like
+    fits = "" if like is None else "yes" if like.fits else f"**no**: {too_large(like)}"
     chosen = _layout(ours) or (known.refused if theirs is not None else "")
-    fused, best = map(_speed, known.compiled)
-    measured = _number(known.case.measured)
-    cells = [name, _layout(theirs) or known.refused, fits, _speed(theirs), fused, measured, chosen, _speed(ours), best]
+    speeds = _speed(theirs), _speed(known.compiled), _number(known.case.measured)
+    cells = [name, _layout(theirs) or known.refused, fits, *speeds, chosen, _speed(ours)]
     return "| " + " | ".join([*cells, gap]) + " |"
 
 
 def reason(name: str, known: Outcome) -> str:
     """Return why the choice is another one, where the published layout is more than 10 % slower; else nothing."""
-    if known.gap is None or known.gap <= CLOSE or known.published is None or known.chosen is None:
+    if known.gap is None or known.gap <= CLOSE or known.like is None or known.chosen is None:
         return ""
-    return f"- **{name}.** The published layout is predicted {against(known.published, known.chosen)}."
+    return f"- **{name}.** The published layout is predicted {against(known.like, known.chosen)}."
 
 
 def _layout(plan: Plan | None) -> str:
@@ -210,8 +213,7 @@ def _number(value: float | None) -> str:
 def table(outcomes: dict[str, Outcome]) -> str:
     """Return the table and the reasons below it."""
     titles = ["model, devices", "published layout", "fits", "predicted tokens/s per device (MFU)", "compiled",
-              "measured", "the planner's choice", "predicted (MFU)", "the best that is compiled",
-              "published slower by"]  # fmt: skip
+              "measured", "the planner's choice", "predicted (MFU)", "published slower by"]  # fmt: skip
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     lines += [row(name, known) for name, known in outcomes.items()]
     reasons = [text for name, known in outcomes.items() if (text := reason(name, known))]

@@ -1,6 +1,8 @@
 """``compile``: the same numbers as one plain process, under the model's own names; what does not work is refused."""
 
+import contextlib
 import copy
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -9,7 +11,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import meshwright as mw
-from meshwright.methods import Compile
+from meshwright.methods import Compile, SearchScope
+from meshwright.nn import compile_forward, find_blocks
 from meshwright.strategy import Strategy
 from tests import tiny
 from tests.methods import split_runs
@@ -158,6 +161,28 @@ def test_what_a_cuda_graph_cannot_hold_is_refused(config, micro_batches, said):
     with mock.patch("meshwright.methods.compile.compile_forward"):
         compiled.apply(on_gpu)
     assert ["no CUDA graphs" in line for line in on_gpu.notices] == [True] * (compiled.mode == "reduce-overhead")
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_tried"),
+    [
+        ({}, True), ({"half_dtype": None}, False), ({"experts": 8}, False), ({"experts": None}, False),
+        ({"model": nn.Linear(2, 2)}, False),
+        ({"model": tiny.build("plain")}, True),
+    ],
+)  # fmt: skip
+def test_a_search_tries_what_has_been_measured(changes, is_tried):
+    scope = dataclasses.replace(SearchScope(8, "bf16", experts=1), **changes)
+    assert Compile.search_options(scope) == ((Compile.parse(None),) if is_tried else ())
+
+
+def test_a_search_leaves_compiled_modules_and_state_spaces_alone():
+    scope = SearchScope(8, "bf16", model=tiny.build("plain"), experts=1)
+    find_blocks(scope.model)[0][1].mixer = nn.Conv1d(2, 2, 1)
+    assert Compile.search_options(scope) == ()
+    scope = dataclasses.replace(scope, model=tiny.build("plain"))
+    compile_forward([find_blocks(scope.model)[0][1]], contextlib.nullcontext, backend="eager")
+    assert Compile.search_options(scope) == ()
 
 
 def test_a_machine_without_compiler_and_a_model_without_blocks_are_told():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -15,7 +15,8 @@ from meshwright.cost import Block, Op, Step
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
-from meshwright.nn import compile_forward, require_blocks
+from meshwright.methods.planner_hooks import Role, SearchScope
+from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes in which torch captures CUDA graphs
 _MODES = ("default", *_CAPTURING, "max-autotune-no-cudagraphs")
@@ -52,7 +53,7 @@ class Compile(Method):
 
     method_name: ClassVar[str] = "compile"
     phase: ClassVar[Phase] = Phase.COMPILE
-    fuses_kernels: ClassVar[bool] = True
+    role: ClassVar[Role | None] = Role.KERNELS
     summary: ClassVar[str] = "compiles each block with torch.compile: fewer, larger kernels"
     effect: ClassVar[str] = (
         "time: fewer kernels, compiling in the first step. Memory: less, without what is fused. Communication: none"
@@ -113,6 +114,24 @@ class Compile(Method):
     activation_budget: Annotated[float, Field(ge=0, le=1)] | None = None
     """Part of the activations that compiled code may save for backward: 1 as many as is fastest, 0 its inputs alone;
     between, torch recomputes what costs least."""
+
+    @classmethod
+    def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
+        """Try blocks on GPUs where what it is worth has been measured: of decoders that are dense and attend.
+
+        Routing between experts breaks graphs, and state spaces run loops or kernels of their own.
+        """
+        if scope.half_dtype is None or scope.experts != 1:
+            return ()
+        modules = [] if scope.model is None else [*scope.model.modules()]
+        if scope.model is not None and not find_blocks(scope.model):
+            return ()
+        return () if any(is_compiled(each) or isinstance(each, nn.Conv1d) for each in modules) else (cls.parse(None),)
+
+    @property
+    def surcharge(self) -> float:
+        """Ask for what the first step and each new shape take to compile, and for blocks that compile only in part."""
+        return 0.02
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ class Role(Enum):
     RECOMPUTATION = "recomputation"
     OFFLOADING = "offloading"
     LOSS = "loss"
+    KERNELS = "kernels"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class SearchScope:
         is_slow: Whether a prediction takes seconds, so that only the configs that usually win are worth it.
         model: The model, if it is a module; None: one of a family of language models.
         follows_graph: Whether replicas are averaged by a DDP that follows the graph of what the model returns.
+        experts: Experts of a layer, 1 for a dense decoder; None for what is no known decoder.
     """
 
     world: int = 1
@@ -48,6 +50,7 @@ class SearchScope:
     is_slow: bool = False
     model: nn.Module | None = None
     follows_graph: bool = False
+    experts: int | None = None
 
 
 def within_node(divisors: Sequence[int], node: int) -> tuple[int, ...]:
@@ -69,7 +72,6 @@ class PlannerHooks(MethodConfig):
     role: ClassVar[Role | None] = None  # the decision of a search that it is an option of
     product_dtype: ClassVar[ProductDtype | None] = None  # precision of products in its layers; None leaves it
     replaces_modules: ClassVar[bool] = False  # in the plain model: predictions are made for the changed one
-    fuses_kernels: ClassVar[bool] = False  # chains of elementwise kernels become one
 
     @property
     def not_simulated(self) -> str:

@@ -310,7 +310,8 @@ class FamilyWorkload:
             keeps_gathered=bool(autocasts) or any(each.keeps_gathered for each in in_phase_order(strategy)),
             divides_blocks_alone=True,
             split_tokens=any(method.divides_between_layers for method in in_phase_order(strategy)),
-            compiled=self.implementation.compiled or any(method.fuses_kernels for method in in_phase_order(strategy)),
+            compiled=self.implementation.compiled
+            or find_method(strategy, lambda each: each.role is Role.KERNELS) is not None,
             fused_loss=self.implementation.fused_loss or self.fused_loss,
             omits_logits=any(each.fuses_loss for each in in_phase_order(strategy)),
             scaling=narrow.recipe if narrow is not None else self.implementation.scaling,

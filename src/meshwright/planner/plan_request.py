@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError, StrategyError, readable_bytes
-from meshwright.methods import SAMPLED, method_of_axes, num_micro_batches
+from meshwright.methods import SAMPLED, Role, method_of_axes, num_micro_batches
 from meshwright.planner.config_models import (
     config_path,
     model_of_shape,
@@ -41,9 +41,10 @@ from meshwright.planner.search import (
     search_and_trace,
     search_in_stages,
 )
+from meshwright.planner.search.search_space import role_of
 from meshwright.planner.search.search_state import rank_of_plan
 from meshwright.planner.workload import ModuleModel, NeverTracedError, Workload, token_batch
-from meshwright.strategy import Strategy, read_size
+from meshwright.strategy import MethodConfig, Strategy, read_size
 
 HEADROOM = 0.06
 """Share of usable memory that a search leaves free.
@@ -164,7 +165,29 @@ class PlanRequest:
             if self.limit_s is not None:
                 options["limit_s"] = max(self.limit_s - (time.process_time() - started), self.limit_s / 2)
         find = search_in_stages if isinstance(self.subject, Workload) else search
-        return find(self.subject, space=default_space(self.subject), **options)
+        found = find(self.subject, space=default_space(self.subject), **options)
+        return self._worth_their_kernels(found, self.subject)
+
+    def _worth_their_kernels(self, found: Found, subject: Subject) -> Found:
+        """Drop from plans what replaces kernels, where nobody included it and it is worth too little.
+
+        See [Note: kernels] in ``search/search_space.py``.
+        """
+        objective: Any = self.objective
+        included = read_constraints(self.excluded, self.included)
+
+        def is_kept(method: MethodConfig) -> bool:
+            return role_of(method) is not Role.KERNELS or method.method_name in included
+
+        def best_of(plan: Plan) -> Plan:
+            without = Strategy(list(filter(is_kept, plan.strategy.methods)))
+            if without == plan.strategy:
+                return plan
+            plainer = subject.plan(without, plan.step.num_micro_batches)
+            return min((each for each in (plan, plainer) if each.fits), key=lambda each: rank_of_plan(each, objective))
+
+        plans = sorted(map(best_of, found.plans), key=lambda plan: rank_of_plan(plan, objective))
+        return dataclasses.replace(found, plans=tuple(plans))
 
     @functools.cached_property
     def _formulas(self) -> FamilyModel | None:
@@ -187,10 +210,12 @@ class PlanRequest:
         def search_within(within: int, limit_s: float | None, enough_s: float | None) -> Found:
             outline = formulas.subject(self.cluster, self.global_batch, within, is_free)
             own = {**options, "limit_s": limit_s, "top": 2 * max(self.top, _ALTERNATIVES), "of_family": 2}
-            space, follow_ups = default_space(outline), tuple[FollowUp, ...]()
+            space = default_space(outline, module=known.model)
+            follow_ups = tuple[FollowUp, ...]()
             if shape.experts > 1 and self._may_divide_experts:
                 space, follow_ups = experts_first(space, shape.experts, outline.world)
             found = search(outline, space=space, follow_ups=follow_ups, **own, enough_s=enough_s)
+            found = self._worth_their_kernels(found, outline)
             # What is too large stays as the formulas have it, since the model would refuse a pipeline of which no cut
             # fits, and so does what there is no time to trace.
             return dataclasses.replace(

@@ -8,10 +8,12 @@ import pytest
 
 from meshwright.cost import find_cluster
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.methods import Compile
 from meshwright.planner import FamilyWorkload, PlanRequest, parse_family
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.plans import usable_bytes
-from meshwright.planner.search import default_space, search
+from meshwright.planner.search import default_space, read_constraints, search
+from meshwright.planner.search.constraints import constrained
 from meshwright.planner.search.search_space import (
     MODEL_ERROR,
     MOST,
@@ -76,6 +78,36 @@ def test_a_search_leaves_headroom_and_what_is_given_is_taken_as_it_is():
     for options in ({"headroom": 1.0}, {"headroom": -0.1}, {"limit_s": 0}):
         with pytest.raises(ConfigError, match=r"headroom|limit_s"):
             request(**options)
+
+
+def test_blocks_are_compiled_where_that_is_worth_it_and_nobody_decided_otherwise():
+    best = request(top=1).found().plans[0]
+    assert "compile" in best.strategy
+    eager = request(top=1, excluded=["compile"]).found().plans[0]
+    assert "compile" not in eager.strategy
+    assert rank_of_plan(best, "tokens_per_s")[0] < rank_of_plan(eager, "tokens_per_s")[0]
+    # Wide layers spend their time in products, and a GPT's other kernels are few.
+    wide = {"model": "gpt:layers=8,hidden=8192,heads=64,vocab=50304,seq=2048", "cluster": "a100-80x8", "batch": 64}
+    large = request(**wide, top=3).found().plans
+    assert not any("compile" in each.strategy for each in large)
+    fused = request(**wide, top=1, included=["compile"]).found().plans[0]
+    assert "compile" in fused.strategy
+    gain = large[0].forecast.time.step_time_s / fused.forecast.time.step_time_s
+    assert 1 < gain < 1 + Compile.parse(None).surcharge
+
+
+def test_schedules_that_split_backward_run_it_in_parts():
+    subject = workload()
+    space = default_space(subject)
+    candidates = Candidates(space, subject.world, subject.cluster.devices_per_node, subject.batch_size)
+    every = [branch for mesh in itertools.islice(candidates.meshes(), 40) for branch in candidates.branches(mesh)]
+    fills = {branch.schedule is not None and branch.schedule.splits_backward for branch in every}
+    assert fills == {True, False}
+    for branch in every:
+        split = branch.schedule is not None and branch.schedule.splits_backward
+        assert any(isinstance(each, Compile) for each in branch.methods) is not split
+    asked = constrained(space, [], read_constraints([], ["compile"]), subject.world, 8)
+    assert len(asked.kernels) == 1
 
 
 def test_when_the_time_is_up_the_best_so_far_counts_or_an_error_says_so():

@@ -29,6 +29,16 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config)
 
 
+def decoder(name, **changes):
+    """One of transformers' small decoders in bf16, by what its classes' names begin with."""
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, max_position_embeddings=64, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        **changes,
+    )  # fmt: skip
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+
+
 def forward(model, ids):
     return model(input_ids=ids).logits.float().logsumexp(-1).sum()
 
@@ -42,6 +52,32 @@ def test_compiled_blocks_save_what_is_predicted_of_them(make):
         forward(model, ids)
     assert found.fused().saved_bytes == pytest.approx(measured.bytes, rel=0.005)  # less a number per row of each norm
     assert found.fused().saved_bytes < 0.8 * found.saved_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Qwen3", {"head_dim": 32}), ("Gemma2", {"head_dim": 32}), ("Olmo2", {}), ("StableLm", {}), ("Starcoder2", {}),
+        ("Apertus", {}), ("Nemotron", {}), ("Glm4", {"head_dim": 32}),
+    ],
+)  # fmt: skip
+def test_other_decoders_save_what_is_predicted_of_them(name, changes, autocasts):
+    model, ids = decoder(name, **changes), torch.zeros(4, 64, dtype=torch.long)
+    model = model.float() if autocasts else model
+
+    def run(model, ids):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            return forward(model, ids)
+
+    found = Pass(model, ids, run).predict().activations
+    # It cuts the graph as inductor does, with norms and activations taken apart, and compiles nothing.
+    backend = "aot_eager_decomp_partition"
+    compile_forward([block for _, block in find_blocks(model)], contextlib.nullcontext, backend=backend)
+    with record_saved(model) as measured:
+        run(model, ids)
+    assert found.fused().saved_bytes == pytest.approx(measured.bytes, rel=0.01)
 
 
 def noted(fusion, name, taken, made, *, is_alone=False, dtype=torch.float32):

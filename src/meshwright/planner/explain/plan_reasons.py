@@ -336,7 +336,9 @@ def _changes(subject_of: SubjectOf, found: Found, objective: Objective) -> Itera
     )
     yield outcome("twice the memory on every device", roomier, samples)
     # At last, since a model is traced anew for each.
-    yield from _with_options(subject_of(cluster, samples), best)
+    subject = subject_of(cluster, samples)
+    yield from _with_options(subject, best)
+    yield from _without_kernels(subject, best)
 
 
 def _change(each: WhatIf) -> float:
@@ -356,13 +358,22 @@ def _with_options(subject: Subject, best: Plan) -> Iterator[_Change]:
             yield f"--include {method.method_name} ({method.summary})", plan
 
 
+def _without_kernels(subject: Subject, best: Plan) -> Iterator[_Change]:
+    """Take from the best plan each method that replaces kernels, for those whose model or machine cannot have it."""
+    for method in best.strategy.methods:
+        if isinstance(method, Method) and method.role is Role.KERNELS:
+            others = Strategy([each for each in best.strategy.methods if each is not method])
+            plan = _planned(subject, others, best.step.num_micro_batches)
+            yield f"without {method.method_name}", plan if plan is not None and plan.fits else None
+
+
 def _by_name_alone(half_dtype: str) -> Iterator[Method]:
-    """Yield methods that fuse kernels or compute in fewer bits, and that change more than a search may decide."""
+    """Yield methods that fuse kernels or compute in fewer bits, where a search does not use them for every model."""
     for method in known_methods():
         if method.role is Role.PRECISION:
             if not method.search_options(SearchScope(half_dtype=half_dtype)):
                 yield method.parse(None).on_half(half_dtype)
-        elif method.fuses_kernels or method.product_dtype is not None:
+        elif method.role is Role.KERNELS or method.product_dtype is not None:
             yield method.parse(None)
 
 

@@ -170,7 +170,7 @@ class Bounds:
 
     def _with_loss_s(self, mesh: Mesh, samples: int, space: Space, loss: Choice, *, probed: bool) -> float:
         quickest = functools.partial(
-            probing, space.precision[0], space.recompute[0], (*space.offload[0], *loss, *space.extra)
+            probing, space.precision[0], space.recompute[0], (*space.offload[0], *loss, *space.kernels[0], *space.extra)
         )  # fmt: skip
         if any(space.sharding) and (mesh.ranks > 1 or shards_alone(mesh, space)):
             try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods import Method, Phase, Role
-from meshwright.methods.composition import sentence, without_mixed
+from meshwright.methods.composition import conflicts_of, sentence, without_mixed
 from meshwright.planner.search.search_space import Choice, Space, choices, divisors_of, offloads, role_of
 from meshwright.strategy import MethodConfig, Strategy, parse_method
 from meshwright.strategy.value import METHOD_CONFIGS
@@ -98,6 +98,7 @@ def constrained(space: Space, excluded: Sequence[str], included: Included, world
     space = space.replace(precision=(lowering,)) if lowering else space
     for method in required.values():
         space = _including(space, method, world, node)
+    space = space.replace(kernels=_beside(required, space.kernels))
     for name in excluded:
         space = _excluding(space, name)
     kinds = {
@@ -106,6 +107,7 @@ def constrained(space: Space, excluded: Sequence[str], included: Included, world
         "recomputation": space.recompute,
         "offloading": space.offload,
         "loss": space.loss,
+        "kernels": space.kernels,
         **space.sizes,
     }
     empty = [kind for kind, options in kinds.items() if not options]
@@ -133,12 +135,23 @@ def _including(space: Space, method: MethodConfig, world: int, node: int) -> Spa
     if role is Role.OFFLOADING:
         options = offloads() if space.offload == ((),) else space.offload
         return space.replace(offload=_with_callers_keys(options, method))
+    if role is Role.KERNELS:
+        return space.replace(kernels=_with_callers_keys(space.kernels, method))
     if role is Role.PRECISION:
         return space
     if role is Role.LOSS:
         space = space.replace(loss=((),))  # it is as the caller says
     space = _with_micro_batches(space, method)
     return space.replace(extra=(*space.extra, method))
+
+
+def _beside(required: Included, kernels: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Return the kernels that go together with what is included, where these themselves are not."""
+    methods = [method for method in required.values() if isinstance(method, Method)]
+    if any(role_of(method) is Role.KERNELS for method in methods):
+        return kernels
+    every = ((option, [*methods, *(each for each in option if isinstance(each, Method))]) for option in kernels)
+    return tuple(option for option, together in every if not option or next(conflicts_of(together, {}), None) is None)
 
 
 def _names_mesh(method: type[MethodConfig]) -> bool:
@@ -203,6 +216,7 @@ def _excluding(space: Space, name: str) -> Space:
         recompute=_or_nothing(without(space.recompute), space.recompute),
         offload=_or_nothing(without(space.offload), space.offload),
         loss=without(space.loss),
+        kernels=_or_nothing(without(space.kernels), space.kernels),
     )
 
 

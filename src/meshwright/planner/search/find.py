@@ -413,7 +413,7 @@ def _is_untraced(state: SearchState) -> bool:
 
 def _roomiest(space: Space, offload: tuple[Choice, ...]) -> Space:
     """Return the part of a space that needs the least memory: everything is divided over as many ranks as possible."""
-    return space.replace(hybrid=False, recompute=space.recompute[-1:], offload=offload)
+    return space.replace(hybrid=False, recompute=space.recompute[-1:], offload=offload, kernels=space.kernels[:1])
 
 
 def _wider(space: Space, larger: Space) -> dict[str, tuple[int, ...]]:

@@ -20,6 +20,8 @@ from meshwright.strategy import MethodConfig, Strategy
 from meshwright.strategy.value import METHOD_CONFIGS
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from meshwright.methods import PipelineParallel
 
 Choice = tuple[MethodConfig, ...]
@@ -44,6 +46,8 @@ class Space:
         recompute: Methods that recompute activations, the least first.
         offload: Methods that offload, the least first.
         loss: Methods that change how the loss is computed; those that others exclude on a mesh are not tried there.
+        kernels: Methods that change which kernels run the model, the fastest first. Only the first are tried, and only
+            the last beside schedules that split backward: see [Note: kernels].
         extra: Methods that every candidate has.
         micro_batches: Numbers of micro-batches; None: all that divide a replica's samples.
     """
@@ -58,6 +62,7 @@ class Space:
     recompute: tuple[Choice, ...] = ((),)
     offload: tuple[Choice, ...] = ((),)
     loss: tuple[Choice, ...] = ((),)
+    kernels: tuple[Choice, ...] = ((),)
     extra: Choice = ()
     micro_batches: tuple[int | None, ...] | None = None
 
@@ -71,13 +76,14 @@ def choices(*options: Any) -> tuple[Choice, ...]:
     return tuple(Strategy([] if option is None else [option]).methods for option in options)
 
 
-def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
+def default_space(subject: Subject, *, lower_precision: bool = True, module: nn.Module | None = None) -> Space:
     """Return the space that is searched where a caller names none.
 
     Args:
         subject: A model and how it is trained; its cluster, if known, says how large a node is and which precisions it
             has.
         lower_precision: Whether half precision is tried; False keeps the subject's own.
+        module: The module that plans are for, where the subject describes it by formulas.
     """
     cluster: Cluster | None = getattr(subject, "cluster", None)
     world, node = subject.world, cluster.devices_per_node if cluster is not None else subject.world
@@ -85,8 +91,9 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
     scope = SearchScope(
         world,
         cluster.device.half_dtype if has_half and cluster is not None else None,
-        model=getattr(subject, "model", None),
+        model=getattr(subject, "model", module),
         follows_graph=getattr(subject, "follows_graph", False),
+        experts=getattr(getattr(subject, "shape", None), "experts", None),
     )
     working = {axis: _of_axis(axis) for axis in (*INNER_AXES, "pipeline", "replica")}
     sizes = {axis: method.axis_sizes(divisors_of(world), node) for axis, method in working.items()}
@@ -98,7 +105,14 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
         half_dtype=subject.half_dtype,
         recompute=((), *searched(Role.RECOMPUTATION, scope)),
         loss=((), *searched(Role.LOSS, scope)),
+        kernels=(*searched(Role.KERNELS, scope), ()),
     )
+
+
+# [Note: kernels] Fused kernels make every plan faster, but for schedules that fill bubbles with parts of backward: what
+# is fused runs backward in one part. To try each plan with and without them would take twice the time to say so. So a
+# search tries plans with the fastest kernels that go together with their schedules, and whether the few plans that it
+# finds are worth these kernels (a large model's products leave little to fuse) is asked at last, in ``plan_request``.
 
 
 def searched(role: Role, scope: SearchScope | None = None) -> tuple[Choice, ...]:
@@ -174,7 +188,7 @@ class Branch:
     sharding: Choice
     precision: Choice
     recompute: Choice
-    rest: Choice  # of offloading, outer steps and whatever was asked for
+    rest: Choice  # of offloading, the loss, kernels, outer steps and whatever was asked for
     schedule: PipelineParallel | None
 
     @property
@@ -279,7 +293,8 @@ class Candidates:
         """Return whether an option of the loss goes together with a mesh; where not, that is no news to a user."""
         if not loss:
             return True
-        others = (*mesh.inner_methods, *(() if schedule is None else (schedule,)), *self.space.extra)
+        schedules = () if schedule is None else (schedule,)
+        others = (*mesh.inner_methods, *schedules, *self._kernels(schedule), *self.space.extra)
         key = tuple(map(id, (*loss, *others)))  # the space keeps them
         if key not in self._together:
             sizes = {**dict(mesh.inner), "pipeline": mesh.pipeline}
@@ -316,14 +331,19 @@ class Candidates:
             ):
                 if not self._goes_with(mesh, schedule, loss):
                     continue
-                rest = (*outer, *loss, *space.extra)
+                kernels = self._kernels(schedule)
+                rest = (*outer, *loss, *kernels, *space.extra)
                 if is_worth and not is_worth(Branch(mesh, axes, sharding, precision, recompute, rest, schedule)):
                     continue
                 for offload in space.offload:
-                    rest = (*outer, *loss, *offload, *space.extra)
+                    rest = (*outer, *loss, *offload, *kernels, *space.extra)
                     branch = Branch(mesh, axes, sharding, precision, recompute, rest, schedule)
                     if self._allowed(branch, sizes, divided):
                         yield branch
+
+    def _kernels(self, schedule: PipelineParallel | None) -> Choice:
+        in_parts = schedule is not None and schedule.splits_backward
+        return self.space.kernels[-1 if in_parts else 0]
 
     def _schedules(self, mesh: Mesh) -> list[PipelineParallel | None]:
         if mesh.pipeline == 1:
@@ -409,10 +429,10 @@ def _without_ones(*axes: tuple[str, int]) -> tuple[tuple[str, int], ...]:
 # so a plan that is 3 % faster on paper is as likely to be slower. What is certain is what a plan asks of those who
 # run it: copies to the host, more axes, a full device. Plans are therefore ranked by their figure with surcharges: of
 # each method its ``surcharge`` (see :class:`~meshwright.methods.planner_hooks.PlannerHooks`), and of a device that is
-# full ``FULL_DEVICE``. Those of methods that published runs use stay within ``MODEL_ERROR``, so what is faster by
-# more than predictions are off comes first; methods that no published run was compared with may ask for more, and all
-# together for at most ``MOST``. Bounds take the surcharge of the methods, so a search finds what ranking every plan
-# would.
+# full ``FULL_DEVICE``. Those of layouts that published runs use stay within ``MODEL_ERROR`` (kernels, which plans that
+# are compared have alike, add theirs), so what is faster by more than predictions are off comes first; methods that no
+# published run was compared with may ask for more, and all together for at most ``MOST``. Bounds take the surcharge of
+# the methods, so a search finds what ranking every plan would.
 
 MODEL_ERROR = 0.08
 """Share by which predictions of plans for one model are off against each other (docs/predictions.md)."""
