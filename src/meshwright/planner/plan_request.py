@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError, StrategyError, readable_bytes
-from meshwright.methods import SAMPLED, Role, method_of_axes, num_micro_batches
+from meshwright.methods import SAMPLED, method_of_axes, num_micro_batches
 from meshwright.planner.config_models import (
     config_path,
     model_of_shape,
@@ -41,10 +41,10 @@ from meshwright.planner.search import (
     search_and_trace,
     search_in_stages,
 )
-from meshwright.planner.search.search_space import role_of
-from meshwright.planner.search.search_state import rank_of_plan
+from meshwright.planner.search.search_state import Objective, Rank, rank_of_plan
+from meshwright.planner.search.within_time import worth_its_kernels
 from meshwright.planner.workload import ModuleModel, NeverTracedError, Workload, token_batch
-from meshwright.strategy import MethodConfig, Strategy, read_size
+from meshwright.strategy import Strategy, read_size
 
 HEADROOM = 0.06
 """Share of usable memory that a search leaves free.
@@ -166,28 +166,16 @@ class PlanRequest:
                 options["limit_s"] = max(self.limit_s - (time.process_time() - started), self.limit_s / 2)
         find = search_in_stages if isinstance(self.subject, Workload) else search
         found = find(self.subject, space=default_space(self.subject), **options)
-        return self._worth_their_kernels(found, self.subject)
-
-    def _worth_their_kernels(self, found: Found, subject: Subject) -> Found:
-        """Drop from plans what replaces kernels, where nobody included it and it is worth too little.
-
-        See [Note: kernels] in ``search/search_space.py``.
-        """
-        objective: Any = self.objective
         included = read_constraints(self.excluded, self.included)
+        plans = (worth_its_kernels(plan, self.subject, self._objective, included) for plan in found.plans)
+        return dataclasses.replace(found, plans=tuple(sorted(plans, key=self._rank)))
 
-        def is_kept(method: MethodConfig) -> bool:
-            return role_of(method) is not Role.KERNELS or method.method_name in included
+    @property
+    def _objective(self) -> Objective:
+        return self.objective  # type: ignore[return-value]
 
-        def best_of(plan: Plan) -> Plan:
-            without = Strategy(list(filter(is_kept, plan.strategy.methods)))
-            if without == plan.strategy:
-                return plan
-            plainer = subject.plan(without, plan.step.num_micro_batches)
-            return min((each for each in (plan, plainer) if each.fits), key=lambda each: rank_of_plan(each, objective))
-
-        plans = sorted(map(best_of, found.plans), key=lambda plan: rank_of_plan(plan, objective))
-        return dataclasses.replace(found, plans=tuple(plans))
+    def _rank(self, plan: Plan) -> Rank:
+        return rank_of_plan(plan, self._objective)
 
     @functools.cached_property
     def _formulas(self) -> FamilyModel | None:
@@ -215,7 +203,6 @@ class PlanRequest:
             if shape.experts > 1 and self._may_divide_experts:
                 space, follow_ups = experts_first(space, shape.experts, outline.world)
             found = search(outline, space=space, follow_ups=follow_ups, **own, enough_s=enough_s)
-            found = self._worth_their_kernels(found, outline)
             # What is too large stays as the formulas have it, since the model would refuse a pipeline of which no cut
             # fits, and so does what there is no time to trace.
             return dataclasses.replace(
@@ -228,9 +215,10 @@ class PlanRequest:
             search_within,
             known,
             limit,
-            self.objective,  # type: ignore[arg-type]
+            self._objective,
             self.top,
             self.limit_s,
+            included=read_constraints(self.excluded, self.included),
             resembles=isinstance(self.model, ModuleModel) and self.model.shape is None,
         )
 
@@ -264,7 +252,7 @@ class PlanRequest:
         trace, and so is the memory that plans may take.
         """
         # Given strategies are not ranked by an objective.
-        objective: Any = self.objective if self.strategy is None else "tokens_per_s"
+        objective = self._objective if self.strategy is None else "tokens_per_s"
         limit_s = None if self.limit_s is None else self.limit_s / 2
         formulas = self._formulas
         before = () if formulas is None or self.strategy is not None else self._by_formulas_again(found, formulas)
@@ -294,9 +282,8 @@ class PlanRequest:
                 plans.append(subject.plan(plan.strategy, plan.step.num_micro_batches))
         if not plans or plans[0].strategy != found.plans[0].strategy:
             return ()
-        objective: Any = self.objective
-        least = rank_of_plan(plans[0], objective)
-        return tuple(plan for plan in plans if rank_of_plan(plan, objective) >= least)
+        least = self._rank(plans[0])
+        return tuple(plan for plan in plans if self._rank(plan) >= least)
 
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""

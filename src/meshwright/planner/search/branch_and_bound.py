@@ -1,7 +1,8 @@
 """Branch and bound: try the most promising candidates first, until nothing left can beat what was found.
 
 A heap holds items of four kinds, by their lower bounds: meshes, probed meshes, branches and leaves. An item is unfolded
-only when its bound is the least of all, so most of the space is never looked at.
+only when its bound is the least of all, so most of the space is never looked at. Where predictions are quick, the
+search climbs from each best plan to better ones that are like it: see [Note: climbing].
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import MeshwrightError
+from meshwright.methods import Role
 from meshwright.planner.plans import Subject
 from meshwright.planner.search.bounds import Bounds
-from meshwright.planner.search.search_space import Branch, Candidates, Mesh, axes_text, replicas_of
-from meshwright.planner.search.search_state import Headroom, Objective, SearchState, rank_of_plan, rounded
+from meshwright.planner.search.search_space import Branch, Candidates, Choice, Mesh, axes_text, replicas_of, role_of
+from meshwright.planner.search.search_state import Headroom, Objective, Rank, SearchState, rank_of_plan, rounded
 from meshwright.planner.search.within_time import OutOfTimeError, TimeLimit
 
 
@@ -38,6 +40,121 @@ class Probed:
 
 
 Item = Mesh | Probed | Branch | Leaf
+
+# [Note: climbing] Bounds know nothing of what takes a prediction to know, such as how long layers wait for tokens of
+# other ranks. On thousands of devices hundreds of meshes have lower bounds than the time that the best plan takes, and
+# looking at them takes longer than a user waits. But good plans are alike: one size larger, another schedule, fewer
+# samples in a micro-batch. So each best plan is compared with its neighbours, and with theirs where one is better. What
+# is found rules out by its figure what bounds alone would not; the search through all that is left stays what it is.
+
+
+class Neighbours:
+    """Find the candidates that differ from one of them in a single decision.
+
+    Args:
+        candidates: All candidates.
+        meshes: Their meshes.
+    """
+
+    def __init__(self, candidates: Candidates, meshes: Sequence[Mesh]) -> None:
+        self._candidates, self._meshes = candidates, meshes
+        self._branches: dict[Mesh, list[Branch]] = {}
+
+    def of(self, leaf: Leaf, samples: Callable[[Mesh], int]) -> Iterator[Leaf]:
+        """Yield the neighbours of a candidate.
+
+        Args:
+            leaf: The candidate.
+            samples: Returns the samples of a replica on a mesh.
+        """
+        branch, numbers = leaf.branch, self._candidates.micro_batches(leaf.branch.mesh)
+        place = numbers.index(leaf.micro_batches)
+        yield from (Leaf(branch, number) for number in (*numbers[max(place - 1, 0) : place], *numbers[place + 1 :][:1]))
+        yield from self._on_other_meshes(leaf, samples, recompute=False)
+        yield from (Leaf(each, leaf.micro_batches) for each in self._on(branch.mesh) if _decisions(branch, each) == 1)
+        # At last, since they are many: other sizes save other bytes.
+        yield from self._on_other_meshes(leaf, samples, recompute=True)
+
+    def _on_other_meshes(self, leaf: Leaf, samples: Callable[[Mesh], int], *, recompute: bool) -> Iterator[Leaf]:
+        branch = leaf.branch
+        size = samples(branch.mesh) // (leaf.micro_batches or 1)
+        for mesh in self._meshes:
+            if mesh is not branch.mesh and self._is_beside(mesh, branch.mesh):
+                for other in self._likest(mesh, branch, recompute=recompute):
+                    # The first pipeline needs micro-batches to fill it.
+                    wanted = size if other.schedule is None or branch.schedule is not None else 1
+                    yield Leaf(other, self._number_for(mesh, samples(mesh), wanted))
+
+    def twins(self, branch: Branch) -> Iterator[Branch]:
+        """Yield the branches that differ in the sharding method at most, in the order in which they are tried."""
+        key = branch.axes, branch.but_for_sharding
+        yield from (other for other in self._on(branch.mesh) if (other.axes, other.but_for_sharding) == key)
+
+    def _on(self, mesh: Mesh) -> list[Branch]:
+        if mesh not in self._branches:
+            self._branches[mesh] = list(self._candidates.branches(mesh))
+        return self._branches[mesh]
+
+    def _is_beside(self, mesh: Mesh, other: Mesh) -> bool:
+        """Return whether one size is the next one, or ranks go from one axis to another, or only methods differ."""
+        named = {method.method_name: method for method in other.inner_methods}
+        if any(named.get(each.method_name, each) is not each for each in mesh.inner_methods):
+            return mesh.inner == other.inner and mesh.pipeline == other.pipeline and mesh.replica == other.replica
+        steps = [self._step(axis, _sizes(mesh).get(axis, 1), _sizes(other).get(axis, 1)) for axis in self._axes]
+        moved = sorted(step for step in steps if step)
+        return moved in ([-1], [1]) or (moved == [-1, 1] and mesh.ranks == other.ranks)
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return tuple(self._candidates.space.sizes)
+
+    def _step(self, axis: str, size: int, other: int) -> int:
+        """Return by how many of an axis's sizes two of them differ."""
+        known = sorted({1, *self._candidates.space.sizes[axis]})
+        return known.index(size) - known.index(other)
+
+    def _likest(self, mesh: Mesh, branch: Branch, *, recompute: bool) -> Iterator[Branch]:
+        """Yield the branch of a mesh that is like another; of the first pipeline, one for every schedule.
+
+        Args:
+            mesh: The mesh.
+            branch: The other.
+            recompute: Whether those that recompute in another way are asked for, one for each.
+        """
+        alike: dict[tuple[int, ...], list[Branch]] = {}
+        for other in self._on(mesh):
+            ways = tuple(map(id, other.recompute))
+            if (ways != tuple(map(id, branch.recompute))) is recompute:
+                schedule = id(other.schedule) if branch.schedule is None else 0
+                alike.setdefault((schedule, *ways), []).append(other)
+        for every in alike.values():
+            yield min(every, key=lambda each: (_decisions(branch, each), abs(math.log(_share(each) / _share(branch)))))
+
+    def _number_for(self, mesh: Mesh, samples: int, wanted: int) -> int | None:
+        """Return the number of micro-batches that makes them most nearly as large as is wanted."""
+        numbers = self._candidates.micro_batches(mesh)
+        return min(numbers, key=lambda number: abs(math.log(samples / (number or 1) / wanted)))
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return {**dict(mesh.inner), "pipeline": mesh.pipeline, "replica": mesh.replica}
+
+
+def _decisions(branch: Branch, other: Branch) -> int:
+    """Return in how many decisions two branches differ: schedules bring kernels with them, and groups have sizes."""
+    decided = zip(_by_decision(branch), _by_decision(other), strict=True)
+    differ = sum([*map(id, own)] != [*map(id, theirs)] for own, theirs in decided)
+    return differ + (branch.schedule is not other.schedule) + (branch.mesh is other.mesh and branch.axes != other.axes)
+
+
+def _by_decision(branch: Branch) -> tuple[Choice, ...]:
+    rest = tuple(method for method in branch.rest if role_of(method) is not Role.KERNELS)
+    return branch.sharding, branch.precision, branch.recompute, rest
+
+
+def _share(branch: Branch) -> float:
+    """Return the share of the data-parallel ranks that a group shards over."""
+    return _group(branch) / branch.mesh.ranks
 
 
 class Engine:
@@ -67,6 +184,9 @@ class Engine:
         self._order = itertools.count()
         self._too_large: dict[object, list[tuple[int, int]]] = {}
         self._first: dict[object, Branch] = {}
+        self._neighbours: Neighbours | None = None
+        self._best: tuple[Rank, Leaf] | None = None  # of this pass
+        self._climbed: set[object] = set()  # what has been predicted on the way
         # A subject may have something quicker that says the same where plans are compared.
         self._outline = getattr(subject, "outline", subject.plan)
         self._exceeds = getattr(subject, "is_too_large", None)
@@ -82,6 +202,14 @@ class Engine:
         """
         self.state = before or self.state
         meshes = sorted(self.candidates.meshes(), key=lambda mesh: len(mesh.inner))
+        if (
+            self._exceeds is not None
+            and self.bounds is not None
+            and self.limited
+            and not self.any_will_do
+            and self.objective != "memory"
+        ):
+            self._neighbours = Neighbours(self.candidates, meshes)
         try:
             for _, alike in itertools.groupby(meshes, key=lambda mesh: len(mesh.inner)):
                 for mesh in alike:
@@ -115,7 +243,7 @@ class Engine:
             bound, _, _, item = heapq.heappop(self._heap)
             if self._is_settled(bound):
                 self._heap.clear()
-            elif self.state.num_predicted + self._num_probes >= self.max_predictions or self._is_late:
+            elif self._is_spent:
                 self.state.stopped = True
             elif isinstance(item, Mesh):
                 self._bound_mesh(item, probed=True)
@@ -127,8 +255,54 @@ class Engine:
                 self._unfold_branch(item)
             elif not item.close:
                 self._bound_closely(item)
-            else:
+            elif _key(item) not in self._climbed:
+                before = self._best
                 self._predict(item)
+                if self._best is not before:
+                    self._climb()
+
+    def _climb(self) -> None:
+        """Go from the best plan to a neighbour that is better, until none is."""
+        while self._neighbours is not None:
+            start = self._best
+            assert start is not None
+            for leaf in map(self._simplest, self._neighbours.of(start[1], self._samples)):
+                key = _key(leaf)
+                if key in self._climbed or not self._is_worth(leaf):
+                    continue
+                if self._is_spent:
+                    return
+                self._climbed.add(key)
+                self._predict(leaf)
+                if self._best is not start:
+                    break
+            else:
+                return
+
+    def _simplest(self, leaf: Leaf) -> Leaf:
+        """Return the candidate with the first method that does exactly the same here, see ``_is_twin``."""
+        assert self._neighbours is not None
+        assert self.bounds is not None
+        with contextlib.suppress(MeshwrightError):  # who unfolds it says why
+            does = self.bounds.twin(leaf.branch)
+            first = next(each for each in self._neighbours.twins(leaf.branch) if self.bounds.twin(each) == does)
+            return Leaf(first, leaf.micro_batches)
+        return leaf
+
+    def _is_worth(self, leaf: Leaf) -> bool:
+        """Return whether a neighbour of the best plan may be better, and fits as far as that is known."""
+        number = self._number(leaf.branch, leaf.micro_batches)
+        if not self._may_gain(leaf.branch, self._samples(leaf.branch.mesh) // number):
+            return False
+        try:
+            bound = self._bound_of_leaf(leaf.branch, number) if self._has_blocks(leaf.branch) else None
+        except MeshwrightError:
+            return False  # who unfolds it says why
+        return bound is not None and rounded(bound) < self.state.plans[0][0][0]
+
+    @property
+    def _is_spent(self) -> bool:
+        return self.state.num_predicted + self._num_probes >= self.max_predictions or self._is_late
 
     @property
     def _is_late(self) -> bool:
@@ -309,7 +483,10 @@ class Engine:
             self._note_too_large(branch, micro_batch)
             self.state.add_too_large(plan)
         else:
-            self.state.add(rank_of_plan(plan, self.objective), plan)
+            rank = rank_of_plan(plan, self.objective)
+            self.state.add(rank, plan)
+            if self._best is None or rank < self._best[0]:
+                self._best = rank, leaf
             self._headroom(branch).fitting.add(micro_batch)
         if self.progress is not None:
             self.progress(self.state.num_predicted, self.state.num_considered)
@@ -334,6 +511,11 @@ class Engine:
     def _note_too_large(self, branch: Branch, micro_batch: int) -> None:
         self._headroom(branch).ran_out = True
         self._too_large.setdefault(branch.but_for_groups, []).append((_group(branch), micro_batch))
+
+
+def _key(leaf: Leaf) -> object:
+    """Return a key that is equal for equal candidates; each time that a mesh is unfolded, it has new branches."""
+    return leaf.branch.mesh, leaf.branch.axes, tuple(map(id, leaf.branch.methods)), leaf.micro_batches
 
 
 def _group(branch: Branch) -> int:

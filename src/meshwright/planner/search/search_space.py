@@ -112,7 +112,7 @@ def default_space(subject: Subject, *, lower_precision: bool = True, module: nn.
 # [Note: kernels] Fused kernels make every plan faster, but for schedules that fill bubbles with parts of backward: what
 # is fused runs backward in one part. To try each plan with and without them would take twice the time to say so. So a
 # search tries plans with the fastest kernels that go together with their schedules, and whether the few plans that it
-# finds are worth these kernels (a large model's products leave little to fuse) is asked at last, in ``plan_request``.
+# finds are worth these kernels (a large model's products leave little to fuse) is asked at last (``within_time.py``).
 
 
 def searched(role: Role, scope: SearchScope | None = None) -> tuple[Choice, ...]:

@@ -13,10 +13,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright.errors import MeshwrightError, StrategyError
+from meshwright.methods import Role
 from meshwright.planner.plans import Plan, Subject
-from meshwright.planner.search.search_space import Family
+from meshwright.planner.search.search_space import Family, role_of
 from meshwright.planner.search.search_state import Found, Objective, SearchState, family_of_plan, rank_of_plan
 from meshwright.planner.trace.op_recording import interrupts
+from meshwright.strategy import Strategy
 
 USUAL_LIMIT_S = 20.0
 """Seconds of processor time after which a search that a user starts ends with the best so far."""
@@ -143,6 +145,7 @@ def search_and_trace(
     top: int,
     limit_s: float | None,
     *,
+    included: Collection[str] = (),
     resembles: bool = False,
 ) -> Found | None:
     """Search by formulas, trace what is found, and rank it by what the traces say.
@@ -155,6 +158,7 @@ def search_and_trace(
         top: How many plans are kept.
         limit_s: Seconds of processor time, after which the plans that are left stay untraced and are left out; None:
             no limit. A search takes a part of what is left, and all of it where nothing has been found by then.
+        included: Names of methods that every plan keeps.
         resembles: Whether the formulas are those of another model that this one resembles. Then what is traced soonest
             is traced first, so that there is a figure of the model itself.
 
@@ -183,7 +187,7 @@ def search_and_trace(
         if resembles:
             plans = tuple(sorted(plans, key=_traced_late))
             found = replace(found, too_large=())  # figures of another model
-        traces = _Traces(SearchState(top), limit_bytes)
+        traces = _Traces(SearchState(top), limit_bytes, included)
         _trace(plans, subject, objective, traces, limit, most=top + resembles)
         state = traces.state
         if state.plans:
@@ -246,6 +250,29 @@ def _by_formulas_alone(found: Found, top: int, gap: str, ruled_out: Collection[s
     return replace(found, plans=plans, is_complete=False, out_of_time=True) if plans else None
 
 
+def worth_its_kernels(plan: Plan, subject: Subject, objective: Objective, included: Collection[str]) -> Plan:
+    """Return a plan without what replaces kernels, where that ranks better; see [Note: kernels].
+
+    Args:
+        plan: A plan.
+        subject: What predicted it; a trace serves both.
+        objective: What plans are ranked by.
+        included: Names of methods that every plan keeps.
+    """
+    known = (method for method in plan.strategy.methods if role_of(method) is Role.KERNELS)
+    dropped = [method for method in known if method.method_name not in included]
+    if not dropped:
+        return plan
+    without = Strategy([method for method in plan.strategy.methods if method not in dropped])
+    try:
+        plainer = subject.plan(without, plan.step.num_micro_batches)
+    except (OutOfTimeError, MeshwrightError):
+        return plan
+    if not plainer.fits or rank_of_plan(plan, objective) < rank_of_plan(plainer, objective):
+        return plan
+    return plainer
+
+
 @dataclass
 class _Traces:
     """Traces of the plans that formulas have found.
@@ -256,10 +283,12 @@ class _Traces:
         fitting: Families of which a plan fits: what is left of them is next best.
         lacking: For families of which none has fitted yet, the bytes of the last trace over those of the formulas.
         limit_bytes: Bytes that a device may hold.
+        included: Names of methods that every plan keeps.
     """
 
     state: SearchState
     limit_bytes: int
+    included: Collection[str] = ()
     refused: list[tuple[str, str]] = field(default_factory=list)
     fitting: set[Family] = field(default_factory=set)
     lacking: dict[Family, float] = field(default_factory=dict)
@@ -297,7 +326,8 @@ def _trace(
             except MeshwrightError as error:
                 traces.refused.append((str(plan.strategy), error.what))
                 continue
-            traces.add(plan, traced, objective)
+            # What kernels are worth to the model itself, formulas of a model like it do not tell.
+            traces.add(plan, worth_its_kernels(traced, subject, objective, traces.included), objective)
             fitting = len(traces.fitting)
             if fitting == most or (not fitting and len(traces.state.too_large) == _SAME_REASON):
                 break
