@@ -13,11 +13,12 @@ from meshwright.planner import PlanRequest, parse_family
 from meshwright.planner.config_models import config_of_shape, shape_of_config
 from meshwright.planner.family_ops import OWN_EAGER
 from meshwright.planner.family_workload import FamilyModel
+from meshwright.planner.model_shapes import Shape
 from meshwright.planner.outlines import is_eager, outline_of
 from meshwright.planner.plan_request import named_model
 from meshwright.planner.search import search, search_and_trace
 from meshwright.planner.search.search_space import MODEL_ERROR
-from meshwright.planner.search.search_state import family_of_plan
+from meshwright.planner.search.search_state import Found, family_of_plan
 from meshwright.planner.trace.fake_pass import Predicted
 from meshwright.planner.workload import ModuleModel, token_batch
 from meshwright.strategy import Strategy
@@ -279,7 +280,8 @@ class Predicting:
 @pytest.fixture(scope="module")
 def by_formulas():
     model = named_model(WIDE["llama"], None, CLUSTER)
-    return search(FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30), top=8, reach=2.0)
+    subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
+    return search(subject, top=8, reach=2.0, excluded=["compile"])
 
 
 def test_no_more_is_traced_than_is_shown(by_formulas):
@@ -355,7 +357,7 @@ class Exceeding(Predicting):
 def test_the_next_of_its_family_stands_in_for_what_does_not_fit_by_its_trace():
     model = named_model(WIDE["llama"], None, CLUSTER)
     subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
-    given = search(subject, top=8, reach=2.0, of_family=3)
+    given = search(subject, top=8, reach=2.0, of_family=3, excluded=["compile"])
     families = [family_of_plan(plan) for plan in given.plans]
     first = next(plan for plan in given.plans if families.count(family_of_plan(plan)) > 1)
     first, *others = [plan for plan in given.plans if family_of_plan(plan) == family_of_plan(first)]
@@ -373,6 +375,25 @@ def test_the_next_of_its_family_stands_in_for_what_does_not_fit_by_its_trace():
     traced = Exceeding(found, needs[1] * 11 // 10 - 2, more=1.1)
     search_and_trace(lambda *_: found, traced, traced.limit, "tokens_per_s", 3, None)
     assert str(others[0].strategy) not in traced.asked
+
+
+def test_kernels_are_kept_where_they_are_worth_it_to_the_model_itself():
+    wide = Shape("gpt", layers=4, hidden=8192, heads=64, vocab=50304, seq=2048)  # mostly products
+    subject = FamilyModel("wide", wide).subject(CLUSTER, 16, None)
+    plans = tuple(
+        subject.plan(Strategy([mesh(zero=8), "fsdp", HALF, "checkpoint", "compile"]), parts) for parts in (1, 2)
+    )
+    found, limit = Found(plans, num_predicted=2), 80 * 2**30
+    for included in ((), ("compile",)):
+        kept = search_and_trace(lambda *_: found, subject, limit, "tokens_per_s", 1, None, included=included)
+        assert ("compile" in kept.plans[0].strategy) is bool(included)
+    narrow = FamilyModel("narrow", dataclasses.replace(wide, family="llama", hidden=2048, heads=16, layers=16))
+    plan = narrow.subject(CLUSTER, 16, None).plan(plans[0].strategy, 1)
+    kept = search_and_trace(
+        lambda *_: dataclasses.replace(found, plans=(plan,)), narrow.subject(CLUSTER, 16, None), limit, "tokens_per_s", 1,
+        None,
+    )  # fmt: skip
+    assert kept.plans == (plan,)
 
 
 def test_a_config_has_the_dimensions_of_its_name():

@@ -186,7 +186,7 @@ class Engine:
         self._first: dict[object, Branch] = {}
         self._neighbours: Neighbours | None = None
         self._best: tuple[Rank, Leaf] | None = None  # of this pass
-        self._climbed: set[object] = set()  # what has been predicted on the way
+        self._predicted: set[object] = set()  # kept where it climbs, which comes upon candidates in another order
         # A subject may have something quicker that says the same where plans are compared.
         self._outline = getattr(subject, "outline", subject.plan)
         self._exceeds = getattr(subject, "is_too_large", None)
@@ -255,8 +255,11 @@ class Engine:
                 self._unfold_branch(item)
             elif not item.close:
                 self._bound_closely(item)
-            elif _key(item) not in self._climbed:
+            elif self._neighbours is None:
+                self._predict(item)
+            elif (key := _key(item)) not in self._predicted:
                 before = self._best
+                self._predicted.add(key)
                 self._predict(item)
                 if self._best is not before:
                     self._climb()
@@ -268,11 +271,11 @@ class Engine:
             assert start is not None
             for leaf in map(self._simplest, self._neighbours.of(start[1], self._samples)):
                 key = _key(leaf)
-                if key in self._climbed or not self._is_worth(leaf):
+                if key in self._predicted or not self._is_worth(leaf):
                     continue
                 if self._is_spent:
                     return
-                self._climbed.add(key)
+                self._predicted.add(key)
                 self._predict(leaf)
                 if self._best is not start:
                     break

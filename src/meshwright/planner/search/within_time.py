@@ -326,8 +326,9 @@ def _trace(
             except MeshwrightError as error:
                 traces.refused.append((str(plan.strategy), error.what))
                 continue
-            # What kernels are worth to the model itself, formulas of a model like it do not tell.
-            traces.add(plan, worth_its_kernels(traced, subject, objective, traces.included), objective)
+            if traced.fits:  # what kernels are worth to the model itself, formulas of a model like it do not tell
+                traced = worth_its_kernels(traced, subject, objective, traces.included)
+            traces.add(plan, traced, objective)
             fitting = len(traces.fitting)
             if fitting == most or (not fitting and len(traces.state.too_large) == _SAME_REASON):
                 break
