@@ -379,21 +379,13 @@ def test_the_next_of_its_family_stands_in_for_what_does_not_fit_by_its_trace():
 
 def test_kernels_are_kept_where_they_are_worth_it_to_the_model_itself():
     wide = Shape("gpt", layers=4, hidden=8192, heads=64, vocab=50304, seq=2048)  # mostly products
-    subject = FamilyModel("wide", wide).subject(CLUSTER, 16, None)
-    plans = tuple(
-        subject.plan(Strategy([mesh(zero=8), "fsdp", HALF, "checkpoint", "compile"]), parts) for parts in (1, 2)
-    )
-    found, limit = Found(plans, num_predicted=2), 80 * 2**30
-    for included in ((), ("compile",)):
-        kept = search_and_trace(lambda *_: found, subject, limit, "tokens_per_s", 1, None, included=included)
-        assert ("compile" in kept.plans[0].strategy) is bool(included)
-    narrow = FamilyModel("narrow", dataclasses.replace(wide, family="llama", hidden=2048, heads=16, layers=16))
-    plan = narrow.subject(CLUSTER, 16, None).plan(plans[0].strategy, 1)
-    kept = search_and_trace(
-        lambda *_: dataclasses.replace(found, plans=(plan,)), narrow.subject(CLUSTER, 16, None), limit, "tokens_per_s", 1,
-        None,
-    )  # fmt: skip
-    assert kept.plans == (plan,)
+    narrow = dataclasses.replace(wide, family="llama", hidden=2048, heads=16, layers=16)
+    for shape, included, is_kept in ((wide, (), False), (wide, ("compile",), True), (narrow, (), True)):
+        subject = FamilyModel("model", shape).subject(CLUSTER, 16, None)
+        plan = subject.plan(Strategy([mesh(zero=8), "fsdp", HALF, "checkpoint", "compile"]), 1)
+        found = Found((plan,), num_predicted=1)
+        kept = search_and_trace(lambda *_, f=found: f, subject, 80 * 2**30, "tokens_per_s", 1, None, included=included)
+        assert ("compile" in kept.plans[0].strategy) is is_kept
 
 
 def test_a_config_has_the_dimensions_of_its_name():
