@@ -299,6 +299,13 @@ def test_a_pipeline_is_cut_so_that_the_gaps_of_an_allocator_fit_too():
     assert found.fits
     assert found.cut.bounds != even.cut.bounds
     assert any("as memory allows" in notice for notice in found.notices)
+    # What fits nowhere is predicted as if it did: the cut that needs least is slower than anybody would train.
+    tiny = planned("200 MiB")
+    assert not tiny.fits
+    assert tiny.cut.bounds == even.cut.bounds
+    assert tiny.forecast.time == even.forecast.time
+    (least,) = [notice for notice in tiny.notices if "no cut fits" in notice]
+    assert "blocks need least" in least
 
 
 def test_a_memory_limit_is_no_more_than_a_device_has():

@@ -332,7 +332,7 @@ def decide_cut(
         describe: Returns the model's blocks as plain data, for a cut.
         device_limit: Bytes that a rank may hold where the method names no limit; None: no limit.
         must_fit: Whether to refuse a pipeline of which no cut fits, if the limit is the device's; otherwise it is cut
-            so that the fullest rank needs least.
+            as if memory had no limit, and a notice says which cut needs least.
 
     Raises:
         StrategyError: When no cut fits; it names the smallest need.
@@ -356,11 +356,15 @@ def decide_cut(
     if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
         if by_hand is not None:
             raise _does_not_fit(balancer, bounds, limit, method, step, strategy)
-        bounds, balancer = _within(limit, bounds, balancer, candidates)
-        if max(size for _, size in balancer.needs(bounds)) > limit:
-            if not must_fit and method.memory_limit is None:
-                return Decision(method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
-            raise _does_not_fit(balancer, bounds, limit, method, step, strategy)
+        balanced, (bounds, balancer) = bounds, _within(limit, bounds, balancer, candidates)
+        least = max(size for _, size in balancer.needs(bounds))
+        if least > limit:
+            if must_fit or method.memory_limit is not None:
+                raise _does_not_fit(balancer, bounds, limit, method, step, strategy)
+            # What needs least may be twice as slow, which is no answer to how fast this pipeline is.
+            smallest = f"stages of {_sizes(bounds)} blocks need least, {readable_bytes(least)}"
+            notices += (f"pipeline_parallel: no cut fits; {smallest}",)
+            return Decision(method.cut(model, pipeline.ranks, known, balanced), gaps, notices)
         tried = "" if balancer.is_exhaustive else ", of the cuts that were looked at"
         notices += (f"pipeline_parallel: stages of {_sizes(bounds)} blocks, as memory allows{tried}",)
     return Decision(by_hand or method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
