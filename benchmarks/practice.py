@@ -88,7 +88,7 @@ CASES = {
         "Llama 3 (Dubey et al. 2024), Table 4",
     ),
     "GPT-3 175B, 1,024 A100": Case(
-        "gpt-3-175b", "a100-80x1024", 1536, (("tensor", 8), ("data", 16), ("pipeline", 8)),
+        "gpt-3-175b:vocab=51200", "a100-80x1024", 1536, (("tensor", 8), ("data", 16), ("pipeline", 8)),
         (_TP, _interleaved(3), _BF16, ("checkpoint", {"policy": "selective"})), 96,
         "Megatron-LM (Korthikanti et al. 2022), tensor 8 x pipeline 8",
     ),

@@ -43,6 +43,30 @@ CASES = {
     "pipeline": (2, "plain", [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), "pipeline_parallel"], 2),
     "zbv": (2, "deep", [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), scheduled("zbv")], 4),
     "dualpipev": (2, "deep", [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), scheduled("dualpipev")], 4),
+    # What searches choose by themselves.
+    "zero2 selective": (
+        2, "llama", [("compile", EAGER), "zero2", ("checkpoint", {"policy": "selective"}), ("module_replace", {"loss": True})], 2,
+    ),
+    "fsdp selective": (
+        2, "llama", [("compile", EAGER), "fsdp", ("checkpoint", {"policy": "selective"}), ("module_replace", {"loss": True})], 2,
+    ),
+    "fsdp every second": (2, "llama", [("compile", EAGER), "fsdp", ("checkpoint", {"every": 2})], 2),
+    "context": (
+        2, "llama",
+        [("compile", EAGER), ("parallel_mode", {"context": 2}), "context_parallel", ("module_replace", {"loss": True})],
+        2,
+    ),
+    "interleaved": (
+        2, "deep",
+        [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), scheduled("interleaved"), ("checkpoint", {"policy": "selective"})],
+        4,
+    ),
+    "tensor and pipeline": (
+        4, "llama",
+        [("compile", EAGER), ("parallel_mode", {"tensor": 2, "pipeline": 2}), ("tensor_parallel", {"sequence": True}),
+         "pipeline_parallel"],
+        2,
+    ),
 }  # fmt: skip
 SHORT = ("fsdp",)
 
