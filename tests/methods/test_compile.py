@@ -21,6 +21,7 @@ from tests.methods.test_parity import BATCH, check_weights, full_weights
 from tests.parity.layouts import scheduled
 
 EAGER = {"backend": "aot_eager"}  # compiles forward and backward, and runs them with eager kernels
+SELECTIVE = ("checkpoint", {"policy": "selective"})
 CASES = {
     "fsdp": (2, "plain", [("compile", {"backend": "eager", "fullgraph": True}), "fsdp", "checkpoint"], 2),
     "fsdp llama": (2, "llama", [("compile", EAGER), "fsdp", "checkpoint"], 2),
@@ -45,10 +46,10 @@ CASES = {
     "dualpipev": (2, "deep", [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), scheduled("dualpipev")], 4),
     # What searches choose by themselves.
     "zero2 selective": (
-        2, "llama", [("compile", EAGER), "zero2", ("checkpoint", {"policy": "selective"}), ("module_replace", {"loss": True})], 2,
+        2, "llama", [("compile", EAGER), "zero2", SELECTIVE, ("module_replace", {"loss": True})], 2,
     ),
     "fsdp selective": (
-        2, "llama", [("compile", EAGER), "fsdp", ("checkpoint", {"policy": "selective"}), ("module_replace", {"loss": True})], 2,
+        2, "llama", [("compile", EAGER), "fsdp", SELECTIVE, ("module_replace", {"loss": True})], 2,
     ),
     "fsdp every second": (2, "llama", [("compile", EAGER), "fsdp", ("checkpoint", {"every": 2})], 2),
     "context": (
@@ -58,7 +59,7 @@ CASES = {
     ),
     "interleaved": (
         2, "deep",
-        [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), scheduled("interleaved"), ("checkpoint", {"policy": "selective"})],
+        [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), scheduled("interleaved"), SELECTIVE],
         4,
     ),
     "tensor and pipeline": (
