@@ -72,6 +72,7 @@ def test_other_decoders_save_what_is_predicted_of_them(name, changes, autocasts)
             return forward(model, ids)
 
     found = Pass(model, ids, run).predict().activations
+    torch.compiler.reset()  # or what compiled blocks of other classes left counts as this one's recompilations
     # It cuts the graph as inductor does, with norms and activations taken apart, and compiles nothing.
     backend = "aot_eager_decomp_partition"
     compile_forward([block for _, block in find_blocks(model)], contextlib.nullcontext, backend=backend)
