@@ -31,11 +31,12 @@ def gpt2():
 
 def decoder(name, **changes):
     """One of transformers' small decoders in bf16, by what its classes' names begin with."""
-    config = getattr(transformers, f"{name}Config")(
-        hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, max_position_embeddings=64, use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        **changes,
-    )  # fmt: skip
+    usual = {
+        "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "use_cache": False,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**usual | changes)
     return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
 
 
@@ -59,8 +60,11 @@ def test_compiled_blocks_save_what_is_predicted_of_them(make):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("Qwen3", {"head_dim": 32}), ("Gemma2", {"head_dim": 32}), ("Olmo2", {}), ("StableLm", {}), ("Starcoder2", {}),
-        ("Apertus", {}), ("Nemotron", {}), ("Glm4", {"head_dim": 32}),
+        *((name, {"head_dim": 32}) for name in ("Qwen3", "Gemma", "Gemma2", "Cohere2", "Glm", "Glm4", "Helium")),
+        *((name, {}) for name in ("Mistral", "Qwen2", "Olmo", "Olmo2", "StableLm", "Starcoder2", "Cohere", "Granite")),
+        ("Ernie4_5", {"head_dim": 32}),
+        *((name, {}) for name in ("SmolLM3", "Nemotron", "GPTNeoX", "Exaone4", "Apertus", "Arcee")),
+        ("OPT", {"ffn_dim": 512, "word_embed_proj_dim": 128, "dropout": 0}),
     ],
 )  # fmt: skip
 def test_other_decoders_save_what_is_predicted_of_them(name, changes, autocasts):

@@ -359,12 +359,11 @@ def _with_options(subject: Subject, best: Plan) -> Iterator[_Change]:
 
 
 def _without_kernels(subject: Subject, best: Plan) -> Iterator[_Change]:
-    """Take from the best plan each method that replaces kernels, for those whose model or machine cannot have it."""
-    for method in best.strategy.methods:
-        if isinstance(method, Method) and method.role is Role.KERNELS:
-            others = Strategy([each for each in best.strategy.methods if each is not method])
-            plan = _planned(subject, others, best.step.num_micro_batches)
-            yield f"without {method.method_name}", plan if plan is not None and plan.fits else None
+    """Take from the best plan the method that replaces kernels, for those whose model or machine cannot have it."""
+    method = find_method(best.strategy, lambda each: each.role is Role.KERNELS)
+    if method is not None:
+        plan = _planned(subject, best.strategy.without(method.method_name), best.step.num_micro_batches)
+        yield f"without {method.method_name}", plan if plan is not None and plan.fits else None
 
 
 def _by_name_alone(half_dtype: str) -> Iterator[Method]:

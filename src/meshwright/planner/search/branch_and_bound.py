@@ -100,13 +100,9 @@ class Neighbours:
         named = {method.method_name: method for method in other.inner_methods}
         if any(named.get(each.method_name, each) is not each for each in mesh.inner_methods):
             return mesh.inner == other.inner and mesh.pipeline == other.pipeline and mesh.replica == other.replica
-        steps = [self._step(axis, _sizes(mesh).get(axis, 1), _sizes(other).get(axis, 1)) for axis in self._axes]
-        moved = sorted(step for step in steps if step)
+        own, others, axes = _sizes(mesh), _sizes(other), self._candidates.space.sizes
+        moved = sorted(filter(None, (self._step(axis, own.get(axis, 1), others.get(axis, 1)) for axis in axes)))
         return moved in ([-1], [1]) or (moved == [-1, 1] and mesh.ranks == other.ranks)
-
-    @property
-    def _axes(self) -> tuple[str, ...]:
-        return tuple(self._candidates.space.sizes)
 
     def _step(self, axis: str, size: int, other: int) -> int:
         """Return by how many of an axis's sizes two of them differ."""

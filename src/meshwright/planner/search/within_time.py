@@ -13,12 +13,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from meshwright.errors import MeshwrightError, StrategyError
-from meshwright.methods import Role
+from meshwright.methods import Role, find_method
 from meshwright.planner.plans import Plan, Subject
-from meshwright.planner.search.search_space import Family, role_of
+from meshwright.planner.search.search_space import Family
 from meshwright.planner.search.search_state import Found, Objective, SearchState, family_of_plan, rank_of_plan
 from meshwright.planner.trace.op_recording import interrupts
-from meshwright.strategy import Strategy
 
 USUAL_LIMIT_S = 20.0
 """Seconds of processor time after which a search that a user starts ends with the best so far."""
@@ -259,14 +258,12 @@ def worth_its_kernels(plan: Plan, subject: Subject, objective: Objective, includ
         objective: What plans are ranked by.
         included: Names of methods that every plan keeps.
     """
-    known = (method for method in plan.strategy.methods if role_of(method) is Role.KERNELS)
-    dropped = [method for method in known if method.method_name not in included]
-    if not dropped:
+    kernels = find_method(plan.strategy, lambda each: each.role is Role.KERNELS)
+    if kernels is None or kernels.method_name in included:
         return plan
-    without = Strategy([method for method in plan.strategy.methods if method not in dropped])
     try:
-        plainer = subject.plan(without, plan.step.num_micro_batches)
-    except (OutOfTimeError, MeshwrightError):
+        plainer = subject.plan(plan.strategy.without(kernels.method_name), plan.step.num_micro_batches)
+    except (OutOfTimeError, MeshwrightError):  # what has been predicted is not lost for it
         return plan
     if not plainer.fits or rank_of_plan(plan, objective) < rank_of_plan(plainer, objective):
         return plan
