@@ -16,7 +16,6 @@ FULL = ("compile", {**EAGER, "fullgraph": True})
 FUSED = ("module_replace", {"loss": True})
 UNDER_KEYS = [
     [("half", "bf16"), "amp_native"],
-    [FUSED, "tensor_parallel"],
     [FUSED, ZBV],
     [("module_replace", ["fused_loss"]), WHOLE],
     [("expert_parallel"), ("zero1", IGNORED)],

@@ -26,6 +26,13 @@ CASES = {
     "kept on fewer ranks": (
         8, "llama", [("context", 2), ("zero", 4)], ["context_parallel", ("fsdp", {"reshard_after_forward": 4})], 1,
     ),
+    "loss of rows and words": (4, "llama", {"tensor": 2, "context": 2}, [TOKENS, UNBALANCED, FUSED], 1),
+    "loss of rows and words, tied": (
+        4, "gpt2", {"tensor": 2, "context": 2}, ["tensor_parallel", "context_parallel", FUSED, "checkpoint"], 2,
+    ),
+    "loss of rows and words, sharded": (
+        8, "llama", {"tensor": 2, "context": 2, "zero": 2}, ["tensor_parallel", "context_parallel", FUSED, "fsdp"], 2,
+    ),
     "loss in parts": (4, "llama", {"sequence": 2, "context": 2}, [*BOTH, FUSED, "fsdp"], 2),
     "gpt2": (2, "gpt2", {"context": 2}, [UNBALANCED, "fsdp", "checkpoint"], 2),
     "bert": (2, "bert", {"context": 2}, ["context_parallel"], 1),
@@ -53,7 +60,7 @@ CASES = {
     ),
     "tokens cut twice, fsdp": (8, "llama", {"tensor": 2, "context": 2, "zero": 2}, [TOKENS, UNBALANCED, "fsdp"], 1),
 }  # fmt: skip
-SHORT = ("plain", "grouped", "sinks", "tokens cut twice")
+SHORT = ("plain", "grouped", "sinks", "tokens cut twice", "loss of rows and words")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.long) for c in CASES])

@@ -397,6 +397,9 @@ def lose_logits():
     return True
 
 
+TOKENS = ("tensor_parallel", {"sequence": True})
+
+
 class Twice(nn.Linear):
     """For a parity run: computes as nn.Linear does."""
 
@@ -420,6 +423,22 @@ CASES = {
     "fsdp": ("llama", [("module_replace", {"loss": True}), "fsdp", "checkpoint"]),
     "data": ("gpt2", [("module_replace", {"loss": True})]),
     "tensor": ("llama", [("parallel_mode", {"tensor": 2}), "tensor_parallel", "module_replace"]),
+    "tensor, loss": ("llama", [("parallel_mode", {"tensor": 2}), "tensor_parallel", ("module_replace", {"loss": True})]),
+    "tensor, sharded, loss": (
+        "llama",
+        [("parallel_mode", {"tensor": 2, "zero": 2}), TOKENS, "fsdp", ("module_replace", {"loss": True})],
+        4,
+    ),
+    "tensor, pipeline, loss": (
+        "llama",
+        [
+            ("parallel_mode", {"tensor": 2, "pipeline": 2}),
+            TOKENS,
+            "pipeline_parallel",
+            ("module_replace", {"loss": True}),
+        ],
+        4,
+    ),
     "sequence": ("bert", [("parallel_mode", {"sequence": 2}), "sequence_parallel", ("module_replace", {"loss": True})]),
     "pipeline, loss": (
         "llama",
@@ -448,7 +467,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [c if c == "fsdp" else pytest.param(c, marks=pytest.mark.long) for c in CASES])
+@pytest.mark.parametrize("case", [c if c in ("fsdp", "tensor, loss") else pytest.param(c, marks=pytest.mark.long) for c in CASES])
 def test_parity(ranks, case):
     name, strategy, *world = CASES[case]
     results = ranks(*world or (2,)).run(train_replaced, name, strategy)

@@ -118,6 +118,9 @@ FORMULAS = {
     "tensor_tokens": STRATEGIES["tensor_tokens"],
     "fp8": [mesh(zero=8), "fsdp", HALF, ("fp8", {"recipe": "tensorwise", "exclude": "lm_head"})],
     **{f"{name}_loss": [*STRATEGIES[name], LOSS] for name in ("data", "fsdp", "half", "context", "sequence")},
+    "tensor_tokens_loss": [*STRATEGIES["tensor_tokens"], LOSS],
+    "tensor_context": [mesh(tensor=2, context=2, zero=2), SPLIT, "context_parallel", "fsdp", HALF],
+    "tensor_context_loss": [mesh(tensor=2, context=2, zero=2), SPLIT, "context_parallel", "fsdp", HALF, LOSS],
 }
 CLOSE = MODEL_ERROR
 """How far off formulas may be that choose among candidates; the plans that they find are traced."""

@@ -245,13 +245,15 @@ def losses_and_gradients_(logits_nC: Tensor, rows: Rows, upstream_n: Tensor) -> 
         loss_n, softmax = row_losses(logits_nC, rows, overwrite=True)
         # In fp32 the exponentials have overwritten the logits already.
         return loss_n, row_gradients_(softmax, rows, upstream_n, logits_nC)
-    is_plain = rows.label_smoothing == 0 and rows.class_weight_C is None
-    if is_plain and isinstance(logits_nC, FakeTensor):
-        # A pass that predicts counts what the kernel moves: the logits twice, and their gradient.
+    if _is_counted(logits_nC, rows):
+        # The kernel moves the logits twice, and their gradient.
         return logits_nC.amax(1).to(rows.weight_n.dtype), logits_nC * upstream_n.unsqueeze(1).to(logits_nC.dtype)
-    kernel = row_kernel() if is_plain and logits_nC.is_cuda and num_dispatch_modes() == 0 else None
+    kernel = _kernel(_plain_rows, logits_nC, rows)
     if kernel is not None:
-        return kernel(logits_nC, rows.target_n1, rows.valid_n, rows.weight_n, upstream_n)
+        losses_and_slopes: tuple[Tensor, Tensor] = kernel(
+            logits_nC, rows.target_n1, rows.valid_n, rows.weight_n, upstream_n
+        )
+        return losses_and_slopes
     loss_n, gradient_nC = torch.empty_like(rows.weight_n), torch.empty_like(logits_nC)
     for some in slices(logits_nC.shape[0], rows_at_a_time(logits_nC)):
         loss_n[some], softmax = row_losses(logits_nC[some], rows.part(some), overwrite=True)
@@ -260,9 +262,33 @@ def losses_and_gradients_(logits_nC: Tensor, rows: Rows, upstream_n: Tensor) -> 
     return loss_n, gradient_nC
 
 
+# Passes over logits that a compiler makes one kernel of. They are for losses without smoothing, where weights of classes
+# are weights of rows.
+
+_Pass = Callable[..., Any]
+
+
+def _is_counted(logits_nC: Tensor, rows: Rows) -> bool:
+    """Return whether a pass that predicts counts what such a kernel would move."""
+    return rows.label_smoothing == 0 and isinstance(logits_nC, FakeTensor) and computes_on_gpu(logits_nC)
+
+
+def _kernel(function: _Pass, logits_nC: Tensor, rows: Rows) -> _Pass | None:
+    """Return a pass as one kernel, where it can be for these logits."""
+    if rows.label_smoothing > 0 or not logits_nC.is_cuda or torch.compiler.is_compiling() or num_dispatch_modes():
+        return None
+    return _compiled(function) if _can_compile() else None
+
+
 @functools.cache
-def row_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return the compiled pass of :func:`losses_and_gradients_`; None, with a notice, where torch cannot compile."""
+def _compiled(function: _Pass) -> _Pass:
+    compiled: _Pass = torch.compile(function, fullgraph=True)
+    return compiled
+
+
+@functools.cache
+def _can_compile() -> bool:
+    """Return whether torch can compile for CUDA here; a notice says so if it cannot."""
     from meshwright.runtime.torch_internals.compilers import missing_compiler
 
     try:
@@ -273,9 +299,56 @@ def row_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
         missing = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if missing:
         warnings.warn(f"The loss is computed by more kernels: none can be compiled here ({missing})", stacklevel=2)
-        return None
-    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_plain_rows, fullgraph=True)
-    return compiled
+    return not missing
+
+
+def one_pass_sums(
+    logits_nC: Tensor, max_n1: Tensor, place_n1: Tensor, here_n1: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor] | None:
+    """Return sums of exponentials and the targets' shifted logits (n, 1), by one kernel; None where there is none.
+
+    Args:
+        logits_nC: Logits.
+        max_n1: What they are shifted by.
+        place_n1: Places of the targets among the classes.
+        here_n1: Whether a target is one of the classes; its logit is 0 otherwise.
+        rows: Targets.
+    """
+    if _is_counted(logits_nC, rows):  # the kernel reads the logits
+        sum_n1 = logits_nC.amax(1, keepdim=True).to(max_n1.dtype)
+        return sum_n1, sum_n1
+    kernel = _kernel(_plain_sums, logits_nC, rows)
+    return None if kernel is None else kernel(logits_nC, max_n1, place_n1, here_n1)
+
+
+def _plain_sums(logits_nC: Tensor, max_n1: Tensor, place_n1: Tensor, here_n1: Tensor) -> tuple[Tensor, Tensor]:
+    shifted_nC = logits_nC.to(max_n1.dtype) - max_n1
+    return shifted_nC.exp().sum(1, keepdim=True), torch.where(here_n1, shifted_nC.gather(1, place_n1), 0.0)
+
+
+def one_pass_slopes(
+    logits_nC: Tensor,
+    max_n1: Tensor,
+    sum_n1: Tensor,
+    place_n1: Tensor,
+    here_n1: Tensor,
+    rows: Rows,
+    upstream_n: Tensor,
+) -> Tensor | None:
+    """Return the gradient of logits, by one kernel; None where there is none. See :func:`one_pass_sums`."""
+    hard_n1 = (torch.where(rows.valid_n, upstream_n, 0.0) * rows.weight_n).unsqueeze(1)
+    if _is_counted(logits_nC, rows):  # the kernel reads the logits, and writes the gradient
+        return logits_nC * hard_n1.to(logits_nC.dtype)
+    kernel = _kernel(_plain_slopes, logits_nC, rows)
+    return None if kernel is None else kernel(logits_nC, max_n1, sum_n1, place_n1, here_n1, hard_n1)
+
+
+def _plain_slopes(
+    logits_nC: Tensor, max_n1: Tensor, sum_n1: Tensor, place_n1: Tensor, here_n1: Tensor, hard_n1: Tensor
+) -> Tensor:
+    exps_nC = (logits_nC.to(max_n1.dtype) - max_n1).exp()
+    is_target_nC = (torch.arange(logits_nC.shape[1], device=logits_nC.device) == place_n1) & here_n1
+    return (exps_nC * (hard_n1 / sum_n1) - torch.where(is_target_nC, hard_n1, 0.0)).to(logits_nC.dtype)
 
 
 def _plain_rows(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class LazyLogits(torch.Tensor):
 
     part: Tensor
     whole: Tensor | None
-    computed_for: ClassVar[list[str] | None] = None  # names of functions that took the whole; None: not collected
+    computed_for: ClassVar[list[str] | None] = None  # names of functions that needed logits; None: not collected
 
     @property
     @abstractmethod
@@ -71,7 +71,7 @@ class LazyLogits(torch.Tensor):
         """Return lazy logits of another part, such as that of some of the positions."""
 
     @abstractmethod
-    def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Self | None:
+    def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyLogits | None:
         """Return the result of an elementwise function; None if ``func`` is none, or needs the whole."""
 
     @abstractmethod
@@ -109,8 +109,7 @@ class LazyLogits(torch.Tensor):
             done, result = first._of_part(func, args[1:], kwargs)
             if done:
                 return result
-        if LazyLogits.computed_for is not None:
-            LazyLogits.computed_for.append(str(getattr(func, "__name__", func)))
+        note_computed(func)
         args, kwargs = tree_map(lambda leaf: leaf.materialised() if isinstance(leaf, cls) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -190,6 +189,12 @@ class LazyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def note_computed(func: Any) -> None:
+    """Note that logits are computed for a function, where that is collected."""
+    if LazyLogits.computed_for is not None:
+        LazyLogits.computed_for.append(str(getattr(func, "__name__", func)))
+
+
 def _is_everything(entry: Any) -> bool:
     return isinstance(entry, slice) and entry == slice(None)
 
@@ -218,25 +223,42 @@ class LossRanks(Protocol):
         """Sum over the ranks, in backward the gradients too; collective."""
 
 
-class HeadLogits(LazyLogits):
-    """Lazy ``F.linear(hidden, weight, bias)``, made by :meth:`of`.
+class Head(NamedTuple):
+    """What makes logits of hidden states.
 
-    Its ``F.cross_entropy`` is :func:`~meshwright.loss.linear_cross_entropy`, which never holds all logits. Ranks that
-    have the same hidden states compute it for a part of the rows each.
+    Attributes:
+        weight: (C, D), or this rank's classes.
+        bias: (C,), or this rank's.
+        ranks: Ranks with the same hidden states and equal targets, axis by axis.
+        vocabulary: Division of the classes over ranks; None: each has all.
     """
 
     weight: Tensor
     bias: Tensor | None
-    ranks: Sequence[LossRanks]
+    ranks: Sequence[LossRanks] = ()
+    vocabulary: Vocabulary | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Return C, the classes of all ranks."""
+        return self.weight.shape[0] if self.vocabulary is None else self.vocabulary.size
+
+
+class HeadLogits(LazyLogits):
+    """Lazy ``F.linear(hidden, weight, bias)``, made by :meth:`of`.
+
+    Its ``F.cross_entropy`` is :func:`~meshwright.loss.linear_cross_entropy`, which never holds all logits. Ranks that
+    have the same hidden states compute it for a part of the rows each, or for a part of the classes, or both.
+    """
+
+    head: Head
 
     @staticmethod
-    def __new__(
-        cls: type[HeadLogits], hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> HeadLogits:
+    def __new__(cls: type[HeadLogits], hidden: Tensor, head: Head, dtype: torch.dtype) -> HeadLogits:
         """Make a tensor without memory of its own."""
-        shape = (*hidden.shape[:-1], weight.shape[0])
+        shape = (*hidden.shape[:-1], head.num_classes)
         self: HeadLogits = make_wrapper(cls, shape, dtype=dtype, device=hidden.device)
-        self.part, self.weight, self.bias, self.whole, self.ranks = hidden, weight, bias, None, ()
+        self.part, self.head, self.whole = hidden, head, None
         return self
 
     @classmethod
@@ -252,25 +274,45 @@ class HeadLogits(LazyLogits):
             ranks: Those with the same hidden states, axis by axis, and equal targets; none: each has its own.
         """
         hidden, weight, bias = in_autocast_type(hidden, weight, bias)
-        return _deferred(hidden, weight, bias, hidden.dtype, ranks)
+        return _deferred(hidden, Head(weight, bias, ranks), hidden.dtype)
+
+    def over(self, vocabulary: Vocabulary) -> HeadLogits:
+        """Return the logits of all classes of a vocabulary, of which the head of these logits has this rank's."""
+        return _deferred(self.part, self.head._replace(vocabulary=vocabulary), self.dtype)
 
     @property
     def num_classes(self) -> int:
-        """Return C."""
-        return self.weight.shape[0]
+        """Return C, the classes of all ranks."""
+        return self.head.num_classes
 
     def make_whole(self) -> Tensor:
-        """Compute the product."""
+        """Compute the product; collective over the ranks that have other classes."""
+        vocabulary = self.head.vocabulary
+        return self._product() if vocabulary is None else vocabulary.gather(self._product())
+
+    def _product(self) -> Tensor:
+        """Compute the logits of this rank's classes."""
         self._check_weight()
         with torch.autocast(self.part.device.type, enabled=False):
-            return F.linear(self.part, self.weight, self.bias).to(self.dtype)
+            return F.linear(self.part, self.head.weight, self.head.bias).to(self.dtype)
 
     def with_part(self, part: Tensor) -> HeadLogits:
         """Return the lazy logits of other hidden states."""
-        return _deferred(part, self.weight, self.bias, self.dtype, self.ranks)
+        return _deferred(part, self.head, self.dtype)
 
-    def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> HeadLogits | None:
-        """Apply copies, and casts to wider types; products stay in the type of the head, and losses in fp32."""
+    def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyLogits | None:
+        """Apply copies, and casts to wider types; products stay in the type of the head, and losses in fp32.
+
+        Others of :class:`VocabularyShards` compute the logits of this rank's classes.
+        """
+        alike = self._cast(func, args, kwargs)
+        if alike is not None or self.head.vocabulary is None or not _is_elementwise(func, args, kwargs):
+            return alike
+        note_computed(func)
+        return VocabularyShards.of(func(self._product(), *args, **kwargs), self.head.vocabulary)
+
+    def _cast(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> HeadLogits | None:
+        """Return the result of a copy, or of a cast to a wider type; None for other functions."""
         if func in _SAME:
             return self.with_part(self.part)
         dtype = _CASTS.get(func)
@@ -280,7 +322,7 @@ class HeadLogits(LazyLogits):
         widens = isinstance(dtype, torch.dtype) and torch.promote_types(dtype, self.dtype) == dtype
         if dtype is None or not widens:
             return None
-        return _deferred(self.part, self.weight, self.bias, dtype, self.ranks)
+        return _deferred(self.part, self.head, dtype)
 
     def cross_entropy(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
@@ -293,13 +335,14 @@ class HeadLogits(LazyLogits):
             with torch.autocast(self.part.device.type, enabled=False):  # its casts have been made in ``of``
                 return linear_cross_entropy(
                     self.part[rows],
-                    self.weight,
+                    self.head.weight,
                     target[rows],
-                    self.bias,
+                    self.head.bias,
                     class_weight=weight,
                     ignore_index=ignore_index,
                     reduction=reduction,
                     label_smoothing=label_smoothing,
+                    vocabulary=self.head.vocabulary,
                 )
 
         if own is None:
@@ -315,19 +358,19 @@ class HeadLogits(LazyLogits):
     def _own_rows(self, count: int) -> slice | None:
         """Return the rows of which this rank computes the loss; None: all, for it shares them with no other."""
         index, size = 0, 1
-        for ranks in self.ranks:
+        for ranks in self.head.ranks:
             place, number = ranks.place
             index, size = index * number + place, size * number
         return slice(count * index // size, count * (index + 1) // size) if size > 1 else None
 
     def _total(self, part: Tensor) -> Tensor:
-        for ranks in self.ranks:
+        for ranks in self.head.ranks:
             part = ranks.total(part)
         return part
 
     def _check_weight(self) -> None:
         # FSDP may have freed it since.
-        if self.weight.untyped_storage().nbytes() == 0:
+        if self.head.weight.untyped_storage().nbytes() == 0:
             raise ModelError(
                 "The weight of the head was freed before the loss was computed",
                 expected="a head outside the units that are freed after their forward, as it is by default",
@@ -340,13 +383,11 @@ class HeadLogits(LazyLogits):
         return f"HeadLogits(shape={shape}, hidden={tuple(self.part.shape)}, dtype={self.dtype})"
 
 
-def _deferred(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, ranks: Sequence[LossRanks]
-) -> HeadLogits:
+def _deferred(hidden: Tensor, head: Head, dtype: torch.dtype) -> HeadLogits:
     with DisableTorchFunctionSubclass():
-        logits: HeadLogits = _WrapHeadLogits.apply(hidden, weight, bias, dtype)
+        logits: HeadLogits = _WrapHeadLogits.apply(hidden, head.weight, head.bias, head.vocabulary, dtype)
     # Inside the Function they were detached from their graphs.
-    logits.part, logits.weight, logits.bias, logits.ranks = hidden, weight, bias, ranks
+    logits.part, logits.head = hidden, head
     return logits
 
 
@@ -354,20 +395,31 @@ class _WrapHeadLogits(torch.autograd.Function):
     """Wrap hidden states and head; backward takes the gradient of the whole logits, which a Function may return."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadLogits:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vocabulary: Vocabulary | None,
+        dtype: torch.dtype,
+    ) -> HeadLogits:
         ctx.save_for_backward(hidden, weight)
-        return HeadLogits(hidden, weight, bias, dtype)
+        ctx.vocabulary = vocabulary
+        return HeadLogits(hidden, Head(weight, bias, (), vocabulary), dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
+        if ctx.vocabulary is not None:
+            gradient = gradient.narrow(-1, ctx.vocabulary.first, weight.shape[0])
         gradient = gradient.to(hidden.dtype)
         rows = gradient.flatten(0, -2)
-        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         return (
             gradient @ weight if wants_hidden else None,
             rows.T @ hidden.flatten(0, -2) if wants_weight else None,
             rows.sum(0) if wants_bias else None,
+            None,
             None,
         )
 
@@ -380,6 +432,10 @@ _ELEMENTWISE = {
     _T.tanh, torch.mul, torch.div, torch.tanh, torch.clone,
 }  # fmt: skip
 """Functions that are elementwise if the other arguments are numbers or types."""
+
+
+def _is_elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return func in _ELEMENTWISE and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
 
 
 class VocabularyShards(LazyLogits):
@@ -423,9 +479,7 @@ class VocabularyShards(LazyLogits):
 
     def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> VocabularyShards | None:
         """Apply casts, copies, scaling by numbers, and tanh."""
-        if func not in _ELEMENTWISE or any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-            return None
-        return self.with_part(func(self.part, *args, **kwargs))
+        return self.with_part(func(self.part, *args, **kwargs)) if _is_elementwise(func, args, kwargs) else None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         # Without values: printing on one rank must not wait for the others.

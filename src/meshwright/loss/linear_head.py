@@ -1,6 +1,6 @@
 """Cross entropy of a linear head, computed a chunk of tokens at a time, so that all logits never exist at once.
 
-Shapes: N tokens, n of them in a chunk, D width, C classes.
+Shapes: N tokens, n of them in a chunk, D width, C classes; of a vocabulary divided over ranks, those of this rank.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from meshwright.loss.cross_entropy_rows import (
     wide,
     without_autocast,
 )
+from meshwright.loss.vocabulary_parallel import Vocabulary, check_classes, gradients_of_parts, losses_of_parts
 from meshwright.runtime import computes_on_gpu
 from meshwright.runtime.torch_internals.autograd import Function, num_dispatch_modes
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
@@ -49,6 +50,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     chunk_size: int | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """Compute ``F.cross_entropy(F.linear(hidden, weight, bias).float(), target, …)`` without holding the logits.
 
@@ -70,6 +72,9 @@ def linear_cross_entropy(
         label_smoothing: Part of the target spread over all classes (Szegedy et al. 2016), 0 to 1.
         chunk_size: Tokens at a time. None takes as many as make the logits about as large as ``hidden``, at least 256,
             on a GPU 2048.
+        vocabulary: Division of the classes over ranks, whose parts of the head ``weight`` and ``bias`` are then; all
+            other arguments and the loss are equal on these ranks, and the gradient of ``hidden`` is this rank's part of
+            a sum. Collective, in backward too for ``"none"``.
 
     Returns:
         fp32 (fp64 for fp64): 0-dim, or of ``target``'s shape for ``"none"``. A mean over no tokens is nan with a
@@ -82,7 +87,7 @@ def linear_cross_entropy(
     """
     check_options(reduction, label_smoothing)
     _check_chunk_size(chunk_size)
-    options = (class_weight, ignore_index, reduction, label_smoothing, chunk_size)
+    options = (class_weight, ignore_index, reduction, label_smoothing, chunk_size, vocabulary)
     if torch.compiler.is_compiling():
         # Traced, all chunks would become one graph, whose partitioner saves their logits for backward.
         return torch.compiler.disable(_linear_cross_entropy)(hidden, weight, target, bias, *options)
@@ -99,19 +104,22 @@ def _linear_cross_entropy(
     reduction: str,
     label_smoothing: float,
     chunk_size: int | None,
+    vocabulary: Vocabulary | None,
 ) -> Tensor:
     hidden, weight, bias = in_autocast_type(hidden, weight, bias)
     _check_head(hidden, weight, bias)
     check_plain("target", target)
     check_target(target, tuple(hidden.shape[:-1]))
-    check_class_weight(class_weight, weight.shape[0], "class_weight")
+    check_class_weight(class_weight, weight.shape[0] if vocabulary is None else vocabulary.size, "class_weight")
     num_tokens, num_classes, width = target.numel(), *weight.shape
     hidden_ND = hidden.reshape(num_tokens, width)
     rows = make_rows(target.reshape(-1), hidden.dtype, class_weight, ignore_index, label_smoothing)
+    if vocabulary is not None:
+        check_classes(rows, vocabulary)
     chunk = chunk_size or default_chunk_size(num_tokens, width, num_classes, on_gpu=computes_on_gpu(hidden))
     if reduction == "none":
-        return _EachLoss.apply(hidden_ND, weight, bias, chunk, *rows).view(target.shape)
-    total = _SumOfLosses.apply(hidden_ND, weight, bias, chunk, torch.is_grad_enabled(), *rows)
+        return _EachLoss.apply(hidden_ND, weight, bias, chunk, vocabulary, *rows).view(target.shape)
+    total = _SumOfLosses.apply(hidden_ND, weight, bias, chunk, vocabulary, torch.is_grad_enabled(), *rows)
     return total if reduction == "sum" else mean(total, rows)
 
 
@@ -159,13 +167,20 @@ class _SumOfLosses(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, chunk: int, train: bool, *rows: Any
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_CD: Tensor,
+        bias_C: Tensor | None,
+        chunk: int,
+        vocabulary: Vocabulary | None,
+        train: bool,
+        *rows: Any,
     ) -> Tensor:
-        every = Rows(*rows)
+        head = _Head(weight_CD, bias_C, Rows(*rows), chunk, vocabulary)
         ctx.dtype = hidden_ND.dtype
         if not (train and any(ctx.needs_input_grad)):
-            return head_losses(hidden_ND, weight_CD, bias_C, every, chunk).sum()
-        loss_N, gradients = head_gradients(hidden_ND, weight_CD, bias_C, every, chunk, None, ctx.needs_input_grad[:3])
+            return head_losses(hidden_ND, head).sum()
+        loss_N, gradients = head_gradients(hidden_ND, head, None, ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
         return loss_N.sum()
 
@@ -173,7 +188,7 @@ class _SumOfLosses(Function):
     @once("LinearCrossEntropy")
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (scaled(gradient, upstream, ctx.dtype) for gradient in ctx.saved_tensors)
-        return (*gradients, *[None] * 7)
+        return (*gradients, *[None] * 8)
 
 
 class _EachLoss(Function):
@@ -181,24 +196,28 @@ class _EachLoss(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, chunk: int, *rows: Any
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_CD: Tensor,
+        bias_C: Tensor | None,
+        chunk: int,
+        vocabulary: Vocabulary | None,
+        *rows: Any,
     ) -> Tensor:
         every = Rows(*rows)
-        ctx.chunk, ctx.label_smoothing = chunk, every.label_smoothing
+        ctx.chunk, ctx.vocabulary, ctx.label_smoothing = chunk, vocabulary, every.label_smoothing
         ctx.save_for_backward(
             hidden_ND, weight_CD, bias_C, every.target_n1, every.valid_n, every.weight_n, every.class_weight_C
         )
-        return head_losses(hidden_ND, weight_CD, bias_C, every, chunk)
+        return head_losses(hidden_ND, _Head(weight_CD, bias_C, every, chunk, vocabulary))
 
     @staticmethod
     @once("LinearCrossEntropy")
     def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_CD, bias_C, *row_tensors = ctx.saved_tensors
-        every = Rows._make([*row_tensors, ctx.label_smoothing])
-        _, gradients = head_gradients(
-            hidden_ND, weight_CD, bias_C, every, ctx.chunk, upstream_N, ctx.needs_input_grad[:3]
-        )
-        return (*(None if each is None else each.to(hidden_ND.dtype) for each in gradients), *[None] * 6)
+        head = _Head(weight_CD, bias_C, Rows._make([*row_tensors, ctx.label_smoothing]), ctx.chunk, ctx.vocabulary)
+        _, gradients = head_gradients(hidden_ND, head, upstream_N, ctx.needs_input_grad[:3])
+        return (*(None if each is None else each.to(hidden_ND.dtype) for each in gradients), *[None] * 7)
 
 
 class LinearCrossEntropy(nn.Module):
@@ -274,46 +293,67 @@ class HeadGradients(NamedTuple):
     bias_C: Tensor | None
 
 
-def head_losses(hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, rows: Rows, chunk: int) -> Tensor:
+class _Head(NamedTuple):
+    """A head, its targets, and how many tokens it takes at a time."""
+
+    weight_CD: Tensor
+    bias_C: Tensor | None
+    rows: Rows
+    chunk: int
+    vocabulary: Vocabulary | None  # None: this rank has all classes
+
+    def logits(self, hidden_nD: Tensor) -> Tensor:
+        """Return the logits (n, C)."""
+        return F.linear(hidden_nD, self.weight_CD, self.bias_C)
+
+    def losses_(self, logits_nC: Tensor, some: slice) -> Tensor:
+        """Return the losses (n,) of some rows; their logits are overwritten."""
+        if self.vocabulary is None:
+            return row_losses(logits_nC, self.rows.part(some), overwrite=True)[0]
+        return losses_of_parts(logits_nC, self.rows.part(some), self.vocabulary)[0]
+
+    def losses_and_gradients_(self, logits_nC: Tensor, some: slice, upstream_n: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses (n,) of some rows, and the gradient of their logits, which are overwritten."""
+        rows, vocabulary = self.rows.part(some), self.vocabulary
+        if vocabulary is None:
+            return losses_and_gradients_(logits_nC, rows, upstream_n)
+        loss_n, max_n1, sum_n1 = losses_of_parts(logits_nC, rows, vocabulary)
+        return loss_n, gradients_of_parts(
+            logits_nC, max_n1, sum_n1, rows, upstream_n, vocabulary, overwrite=True
+        )
+
+
+def head_losses(hidden_ND: Tensor, head: _Head) -> Tensor:
     """Return the loss of every token (N,)."""
-    loss_N = torch.empty_like(rows.weight_n)
+    loss_N = torch.empty_like(head.rows.weight_n)
     with without_autocast(hidden_ND.device):
-        for some in slices(hidden_ND.shape[0], chunk):
-            logits_nC = F.linear(hidden_ND[some], weight_CD, bias_C)
-            loss_N[some] = row_losses(logits_nC, rows.part(some), overwrite=True)[0]
+        for some in slices(hidden_ND.shape[0], head.chunk):
+            logits_nC = head.logits(hidden_ND[some])
+            loss_N[some] = head.losses_(logits_nC, some)
             del logits_nC  # free it before the next ones are made
     return loss_N
 
 
 def head_gradients(
-    hidden_ND: Tensor,
-    weight_CD: Tensor,
-    bias_C: Tensor | None,
-    rows: Rows,
-    chunk: int,
-    upstream_N: Tensor | None,
-    wanted: Sequence[bool],
+    hidden_ND: Tensor, head: _Head, upstream_N: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, HeadGradients]:
     """Return the losses, and the gradients of their sum weighted by ``upstream_N``.
 
     Args:
         hidden_ND: Input of the head.
-        weight_CD: Weight of the head.
-        bias_C: Bias of the head.
-        rows: Targets.
-        chunk: Tokens at a time.
+        head: The head, and its targets.
         upstream_N: Gradient of each loss; None for ones.
         wanted: Which of the gradients of hidden, weight and bias to compute.
     """
-    loss_N = torch.empty_like(rows.weight_n)
-    gradients = _zeros(hidden_ND, weight_CD, wanted)
+    loss_N = torch.empty_like(head.rows.weight_n)
+    gradients = _zeros(hidden_ND, head.weight_CD, wanted)
     lift = _FP16_LIFT if upstream_N is None and hidden_ND.dtype == torch.float16 else 1.0
     upstream_N = torch.full_like(loss_N, lift) if upstream_N is None else upstream_N
     with without_autocast(hidden_ND.device):
-        for some in slices(hidden_ND.shape[0], chunk):
-            logits_nC = F.linear(hidden_ND[some], weight_CD, bias_C)
-            loss_N[some], slope_nC = losses_and_gradients_(logits_nC, rows.part(some), upstream_N[some])
-            _add(gradients, some, slope_nC, hidden_ND[some], weight_CD, 1.0 / lift)
+        for some in slices(hidden_ND.shape[0], head.chunk):
+            logits_nC = head.logits(hidden_ND[some])
+            loss_N[some], slope_nC = head.losses_and_gradients_(logits_nC, some, upstream_N[some])
+            _add(gradients, some, slope_nC, hidden_ND[some], head.weight_CD, 1.0 / lift)
             del logits_nC, slope_nC
     return loss_N, gradients
 

@@ -23,6 +23,8 @@ from meshwright.loss.cross_entropy_rows import (
     make_rows,
     mean,
     once,
+    one_pass_slopes,
+    one_pass_sums,
     rows_at_a_time,
     slices,
     sum_of_weights,
@@ -119,11 +121,18 @@ def parallel_row_losses(
         sums_upstream: Whether every rank's loss counts, so that backward sums their upstream gradients as BMTrain's
             layers do. Else one loss counts, which all ranks compute alike.
     """
-    # No rank would notice an index that is no class: each would take it for another rank's.
-    inside = (rows.target_n1 >= 0) & (rows.target_n1 < vocabulary.size)
-    assert_async(inside.all(), f"targets are not in 0..{vocabulary.size - 1}")  # type: ignore[call-arg]
+    check_classes(rows, vocabulary)
     loss_N: Tensor = _ParallelRowLosses.apply(logits_Nc, vocabulary, sums_upstream, *rows)
     return loss_N
+
+
+def check_classes(rows: Rows, vocabulary: Vocabulary) -> None:
+    """Check that targets are classes, on a GPU without waiting.
+
+    No rank would notice an index that is none: each would take it for another rank's.
+    """
+    inside = (rows.target_n1 >= 0) & (rows.target_n1 < vocabulary.size)
+    assert_async(inside.all(), f"targets are not in 0..{vocabulary.size - 1}")  # type: ignore[call-arg]
 
 
 class _ParallelRowLosses(Function):
@@ -132,44 +141,81 @@ class _ParallelRowLosses(Function):
     @staticmethod
     def forward(ctx: Any, logits_Nc: Tensor, vocabulary: Vocabulary, sums_upstream: bool, *rows: Any) -> Tensor:
         every = Rows(*rows)
-        place_N1, here_N1 = _places(every, vocabulary.first, logits_Nc.shape[1])
-        max_N1 = vocabulary.max(logits_Nc.amax(1, keepdim=True).to(every.weight_n.dtype))
-        with without_autocast(logits_Nc.device):
-            sums_KN1 = vocabulary.sum(_local_sums(logits_Nc, max_N1, every, place_N1, here_N1, vocabulary.first))
-        log_N, at_target_N = sums_KN1[0].squeeze(1).log(), sums_KN1[1].squeeze(1)
-        loss_N = (1.0 - every.label_smoothing) * every.weight_n * (log_N - at_target_N)
-        if every.label_smoothing > 0:
-            total = sum_of_weights(every, vocabulary.size)
-            loss_N += every.label_smoothing / vocabulary.size * (total * log_N - sums_KN1[2].squeeze(1))
+        loss_N, max_N1, sum_N1 = losses_of_parts(logits_Nc, every, vocabulary)
         ctx.vocabulary, ctx.sums_upstream, ctx.label_smoothing = vocabulary, sums_upstream, every.label_smoothing
         row_tensors = every.target_n1, every.valid_n, every.weight_n, every.class_weight_C
-        ctx.save_for_backward(logits_Nc, *row_tensors, max_N1, sums_KN1[0].clone())
-        return torch.where(every.valid_n, loss_N, 0.0)
+        ctx.save_for_backward(logits_Nc, *row_tensors, max_N1, sum_N1.clone())
+        return loss_N
 
     @staticmethod
     @once("parallel_cross_entropy")
     def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
         logits_Nc, *row_tensors, max_N1, sum_N1 = ctx.saved_tensors
         every = Rows._make([*row_tensors, ctx.label_smoothing])
-        place_N1, here_N1 = _places(every, ctx.vocabulary.first, logits_Nc.shape[1])
-        weights_c = _local_weights(every, logits_Nc, ctx.vocabulary.first)
         if ctx.sums_upstream:
             upstream_N = ctx.vocabulary.sum(upstream_N)
-        # An ignored row's upstream gradient can be 1/0, if the caller takes a mean over no rows.
-        upstream_N1 = torch.where(every.valid_n, upstream_N, 0.0).unsqueeze(1)
-        hard_N1 = upstream_N1 * (1.0 - every.label_smoothing) * every.weight_n.unsqueeze(1)
-        soft_N1 = upstream_N1 * (every.label_smoothing / ctx.vocabulary.size)
-        scale_N1 = (hard_N1 + soft_N1 * sum_of_weights(every, ctx.vocabulary.size)) / sum_N1
-        gradient_Nc = torch.empty_like(logits_Nc, memory_format=torch.contiguous_format)
-        with without_autocast(logits_Nc.device):
-            for some in slices(logits_Nc.shape[0], rows_at_a_time(logits_Nc)):
-                slope_nc = (logits_Nc[some] - max_N1[some]).exp_().mul_(scale_N1[some])
-                if every.label_smoothing > 0:
-                    slope_nc -= soft_N1[some] * weights_c
-                slope_nc.scatter_add_(1, place_N1[some], torch.where(here_N1[some], -hard_N1[some], 0.0))
-                gradient_Nc[some] = slope_nc
-                del slope_nc  # free it before the next one is made
+        gradient_Nc = gradients_of_parts(logits_Nc, max_N1, sum_N1, every, upstream_N, ctx.vocabulary)
         return (gradient_Nc, *[None] * 7)
+
+
+def losses_of_parts(logits_nc: Tensor, rows: Rows, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of every row (n,), 0 where it is ignored, the largest logit and the sum of exponentials (n, 1).
+
+    Collective, without gradients; all results are equal on all ranks.
+    """
+    place_n1, here_n1 = _places(rows, vocabulary.first, logits_nc.shape[1])
+    max_n1 = vocabulary.max(logits_nc.amax(1, keepdim=True).to(rows.weight_n.dtype))
+    with without_autocast(logits_nc.device):
+        sums = one_pass_sums(logits_nc, max_n1, place_n1, here_n1, rows)
+        sums_Kn1 = vocabulary.sum(
+            _local_sums(logits_nc, max_n1, rows, place_n1, here_n1, vocabulary.first)
+            if sums is None
+            else torch.stack(sums)
+        )
+    log_n, at_target_n = sums_Kn1[0].squeeze(1).log(), sums_Kn1[1].squeeze(1)
+    loss_n = (1.0 - rows.label_smoothing) * rows.weight_n * (log_n - at_target_n)
+    if rows.label_smoothing > 0:
+        total = sum_of_weights(rows, vocabulary.size)
+        loss_n += rows.label_smoothing / vocabulary.size * (total * log_n - sums_Kn1[2].squeeze(1))
+    return torch.where(rows.valid_n, loss_n, 0.0), max_n1, sums_Kn1[0]
+
+
+def gradients_of_parts(
+    logits_Nc: Tensor,
+    max_N1: Tensor,
+    sum_N1: Tensor,
+    rows: Rows,
+    upstream_N: Tensor,
+    vocabulary: Vocabulary,
+    *,
+    overwrite: bool = False,
+) -> Tensor:
+    """Return the gradient of this rank's logits.
+
+    ``upstream_N`` is the gradient of each row's loss; the other arguments are those and results of
+    :func:`losses_of_parts`. ``overwrite`` allows computing in the logits' own memory.
+    """
+    place_N1, here_N1 = _places(rows, vocabulary.first, logits_Nc.shape[1])
+    with without_autocast(logits_Nc.device):
+        slopes_Nc = one_pass_slopes(logits_Nc, max_N1, sum_N1, place_N1, here_N1, rows, upstream_N)
+    if slopes_Nc is not None:
+        return slopes_Nc
+    weights_c = _local_weights(rows, logits_Nc, vocabulary.first)
+    # An ignored row's upstream gradient can be 1/0, if the caller takes a mean over no rows.
+    upstream_N1 = torch.where(rows.valid_n, upstream_N, 0.0).unsqueeze(1)
+    hard_N1 = upstream_N1 * (1.0 - rows.label_smoothing) * rows.weight_n.unsqueeze(1)
+    soft_N1 = upstream_N1 * (rows.label_smoothing / vocabulary.size)
+    scale_N1 = (hard_N1 + soft_N1 * sum_of_weights(rows, vocabulary.size)) / sum_N1
+    out_Nc = logits_Nc if overwrite else torch.empty_like(logits_Nc, memory_format=torch.contiguous_format)
+    with without_autocast(logits_Nc.device):
+        for some in slices(logits_Nc.shape[0], rows_at_a_time(logits_Nc)):
+            slope_nc = (logits_Nc[some] - max_N1[some]).exp_().mul_(scale_N1[some])
+            if rows.label_smoothing > 0:
+                slope_nc -= soft_N1[some] * weights_c
+            slope_nc.scatter_add_(1, place_N1[some], torch.where(here_N1[some], -hard_N1[some], 0.0))
+            out_Nc[some] = slope_nc
+            del slope_nc  # free it before the next one is made
+    return out_Nc
 
 
 def _places(rows: Rows, first: int, num_classes: int) -> tuple[Tensor, Tensor]:

@@ -454,8 +454,7 @@ def per_op_saved(shape: Shape, run: FamilyRun) -> int:
 def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ...]:
     """Return the ops of the embedding, the last norm, the head and the loss."""
     own, run = run, run.outside
-    # The largest part: a vocabulary need not be divided evenly.
-    h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, -(-shape.vocab // run.tensor)
+    h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, _classes(shape, run)
     first = 0 if pipeline > 1 else None
     last = pipeline - 1 if pipeline > 1 else None
     dtype = HALF if run.dtype in _NARROW else run.dtype
@@ -500,16 +499,23 @@ _SUM = 4  # bytes: gradients of the weight are summed in fp32
 
 def _chunks(shape: Shape, run: FamilyRun) -> tuple[int, int]:
     """Return the number of chunks of a rank's rows, and the rows of one."""
-    most = default_chunk_size(run.tokens, shape.hidden, shape.vocab, on_gpu=True)
+    most = default_chunk_size(run.tokens, shape.hidden, _classes(shape, run), on_gpu=True)
     chunks = max(1, -(-run.tokens // most))
     return chunks, -(-run.tokens // chunks)
 
 
+def _classes(shape: Shape, run: FamilyRun) -> int:
+    """Return the most classes that a rank of the tensor axis has: it need not divide them evenly."""
+    return -(-shape.vocab // run.tensor)
+
+
 def _ops_without_logits(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
-    h, v, size = shape.hidden, shape.vocab, run.itemsize
+    h, v, size = shape.hidden, _classes(shape, run), run.itemsize
     chunks, rows = _chunks(shape, run)
-    # Logits are read twice and their gradient is written; that of hidden states is copied to its place, and scaled.
-    forward, backward = rows * chunks * (3 * v + 2 * h) * size, rows * chunks * 3 * h * size
+    # One kernel reads the logits twice and writes their gradient; of divided classes several do, some rows at a time in
+    # fp32 (``loss/vocabulary_parallel.py``). The gradient of hidden states is copied to its place, and scaled.
+    of_logit = 3 * size if run.tensor == 1 else sum(OWN.logit_moves or ())
+    forward, backward = rows * chunks * (of_logit * v + 2 * h * size), rows * chunks * 3 * h * size
     if run.sequence > 1 and run.impl.divides_blocks_alone:
         backward += (run.outside.tokens + run.tokens) * h * size  # a share's gradient, among zeros
     dtype = HALF if run.dtype in _NARROW else run.dtype
@@ -525,7 +531,7 @@ def _saved_without_logits(shape: Shape, run: FamilyRun) -> OutsideSaved:
 
     Most is held beside them as a chunk has its logits and their gradient, or as backward scales.
     """
-    h, v, size = shape.hidden, shape.vocab, run.itemsize
+    h, v, size = shape.hidden, _classes(shape, run), run.itemsize
     _, rows = _chunks(shape, run)
     own = run.tokens * h * size
     scaled, of_chunk = own + size * v * h, own + rows * (2 * v + h) * size

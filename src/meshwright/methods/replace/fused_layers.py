@@ -154,7 +154,8 @@ def share_loss(model: nn.Module, ranks: LossRanks) -> LossShare:
     heads = []
     for head in model.modules():
         before = vars(head).get(_RANKS, ())
-        if type(head).forward is _lazy and ranks not in before:  # models have several lists of blocks
+        # Other methods wrap forwards; models have several lists of blocks.
+        if inspect.unwrap(type(head).forward) is _lazy and ranks not in before:
             head.__dict__[_RANKS] = (*before, ranks)
             heads.append(head)
     return LossShare(heads, ranks)

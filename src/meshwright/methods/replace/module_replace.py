@@ -46,13 +46,6 @@ class ModuleReplace(Method):
     seed_name: ClassVar[str | None] = "ATorch: module_replace"
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
-            other="tensor_parallel",
-            reason="it splits the classes of the head over ranks, and computes their cross entropy from the parts",
-            fix="leave loss out of module_replace",
-            when=lambda own, other: own.fuses_loss,
-            own_keys="loss=True",
-        ),
-        Conflict(
             other="pipeline_parallel",
             reason="gradients of the head's weight are there before its schedule asks for them",
             fix="leave loss out of module_replace, or take a schedule that does not split backward",

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.loss import Vocabulary, VocabularyShards
+from meshwright.loss import HeadLogits, LazyLogits, Vocabulary, VocabularyShards
 from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis
 from meshwright.methods.tensor.model_split import Change, Split, gather_around, gathers_of, let_exchange_tokens
 from meshwright.methods.tensor.split_plan import (
@@ -121,10 +121,15 @@ def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callabl
         if wanted == "logits" and torch.is_grad_enabled():
             part = output.shape[-1]
             vocabulary = Vocabulary(part * axis.index, part * axis.size, axis.sum, axis.max, whole)
-            return VocabularyShards.of(output, vocabulary)
+            return logits_in_parts(output, vocabulary)
         return output if wanted == "as computed" else whole(output)
 
     return around
+
+
+def logits_in_parts(part: torch.Tensor, vocabulary: Vocabulary) -> LazyLogits:
+    """Return logits over a vocabulary, of which a head has computed this rank's, or will do so for the loss."""
+    return part.over(vocabulary) if isinstance(part, HeadLogits) else VocabularyShards.of(part, vocabulary)
 
 
 def _adding_up(module: nn.Module, splits_input: bool, scatter: Change | None, axis: TensorAxis) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from meshwright.cost import Block, Boundary, CollectiveKind, Moment, Parameter, Step, send_boundaries
 from meshwright.errors import StrategyError
-from meshwright.loss import Vocabulary, VocabularyShards
+from meshwright.loss import Vocabulary
 from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
 from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis, TracedAxis
@@ -38,7 +38,7 @@ from meshwright.methods.tensor.model_split import (
     split_of,
 )
 from meshwright.methods.tensor.split_checks import check_grouped, refuse_router_loss
-from meshwright.methods.tensor.split_layers import share_key, split_layers, swapped_parameters
+from meshwright.methods.tensor.split_layers import logits_in_parts, share_key, split_layers, swapped_parameters
 from meshwright.methods.tensor.split_plan import (
     EXPERTS,
     LATENT,
@@ -277,7 +277,7 @@ class SplitTrace:
             if style.output == "as computed":
                 return output
             if style.output == "logits":
-                return VocabularyShards.of(output, self._vocabulary(output))
+                return logits_in_parts(output, self._vocabulary(output))
             if style.name == "rowwise" and self._sequence is not None and self._sequence.covers(layer.path):
                 return self._scattered(layer, output)
             whole = torch.cat([output] * self._ranks, -1) if style.output == "all_gather" else output
