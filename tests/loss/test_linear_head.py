@@ -9,9 +9,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from meshwright.errors import ConfigError, DataError, ModelError
-from meshwright.loss import LinearCrossEntropy, linear_cross_entropy
+from meshwright.loss import (
+    LinearCrossEntropy,
+    Vocabulary,
+    cross_entropy_rows,
+    fused_cross_entropy,
+    linear_cross_entropy,
+)
 from meshwright.loss.cross_entropy_rows import _plain_rows, losses_and_gradients_, make_rows
 from meshwright.loss.linear_head import default_chunk_size
+from meshwright.loss.vocabulary_parallel import _local_sums, gradients_of_parts
 from meshwright.runtime import imitated_gpu
 from tests.loss.helpers import EPSILON, distance, live_bytes
 
@@ -252,14 +259,33 @@ def test_a_sharded_head_works_in_its_module_and_is_refused_outside(ranks):
         assert "pass weight.full_tensor(), or compute the loss in the forward" in refused[0]
 
 
+@pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_pass_that_is_compiled_on_gpus_says_what_the_others_say(dtype):
+def test_the_passes_that_are_compiled_on_gpus_say_what_the_others_say(dtype, weighs, monkeypatch):
     torch.manual_seed(0)
     logits = (3 * torch.randn(7, 50)).to(dtype)
     target = torch.randint(0, 50, (7,))
     target[2] = -100
-    rows, upstream = make_rows(target, dtype, None, -100, 0.0), torch.rand(7)
+    class_weight = torch.rand(50) if weighs else None
+    rows, upstream = make_rows(target, dtype, class_weight, -100, 0.0), torch.rand(7)
     expected = losses_and_gradients_(logits.clone(), rows, upstream)
     with imitated_gpu():
         torch.testing.assert_close(losses_and_gradients_(logits.clone(), rows, upstream), expected)
     torch.testing.assert_close(_plain_rows(logits, *rows[:3], upstream), expected)
+    # As on a GPU, but for the compiler.
+    monkeypatch.setattr(cross_entropy_rows, "_kernel", lambda function, *_: function)
+    assert cross_entropy_rows.takes_one_pass(logits, rows)
+    logits.requires_grad_()
+    losses = fused_cross_entropy(logits, target, class_weight, reduction="none")
+    losses.backward(upstream)
+    torch.testing.assert_close((losses.detach(), logits.grad), expected)
+    halves = [Vocabulary(25 * place, 50, *[lambda part: part] * 3) for place in range(2)]
+    parts = [logits.detach()[:, 25 * place :][:, :25] for place in range(2)]
+    highest = logits.detach().amax(1, keepdim=True).to(upstream.dtype)
+    each = [_local_sums(part, highest, rows, half) for part, half in zip(parts, halves, strict=True)]
+    total = each[0] + each[1]
+    slopes = [
+        gradients_of_parts(part, highest, total[0], rows, upstream, half)
+        for part, half in zip(parts, halves, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(slopes, 1), expected[1])

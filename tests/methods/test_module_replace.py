@@ -423,7 +423,10 @@ CASES = {
     "fsdp": ("llama", [("module_replace", {"loss": True}), "fsdp", "checkpoint"]),
     "data": ("gpt2", [("module_replace", {"loss": True})]),
     "tensor": ("llama", [("parallel_mode", {"tensor": 2}), "tensor_parallel", "module_replace"]),
-    "tensor, loss": ("llama", [("parallel_mode", {"tensor": 2}), "tensor_parallel", ("module_replace", {"loss": True})]),
+    "tensor, loss": (
+        "llama",
+        [("parallel_mode", {"tensor": 2}), "tensor_parallel", ("module_replace", {"loss": True})],
+    ),
     "tensor, sharded, loss": (
         "llama",
         [("parallel_mode", {"tensor": 2, "zero": 2}), TOKENS, "fsdp", ("module_replace", {"loss": True})],
@@ -467,7 +470,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [c if c in ("fsdp", "tensor, loss") else pytest.param(c, marks=pytest.mark.long) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [c if c in ("fsdp", "tensor, loss") else pytest.param(c, marks=pytest.mark.long) for c in CASES]
+)
 def test_parity(ranks, case):
     name, strategy, *world = CASES[case]
     results = ranks(*world or (2,)).run(train_replaced, name, strategy)

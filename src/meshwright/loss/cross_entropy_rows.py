@@ -262,8 +262,8 @@ def losses_and_gradients_(logits_nC: Tensor, rows: Rows, upstream_n: Tensor) -> 
     return loss_n, gradient_nC
 
 
-# Passes over logits that a compiler makes one kernel of. They are for losses without smoothing, where weights of classes
-# are weights of rows.
+# Passes over logits that a compiler makes one kernel of, for losses without smoothing: there weights of classes are
+# weights of rows.
 
 _Pass = Callable[..., Any]
 
@@ -278,6 +278,11 @@ def _kernel(function: _Pass, logits_nC: Tensor, rows: Rows) -> _Pass | None:
     if rows.label_smoothing > 0 or not logits_nC.is_cuda or torch.compiler.is_compiling() or num_dispatch_modes():
         return None
     return _compiled(function) if _can_compile() else None
+
+
+def takes_one_pass(logits_nC: Tensor, rows: Rows) -> bool:
+    """Return whether there are such kernels for these logits, or a pass that predicts is to count them."""
+    return _is_counted(logits_nC, rows) or _kernel(_plain_sums, logits_nC, rows) is not None
 
 
 @functools.cache

@@ -318,9 +318,7 @@ class _Head(NamedTuple):
         if vocabulary is None:
             return losses_and_gradients_(logits_nC, rows, upstream_n)
         loss_n, max_n1, sum_n1 = losses_of_parts(logits_nC, rows, vocabulary)
-        return loss_n, gradients_of_parts(
-            logits_nC, max_n1, sum_n1, rows, upstream_n, vocabulary, overwrite=True
-        )
+        return loss_n, gradients_of_parts(logits_nC, max_n1, sum_n1, rows, upstream_n, vocabulary, overwrite=True)
 
 
 def head_losses(hidden_ND: Tensor, head: _Head) -> Tensor:

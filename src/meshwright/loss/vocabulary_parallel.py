@@ -54,6 +54,11 @@ class Vocabulary:
     gather: Callable[[Tensor], Tensor]
 
     @classmethod
+    def of_one_rank(cls, size: int) -> Vocabulary:
+        """Leave all classes on one rank."""
+        return cls(0, size, *[lambda tensor: tensor] * 3)
+
+    @classmethod
     def of_tensor_group(cls, num_local: int) -> Vocabulary:
         """Divide classes over BMTrain's tensor group: ``num_local`` on every rank, in rank order."""
         members = members_of(tensor_mesh())
@@ -163,15 +168,9 @@ def losses_of_parts(logits_nc: Tensor, rows: Rows, vocabulary: Vocabulary) -> tu
 
     Collective, without gradients; all results are equal on all ranks.
     """
-    place_n1, here_n1 = _places(rows, vocabulary.first, logits_nc.shape[1])
     max_n1 = vocabulary.max(logits_nc.amax(1, keepdim=True).to(rows.weight_n.dtype))
     with without_autocast(logits_nc.device):
-        sums = one_pass_sums(logits_nc, max_n1, place_n1, here_n1, rows)
-        sums_Kn1 = vocabulary.sum(
-            _local_sums(logits_nc, max_n1, rows, place_n1, here_n1, vocabulary.first)
-            if sums is None
-            else torch.stack(sums)
-        )
+        sums_Kn1 = vocabulary.sum(_local_sums(logits_nc, max_n1, rows, vocabulary))
     log_n, at_target_n = sums_Kn1[0].squeeze(1).log(), sums_Kn1[1].squeeze(1)
     loss_n = (1.0 - rows.label_smoothing) * rows.weight_n * (log_n - at_target_n)
     if rows.label_smoothing > 0:
@@ -232,16 +231,20 @@ def _local_weights(rows: Rows, logits_Nc: Tensor, first: int) -> Tensor:
     return rows.class_weight_C[first : first + num_classes]
 
 
-def _local_sums(logits_Nc: Tensor, max_N1: Tensor, rows: Rows, place_N1: Tensor, here_N1: Tensor, first: int) -> Tensor:
+def _local_sums(logits_nc: Tensor, max_n1: Tensor, rows: Rows, vocabulary: Vocabulary) -> Tensor:
     """Return, of every row, the sum of exponentials, the target's logit, and with smoothing the weighted sum."""
+    place_n1, here_n1 = _places(rows, vocabulary.first, logits_nc.shape[1])
+    sums = one_pass_sums(logits_nc, max_n1, place_n1, here_n1, rows)
+    if sums is not None:
+        return torch.stack(sums)
     smooth = rows.label_smoothing > 0
-    weights_c = _local_weights(rows, logits_Nc, first)
-    sums_KN1 = max_N1.new_empty((3 if smooth else 2, *max_N1.shape))
-    for some in slices(logits_Nc.shape[0], rows_at_a_time(logits_Nc)):
-        shifted_nc = logits_Nc[some] - max_N1[some]
-        sums_KN1[1, some] = torch.where(here_N1[some], shifted_nc.gather(1, place_N1[some]), 0.0)
+    weights_c = _local_weights(rows, logits_nc, vocabulary.first)
+    sums_Kn1 = max_n1.new_empty((3 if smooth else 2, *max_n1.shape))
+    for some in slices(logits_nc.shape[0], rows_at_a_time(logits_nc)):
+        shifted_nc = logits_nc[some] - max_n1[some]
+        sums_Kn1[1, some] = torch.where(here_n1[some], shifted_nc.gather(1, place_n1[some]), 0.0)
         if smooth:
-            sums_KN1[2, some, 0] = shifted_nc.mv(weights_c)
-        sums_KN1[0, some] = shifted_nc.exp_().sum(1, keepdim=True)
+            sums_Kn1[2, some, 0] = shifted_nc.mv(weights_c)
+        sums_Kn1[0, some] = shifted_nc.exp_().sum(1, keepdim=True)
         del shifted_nc
-    return sums_KN1
+    return sums_Kn1

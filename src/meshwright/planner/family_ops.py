@@ -126,15 +126,15 @@ class Implementation:
 
 
 PYTORCH = Implementation()
-# Our own loss writes an fp32 copy of a few rows, takes their maximum, shifts, exponentiates and sums them; backward
-# does so again and writes the gradient (``loss/fused.py``).
+# Two kernels of our own loss read the logits, for their maximum and for the sums of exponentials; in backward one reads
+# them and writes their gradient (``loss/cross_entropy_rows.py``).
 OWN = Implementation(
     plain_norms=True,
     repeats_heads=False,
     backward_moves=2.2,
     copies_divided=True,
     fused_loss=True,
-    logit_moves=(20, 28),
+    logit_moves=(4, 4),
     balances_head="work",
 )
 """What our engine runs by itself for a known family: eager norms and rotary positions in fp32, and its own loss."""
@@ -512,10 +512,10 @@ def _classes(shape: Shape, run: FamilyRun) -> int:
 def _ops_without_logits(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     h, v, size = shape.hidden, _classes(shape, run), run.itemsize
     chunks, rows = _chunks(shape, run)
-    # One kernel reads the logits twice and writes their gradient; of divided classes several do, some rows at a time in
-    # fp32 (``loss/vocabulary_parallel.py``). The gradient of hidden states is copied to its place, and scaled.
-    of_logit = 3 * size if run.tensor == 1 else sum(OWN.logit_moves or ())
-    forward, backward = rows * chunks * (of_logit * v + 2 * h * size), rows * chunks * 3 * h * size
+    # One kernel reads the logits twice and writes their gradient; of divided classes three do, between which numbers of
+    # rows are reduced. The gradient of hidden states is copied to its place, and scaled.
+    of_logit = 3 if run.tensor == 1 else 4
+    forward, backward = rows * chunks * (of_logit * v + 2 * h) * size, rows * chunks * 3 * h * size
     if run.sequence > 1 and run.impl.divides_blocks_alone:
         backward += (run.outside.tokens + run.tokens) * h * size  # a share's gradient, among zeros
     dtype = HALF if run.dtype in _NARROW else run.dtype

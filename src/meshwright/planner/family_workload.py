@@ -391,7 +391,7 @@ def _with_wide_logits(impl: Implementation) -> Implementation:
     if impl.logit_moves is None:
         return impl
     forward, backward = impl.logit_moves
-    return dataclasses.replace(impl, logit_bytes=(2 + 4, 4), logit_moves=(forward + 10, backward + 16))
+    return dataclasses.replace(impl, logit_bytes=(2 + 4, 4), logit_moves=(forward + 10, backward + 10))
 
 
 def _is_lowered(strategy: Strategy) -> bool:

@@ -280,21 +280,63 @@ class _Merged:
         batch, heads, tokens, _ = query.shape
         dtype = _wide(query)
         # Laid out as (batch, tokens, heads, features): concatenating the heads afterwards needs no copy.
-        self.out = query.new_zeros((batch, tokens, heads, features), dtype=dtype).transpose(1, 2)
-        self.lse = query.new_full((batch, heads, tokens), -torch.inf, dtype=dtype)
+        self.out = query.new_empty((batch, tokens, heads, features), dtype=dtype).transpose(1, 2)
+        self.lse = query.new_empty((batch, heads, tokens), dtype=dtype)
+        self._is_empty = True
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge the outputs of ``rows`` over further keys."""
+        if self._is_empty and rows == slice(0, self.out.shape[2]):
+            self.out.copy_(out)
+            self.lse.copy_(lse)
+            self._is_empty = False
+            return
+        self.fill()
         so_far, known = self.out[:, :, rows], self.lse[:, :, rows]
         total = torch.logaddexp(known, lse)
         finite = total.masked_fill(total == -torch.inf, 0)  # rows that have seen nothing stay 0
-        so_far.mul_((known - finite).exp().unsqueeze(-1)).add_(out * (lse - finite).exp().unsqueeze(-1))
+        so_far.mul_((known - finite).exp().unsqueeze(-1)).addcmul_(out, (lse - finite).exp().unsqueeze(-1))
         known.copy_(total)
+
+    def fill(self) -> None:
+        """Let rows that have seen nothing be 0, if none has seen anything."""
+        if self._is_empty:
+            self.out.zero_()
+            self.lse.fill_(-torch.inf)
+        self._is_empty = False
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
         """Merge one more key for every head, whose score is the head's sink and whose value is zero."""
         everywhere = sinks.to(self.lse.dtype)[:, None].expand_as(self.lse)
-        self.add(slice(None), self.out.new_zeros(()), everywhere)
+        self.add(slice(0, self.out.shape[2]), self.out.new_zeros(()), everywhere)
+
+
+class _Sum:
+    """A sum of gradients in fp32 (fp64 for fp64) of a tensor (batch, heads, tokens, features).
+
+    Args:
+        like: The tensor.
+        known: The sum so far, which is added to in place; None: nothing yet.
+        travels: Whether it will be sent, as contiguous tensors are.
+    """
+
+    def __init__(self, like: torch.Tensor, known: torch.Tensor | None = None, *, travels: bool = False) -> None:
+        self._like, self._known = like, known
+        self._layout = torch.contiguous_format if travels else torch.preserve_format
+
+    def add(self, rows: slice, part: torch.Tensor) -> None:
+        """Add gradients of some rows."""
+        if self._known is None and rows == slice(0, self._like.shape[2]):
+            self._known = part.to(_wide(part), memory_format=self._layout)
+        else:
+            # Not ``+=``, which would copy the rows to where they are.
+            self.value()[:, :, rows].add_(part)
+
+    def value(self) -> torch.Tensor:
+        """Return the sum."""
+        if self._known is None:
+            self._known = torch.zeros_like(self._like, dtype=_wide(self._like), memory_format=self._layout)
+        return self._known
 
 
 class RingAttention(Function):
@@ -330,6 +372,7 @@ class RingAttention(Function):
                 pair = arriving()
         if sinks is not None:
             merged.add_sinks(sinks)
+        merged.fill()
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, out, merged.lse, sinks)
         return out
@@ -341,8 +384,8 @@ class RingAttention(Function):
         query, key, value, mask, out, lse, sinks = ctx.saved_tensors
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
         lse = lse.masked_fill(lse == -torch.inf, 0)  # kernels compute with it even in rows that see no key
-        wide, order = _wide(query), ctx.ring.order
-        own, pair, returning = torch.zeros_like(query, dtype=wide), [key, value], None
+        order = ctx.ring.order
+        own, pair, returning = _Sum(query), [key, value], None
         for step in range(order.size):
             arriving = ctx.ring.pass_on(pair) if step < order.size - 1 else None
             source = (order.index - step) % order.size
@@ -351,17 +394,23 @@ class RingAttention(Function):
                 rows = [tensor[:, :, view.rows] for tensor in (gradient, out, lse)]
                 parts = _block(ctx, view, query, pair, mask, source).backward(*rows)
             # Gradients of this source's keys and values, summed by the ranks that had them before.
-            sums = returning() if returning else [t.new_zeros(t.shape, dtype=wide) for t in pair]
+            before = returning() if returning else [None, None]
+            sums = [_Sum(tensor, known, travels=True) for tensor, known in zip(pair, before, strict=True)]
             if view is not None and parts is not None:
-                own[:, :, view.rows] += parts[0]
-                sums[0][:, :, view.columns] += parts[1]
-                sums[1][:, :, view.columns] += parts[2]
-            returning = ctx.ring.pass_on(sums)
+                own.add(view.rows, parts[0])
+                for each, part in zip(sums, parts[1:], strict=True):
+                    each.add(view.columns, part)
+            del parts
+            returning = ctx.ring.pass_on([each.value() for each in sums])
             pair = arriving() if arriving is not None else pair
         assert returning is not None
         key_gradient, value_gradient = returning()
         of_sinks = _sinks_gradient(sinks, gradient, out, lse) if ctx.needs_input_grad[-1] else None
-        grads = own.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype)
+        # Laid out as the tensors are, so that turning the heads back needs no copy.
+        grads = own.value().to(query.dtype), *(
+            torch.empty_like(tensor).copy_(gradient)
+            for tensor, gradient in ((key, key_gradient), (value, value_gradient))
+        )
         return *grads, *(None,) * 6, of_sinks
 
 
