@@ -20,13 +20,18 @@ PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy saves attention's 
 # multiply complex numbers and cast back.
 _PLAIN_NORM, _PLAIN_ROTARY = 18, 10
 _COPIES = 4 * 2  # two gathers and two sums of a block, each read and written
-# Hidden states that are read or written once more where attention is replaced, in forward: chains of kernels end there,
-# and heads are turned; and for each step of a ring, whose part results are merged in fp32. Counted in traces of Llama 3
-# 8B under 2 to 8 ranks.
-_AROUND_EXCHANGES, _RING_STEP = 2.6, 1.3
+_PerElement = tuple[tuple[float, float], tuple[float, float]]
+# Half-precision elements moved where tokens are divided, per element of queries and of keys, in forward and in backward:
+# by a ring, whose part results and gradients are merged in fp32, and by each of its steps; and by an exchange of tokens
+# for heads, which orders both. Counted in traces of Llama and GPT under 2 and 4 ranks.
+_RING: _PerElement = ((1.4, 4.0), (3.5, 6.0))
+_RING_STEP: _PerElement = ((4.7, 0.0), (2.5, 10.0))
+_EXCHANGE: _PerElement = ((12.0, 12.0), (10.0, 14.0))
 # Bytes per element that an eager norm saves: its input in fp32, and in half precision what the weight multiplies.
 _PLAIN_NORM_SAVED = 6
-# The same in fp32, under autocast. A product's input is cast from it (3): for queries, keys and values each by itself,
+# The same with what backward of such a norm holds for a moment: gradients of its products, in fp32.
+_NORM_HELD = 25
+# What a norm saves in fp32, under autocast. A product's input is cast from it (3): for queries, keys and values each by itself,
 # and for gate and up; and rotary positions, which stay in fp32, promote queries and keys.
 _WIDE_NORM, _WIDE_NORM_SAVED, _WIDE_ROTARY = 14, 8, 18
 _WIDE = 2  # a sum of residuals, or a norm of one kernel, moves so many bytes more for each byte of half precision
@@ -227,6 +232,7 @@ def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     )
     return (
         _moves(shape, run),
+        *_moves_of_tokens(shape, run),
         *_weight_casts(_matrices(shape, run), run, (BLOCK, PER_OP)),
         _matmul(run, tokens, (q + 2 * kv) // t, h),
         *_attention_ops(shape, run, (ATTENTION, BLOCK)),
@@ -276,6 +282,27 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
     each = _moved_per_block(shape, run) // kernels
     behind = round(each * run.impl.backward_moves) if _is_chain(shape, run) else None
     return Op("move", num_bytes=each, backward_bytes=behind, count=kernels, inside=names, needed_in=names)
+
+
+def _moves_of_tokens(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
+    """Return the kernels around attention of a block whose tokens our own methods divide, as equal ones."""
+    if run.sequence == 1 or not run.impl.divides_blocks_alone:
+        return ()
+    kinds = [(_RING, 1), (_RING_STEP, run.ring)] if run.ring > 1 else []
+    kinds += [(_EXCHANGE, 1)] if run.sequence > run.ring else []
+    widths, kernels = (shape.query_width, shape.kv_width), 6 * run.ring
+    forward, backward = (
+        sum(times * per * width for kind, times in kinds for per, width in zip(kind[way], widths, strict=True))
+        for way in (0, 1)
+    )
+    each = run.tokens * run.itemsize / run.tensor / kernels
+    names = (BLOCK, PER_OP)
+    return (
+        Op(
+            "move", num_bytes=round(each * forward), backward_bytes=round(each * backward), count=kernels,
+            inside=names, needed_in=names,
+        ),
+    )  # fmt: skip
 
 
 def _matrices(shape: Shape, run: FamilyRun) -> int:
@@ -350,8 +377,6 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
         plain += (2 * _WIDE + _CASTS * _CAST if _is_chain(shape, run) else 2 * (2 * _WIDE + _CAST)) * h
     if run.impl.dropout:
         plain += h  # masks of one byte, written by the kernel that adds the residual
-    if run.impl.divides_blocks_alone and run.sequence > 1:
-        plain += round((_RING_STEP * run.ring if run.ring > 1 else 0) + _AROUND_EXCHANGES) * shape.query_width
     if run.impl.copies_divided and run.plain_parts > 1 and run.micro_batch > 1:
         plain += _COPIES * h * run.plain_parts  # of all tokens, on every rank
     return size * run.tokens * (plain // run.plain_parts + (_moved_by_heads(shape, run) + activation) // run.tensor)
@@ -478,17 +503,26 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
 
 
 def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
-    """Return the bytes of the last norm's input and output, the logits, their fp32 copy and its log-softmax."""
+    """Return the bytes of what the last norm saves, its output, the logits, their fp32 copy and its log-softmax."""
     if run.impl.omits_logits:
         return _saved_without_logits(shape, run)
     run = run.outside
     logits = run.tokens * (shape.vocab // run.tensor)
-    hidden = 2 * run.token_bytes(shape.hidden)
+    hidden = _last_norm_saved(shape, run)
     if run.impl.autocasts:
         hidden += shape.vocab // run.tensor * shape.hidden * run.itemsize
     usual = (run.itemsize, run.itemsize) if run.impl.fused_loss else (run.itemsize + 8, 4)
     saved, beside = run.impl.logit_bytes or usual
     return OutsideSaved(hidden + logits * saved, logits * beside)
+
+
+def _last_norm_saved(shape: Shape, run: FamilyRun) -> int:
+    """Return the bytes of what the last norm saves, and of its output."""
+    output = run.token_bytes(shape.hidden)
+    if not _is_chain(shape, run) or run.itemsize == 4:
+        return 2 * output
+    each = _WIDE_NORM_SAVED if run.impl.autocasts else _PLAIN_NORM_SAVED
+    return output + run.tokens * shape.hidden * each // run.plain_parts
 
 
 # --- The loss without logits (``loss/linear_head.py``): forward makes the logits of some rows, their loss and gradient,
@@ -527,7 +561,7 @@ def _ops_without_logits(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
 
 
 def _saved_without_logits(shape: Shape, run: FamilyRun) -> OutsideSaved:
-    """Return the bytes of the last norm's input, and of the gradients that wait to be scaled.
+    """Return the bytes of what the last norm saves, and of the gradients that wait to be scaled.
 
     Most is held beside them as a chunk has its logits and their gradient, or as backward scales.
     """
@@ -536,4 +570,8 @@ def _saved_without_logits(shape: Shape, run: FamilyRun) -> OutsideSaved:
     own = run.tokens * h * size
     scaled, of_chunk = own + size * v * h, own + rows * (2 * v + h) * size
     of_chunk += size * v * h if run.impl.autocasts else 0  # the weight as it is cast, until forward is over
-    return OutsideSaved(run.outside.token_bytes(h) + own + _SUM * v * h, max(scaled, of_chunk))
+    output = run.outside.token_bytes(h)
+    saved = _last_norm_saved(shape, run.outside) - output + own + _SUM * v * h
+    # Behind the loss, backward of the norm of all tokens may hold more.
+    of_norm = _NORM_HELD * output // size if _is_chain(shape, run) and not run.impl.autocasts else 0
+    return OutsideSaved(saved, max(scaled, of_chunk, of_norm - saved))

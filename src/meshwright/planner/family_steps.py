@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from meshwright.cost import (
@@ -255,7 +255,10 @@ def family_step(
         num_micro_batches=run.num_micro_batches,
         activations=family_activations(shape, run, pipeline),
         flops=3 * (shape.layers * sum(op.flops for op in inside.ops) + sum(op.flops for op in outside.ops)),
-        boundaries=_boundaries(shape, run, sizes, shape.layers),
+        boundaries=(
+            *_boundaries(shape, run, sizes, shape.layers),
+            *_outside_boundaries(shape, run, sizes, first=True, last=True),
+        ),
     )
     if pipeline == 1:
         return [step]
@@ -266,7 +269,10 @@ def family_step(
     return [
         step.replace(
             stages=Stages(ranks, ranges, shape.layers, rank, hidden),
-            boundaries=_boundaries(shape, run, sizes, on_ranks[rank]),
+            boundaries=(
+                *_boundaries(shape, run, sizes, on_ranks[rank]),
+                *_outside_boundaries(shape, run, sizes, first=rank == ranks[0], last=rank == ranks[-1]),
+            ),
         )
         for rank in range(pipeline)
     ]
@@ -376,6 +382,39 @@ def _boundaries(shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: i
         for moment, times in (("forward", 1), ("backward", 2)):
             add("all_gather", moment, times * passed * calls, "context", calls)
     return tuple(found)
+
+
+def _outside_boundaries(
+    shape: Shape, run: FamilyRun, sizes: Mapping[str, int], *, first: bool, last: bool
+) -> Iterator[Boundary]:
+    """Yield what our own methods send before the first block and behind the last one of the model.
+
+    Args:
+        shape: The model.
+        run: Samples, precision and kernels.
+        sizes: Sizes of the mesh axes.
+        first: Whether the rank has the embedding.
+        last: Whether the rank has the head.
+    """
+    if not run.impl.divides_blocks_alone:
+        return
+    whole, part = (each.tokens * shape.hidden * each.itemsize for each in (run.outside, run))
+
+    def behind(axis: str, num_bytes: int) -> Iterator[Boundary]:
+        yield Boundary("all_gather", "forward", num_bytes, axis=axis)  # type: ignore[arg-type]
+        yield Boundary("reduce_scatter", "backward", num_bytes, axis=axis)  # type: ignore[arg-type]
+
+    if run.tensor > 1:
+        # The words that are looked up are summed, and so are gradients of the head's input.
+        ends = [("forward", first), ("backward", last)]
+        yield from (Boundary("all_reduce", way, whole, axis="tensor") for way, here in ends if here)  # type: ignore[arg-type]
+        if run.impl.split_tokens:
+            # Tokens are cut before the blocks, and gathered behind them.
+            ends = [("backward", first), ("forward", last)]
+            yield from (Boundary("all_gather", way, part, axis="tensor") for way, here in ends if here)  # type: ignore[arg-type]
+    for axis in ("sequence", "context"):
+        if last and sizes.get(axis, 1) > 1:
+            yield from behind(axis, whole)
 
 
 def _check(shape: Shape, tensor: int, stages: int, run: FamilyRun) -> None:

@@ -387,11 +387,11 @@ def _run_again(strategy: Strategy, layers: int) -> float:
 
 
 def _with_wide_logits(impl: Implementation) -> Implementation:
-    """Return an implementation whose loss takes an fp32 copy of the logits, written before and read again by it."""
+    """Return an implementation whose loss takes an fp32 copy in place of the logits, and reads that."""
     if impl.logit_moves is None:
         return impl
     forward, backward = impl.logit_moves
-    return dataclasses.replace(impl, logit_bytes=(2 + 4, 4), logit_moves=(forward + 10, backward + 10))
+    return dataclasses.replace(impl, logit_bytes=(4, 4), logit_moves=(forward + 10, backward + 10))
 
 
 def _is_lowered(strategy: Strategy) -> bool:

@@ -136,10 +136,10 @@ class SequenceRanks(TokenRanks):
 
 
 class _Exchange(Function):
-    """All-to-all of equal rows, which is its own transpose."""
+    """All-to-all of equal rows, which is its own transpose; without a group nothing arrives, for a trace."""
 
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
         return _all_to_all(parts, group)
 
@@ -148,9 +148,10 @@ class _Exchange(Function):
         return _all_to_all(gradient, ctx.group), None
 
 
-def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    arrived = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(arrived, parts.contiguous(), group=group)
+def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    arrived, sent = torch.empty_like(parts, memory_format=torch.contiguous_format), parts.contiguous()
+    if group is not None:
+        dist.all_to_all_single(arrived, sent, group=group)
     return arrived
 
 
@@ -213,7 +214,8 @@ class TracedSequence(SequenceRanks):
         self._note("sequence", "all_to_all", "forward", tensor_bytes(parts))
         if parts.requires_grad:
             self._note("sequence", "all_to_all", "backward", tensor_bytes(parts))
-        return parts.contiguous().clone()
+        arrived: torch.Tensor = _Exchange.apply(parts, None)
+        return arrived
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """Note the gather of tokens; see :func:`traced_gather`."""
