@@ -67,7 +67,9 @@ _QWEN = (
     "mixtral:layers=94,hidden=4096,heads=64,kv_heads=4,head_dim=128,ffn=1536,vocab=151936,experts=128,"
     "experts_per_token=8"
 )
-_NEMO_70B = (_TP, "context_parallel", _interleaved(5), "zero1", _BF16)
+# As in their engines, each of the ranks that divide the tokens of a sample has the loss of a part of them.
+_CONTEXT = ("context_parallel", ("module_replace", ["fused_loss"]))
+_NEMO_70B = (_TP, *_CONTEXT, _interleaved(5), "zero1", _BF16)
 _LLAMA = (_TP, _interleaved(4), "zero1", _BF16)
 CASES = {
     "Llama 3 70B, 64 H100": Case(
@@ -84,7 +86,7 @@ CASES = {
     ),
     "Llama 3.1 405B, 16,384 H100, 131k tokens": Case(
         "llama-3.1-405b:seq=131072", "h100x16384", 128,
-        (("tensor", 8), ("context", 16), ("zero", 8), ("pipeline", 16)), (*_LLAMA, "context_parallel"), 16,
+        (("tensor", 8), ("context", 16), ("zero", 8), ("pipeline", 16)), (*_LLAMA, *_CONTEXT), 16,
         "Llama 3 (Dubey et al. 2024), Table 4",
     ),
     "GPT-3 175B, 1,024 A100": Case(

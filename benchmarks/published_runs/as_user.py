@@ -141,7 +141,7 @@ def user_strategy(case: Case, recomputed: str, *, keeps: bool = False, compiled:
     methods += [("tensor_parallel", tokens)] if tensor > 1 else []
     methods += ["context_parallel"] if context > 1 else []
     # What our search proposes where ranks share samples: each has the loss of its share, where nothing excludes that.
-    methods += [("module_replace", ["fused_loss"])] if context > 1 and tensor == 1 else []
+    methods += [("module_replace", ["fused_loss"])] if context > 1 else []
     methods += [("pipeline_parallel", _pipeline(case, pipeline))] if pipeline > 1 else []
     if recomputed == _SHARE:
         budget = round(usable_bytes(case.cluster.device) * (1 - HEADROOM))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
-from meshwright.loss import Vocabulary, VocabularyShards, fused_cross_entropy
+from meshwright.loss import HeadLogits, Vocabulary, VocabularyShards, fused_cross_entropy
 from meshwright.methods.tensor.axis_exchange import TensorAxis
 
 BATCH, TIME, CLASSES = 3, 5, 14
@@ -103,6 +103,41 @@ def on_every_rank():
     check_like_torch(axis, lambda logits: Doubled.apply(logits.float()).sum(), close=1e-6)
     with pytest.raises(mw.DataError, match="not one class per row"):
         F.cross_entropy(shards_of(axis)[1].flatten(0, 1), TARGETS.flatten()[:3])
+    return check_heads(axis)
+
+
+def check_heads(axis):
+    """Compare lazy logits of a head, of which each rank has some classes, with those of the whole one."""
+    torch.manual_seed(4)
+    values = [torch.randn(shape, dtype=torch.float64) for shape in ((BATCH, TIME, 6), (CLASSES, 6), (CLASSES,))]
+    vocabulary = Vocabulary(7 * axis.index, CLASSES, axis.sum, axis.max, lambda part: axis.gather(part, -1))
+
+    def compare(function, close=1e-12):
+        hidden, weight, bias = (value.clone().requires_grad_() for value in values)
+        parts = [value.chunk(axis.size)[axis.index].clone().requires_grad_() for value in values[1:]]
+        own = values[0].clone().requires_grad_()
+        logits = HeadLogits.of(axis.copy(own), *parts).over(vocabulary)
+        assert logits.shape == (BATCH, TIME, CLASSES)
+        result, expected = function(logits), function(F.linear(hidden, weight, bias))
+        assert type(result) is torch.Tensor
+        torch.testing.assert_close(result, expected, rtol=close, atol=close)
+        result.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(own.grad, hidden.grad, rtol=close, atol=close)
+        for part, whole in zip(parts, (weight, bias), strict=True):
+            torch.testing.assert_close(part.grad, whole.grad.chunk(axis.size)[axis.index], rtol=close, atol=close)
+        return logits
+
+    for options in OPTIONS:
+        assert compare(lambda logits, options=options: next_tokens(logits, **options)).whole is None
+    compare(in_ways_that_lead_there, 1e-6)  # a scale is applied to this rank's logits
+    compare(lambda logits: logits.softmax(-1).square() + logits[..., :1])
+    compare(lambda logits: Doubled.apply(logits.float()).sum(), 1e-5)
+    with pytest.raises(RuntimeError, match=r"targets are not in 0\.\.13"):
+        compare(lambda logits: F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten().clamp(min=14)))
+    with torch.no_grad():
+        logits = HeadLogits.of(values[0], *[value.chunk(axis.size)[axis.index] for value in values[1:]])
+        torch.testing.assert_close(logits.over(vocabulary).argmax(-1), F.linear(*values).argmax(-1))
     return True
 
 

@@ -256,6 +256,13 @@ def test_a_model_without_blocks_recomputes_its_parts(name, no_reentrant):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=key)
 
 
+@pytest.mark.parametrize("policy", ["full", "selective", "every_second"])
+def test_a_policy_is_named_alone(policy):
+    named, written = (mw.Strategy([("checkpoint", config)]) for config in (policy, {"policy": policy}))
+    assert named == written
+    assert mw.Strategy([("checkpoint", "Block")]).get("checkpoint").wrap_class == ("Block",)
+
+
 def test_a_model_without_blocks_is_told_how_to_name_classes():
     with pytest.raises(mw.ModelError, match=r"no repeated blocks.*What to do.*wrap_class"):
         Checkpoint().check(job(nn.Linear(2, 2)))

@@ -65,7 +65,8 @@ def test_precision_comes_from_the_strategy_or_from_the_workload():
 def test_axes_divide_work_and_send_what_they_divide(methods, axis, kind):
     plan, alone = planned(methods, 1), planned(["zero2"], 1)
     assert kind in {each.kind for each in plan.step.traffic if each.axis == axis}
-    assert (plan.forecast.time.inline_s > 0) == (axis != "context")  # attention hides what a ring sends
+    # Attention hides what a ring sends; behind the last block all tokens are gathered once.
+    assert (plan.forecast.time.inline_s > 1e-3) == (axis != "context")
     assert alone.forecast.time.inline_s == 0
     assert plan.micro_batch == 2 * alone.micro_batch
     # Twice the samples on half of the layers or tokens are the same work.

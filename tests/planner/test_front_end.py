@@ -122,8 +122,8 @@ FORMULAS = {
     "tensor_context": [mesh(tensor=2, context=2, zero=2), SPLIT, "context_parallel", "fsdp", HALF],
     "tensor_context_loss": [mesh(tensor=2, context=2, zero=2), SPLIT, "context_parallel", "fsdp", HALF, LOSS],
 }
-CLOSE = MODEL_ERROR
-"""How far off formulas may be that choose among candidates; the plans that they find are traced."""
+CLOSE_IN_TIME, CLOSE = 0.045, MODEL_ERROR
+"""How far off formulas may be that choose among candidates, in time and in memory; the plans that they find are traced."""
 FIRST = ("llama-data", "gpt-fsdp", "heads-half")
 
 
@@ -141,8 +141,9 @@ def test_formulas_say_what_traces_do(kind, name):
     for model in (named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text))):
         (plan,) = PlanRequest(model, CLUSTER, BATCH, strategy=strategy, num_micro_batches=1).found().plans
         found.append((plan.forecast.time.step_time_s, plan.needed_bytes))
-    traced, formula = found
-    assert formula == pytest.approx(traced, rel=CLOSE)
+    (seconds, memory), (told_seconds, told_memory) = found
+    assert told_seconds == pytest.approx(seconds, rel=CLOSE_IN_TIME)
+    assert told_memory == pytest.approx(memory, rel=CLOSE)
 
 
 @pytest.mark.parametrize("half", [HALF, ("half", "bf16")], ids=["autocast", "half"])

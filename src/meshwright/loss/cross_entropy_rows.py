@@ -280,11 +280,6 @@ def _kernel(function: _Pass, logits_nC: Tensor, rows: Rows) -> _Pass | None:
     return _compiled(function) if _can_compile() else None
 
 
-def takes_one_pass(logits_nC: Tensor, rows: Rows) -> bool:
-    """Return whether there are such kernels for these logits, or a pass that predicts is to count them."""
-    return _is_counted(logits_nC, rows) or _kernel(_plain_sums, logits_nC, rows) is not None
-
-
 @functools.cache
 def _compiled(function: _Pass) -> _Pass:
     compiled: _Pass = torch.compile(function, fullgraph=True)

@@ -25,7 +25,6 @@ from meshwright.loss.cross_entropy_rows import (
     row_losses,
     rows_at_a_time,
     slices,
-    takes_one_pass,
     without_autocast,
 )
 from meshwright.loss.lazy_logits import LazyLogits
@@ -79,13 +78,11 @@ def fused_cross_entropy(
     _check(input, target, weight, groups)
     logits_NC = input.unsqueeze(0) if input.dim() == 1 else input.movedim(1, -1).reshape(-1, input.shape[1])
     rows = make_rows(target.reshape(-1), input.dtype, weight, ignore_index, label_smoothing)
-    if groups > 1:
-        every = Vocabulary.of_tensor_group(logits_NC.shape[1])
-        loss_N = parallel_row_losses(logits_NC, rows, every, sums_upstream=True)
-    elif takes_one_pass(logits_NC, rows):
-        loss_N = parallel_row_losses(logits_NC, rows, Vocabulary.of_one_rank(logits_NC.shape[1]))
-    else:
-        loss_N = _RowLosses.apply(logits_NC, *rows)
+    loss_N = (
+        _RowLosses.apply(logits_NC, *rows)
+        if groups == 1
+        else parallel_row_losses(logits_NC, rows, Vocabulary.of_tensor_group(logits_NC.shape[1]), sums_upstream=True)
+    )
     if reduction == "none":
         return loss_N.view(target.shape)
     return loss_N.sum() if reduction == "sum" else mean(loss_N.sum(), rows)
@@ -104,7 +101,7 @@ def _check(input: Tensor, target: Tensor, weight: Tensor | None, groups: int) ->
 
 
 class _RowLosses(Function):
-    """Losses (N,) of logits (N, C), a few rows at a time."""
+    """Losses (N,) of logits (N, C)."""
 
     @staticmethod
     def forward(ctx: Any, logits_NC: Tensor, *rows: Any) -> Tensor:

@@ -54,11 +54,6 @@ class Vocabulary:
     gather: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of_one_rank(cls, size: int) -> Vocabulary:
-        """Leave all classes on one rank."""
-        return cls(0, size, *[lambda tensor: tensor] * 3)
-
-    @classmethod
     def of_tensor_group(cls, num_local: int) -> Vocabulary:
         """Divide classes over BMTrain's tensor group: ``num_local`` on every rank, in rank order."""
         members = members_of(tensor_mesh())

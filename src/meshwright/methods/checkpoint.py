@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import PositiveFloat, PositiveInt
 from torch import nn
@@ -41,6 +41,7 @@ from meshwright.nn import (
 from meshwright.strategy import Bytes
 
 Granularity = Literal["none", "selective", "full"]
+Policy = Literal["full", "selective", "every_second"]
 ModuleT = TypeVar("ModuleT")  # a path or a number
 _WHICH = ("every", "layers", "each", "memory_budget")
 
@@ -48,8 +49,8 @@ _WHICH = ("every", "layers", "each", "memory_budget")
 class Checkpoint(Method):
     """Keeps only the inputs of the chosen modules and runs their forward again in backward.
 
-    Config: a class, a class name, a tuple of either, or keys; at most one of ``every``, ``layers``, ``each`` and
-    ``memory_budget``. Modules are counted in the model's order, the whole model's under a pipeline too.
+    Config: the name of a policy; a class, a class name, a tuple of either; or keys, at most one of ``every``, ``layers``,
+    ``each`` and ``memory_budget``. Modules are counted in the model's order, the whole model's under a pipeline too.
     """
 
     method_name: ClassVar[str] = "checkpoint"
@@ -71,7 +72,7 @@ class Checkpoint(Method):
     no_reentrant: bool = True
     """False uses torch's reentrant implementation, for modules on which the default fails since they save other tensors
     when they run again."""
-    policy: Literal["full", "selective", "every_second"] | tuple[str, ...] | None = None
+    policy: Policy | tuple[str, ...] | None = None
     """``full`` keeps nothing but inputs; ``selective`` keeps the results of products with weights, fused attention and
     functional collectives too (Korthikanti et al. 2022); ``every_second`` does so but for every second product of a
     module, as TorchTitan's selective policy; or the operators whose results are kept, such as ``aten.mm``. None:
@@ -89,7 +90,9 @@ class Checkpoint(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read a class, a name, or several."""
+        """Read a policy, a class, a name of one, or several."""
+        if isinstance(raw, str) and raw in get_args(Policy):
+            return {"policy": raw}
         if isinstance(raw, str | type | tuple | list | set | frozenset):
             return {"wrap_class": raw}
         return super().from_short(raw)

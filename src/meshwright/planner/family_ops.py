@@ -21,9 +21,9 @@ PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy saves attention's 
 _PLAIN_NORM, _PLAIN_ROTARY = 18, 10
 _COPIES = 4 * 2  # two gathers and two sums of a block, each read and written
 _PerElement = tuple[tuple[float, float], tuple[float, float]]
-# Half-precision elements moved where tokens are divided, per element of queries and of keys, in forward and in backward:
-# by a ring, whose part results and gradients are merged in fp32, and by each of its steps; and by an exchange of tokens
-# for heads, which orders both. Counted in traces of Llama and GPT under 2 and 4 ranks.
+# Half-precision elements moved where tokens are divided, per element of queries and of keys, in forward and in
+# backward: by a ring, whose part results and gradients are merged in fp32, and by each of its steps; and by an exchange
+# of tokens for heads, which orders both. Counted in traces of Llama and GPT under 2 and 4 ranks.
 _RING: _PerElement = ((1.4, 4.0), (3.5, 6.0))
 _RING_STEP: _PerElement = ((4.7, 0.0), (2.5, 10.0))
 _EXCHANGE: _PerElement = ((12.0, 12.0), (10.0, 14.0))
@@ -31,8 +31,8 @@ _EXCHANGE: _PerElement = ((12.0, 12.0), (10.0, 14.0))
 _PLAIN_NORM_SAVED = 6
 # The same with what backward of such a norm holds for a moment: gradients of its products, in fp32.
 _NORM_HELD = 25
-# What a norm saves in fp32, under autocast. A product's input is cast from it (3): for queries, keys and values each by itself,
-# and for gate and up; and rotary positions, which stay in fp32, promote queries and keys.
+# What a norm saves in fp32, under autocast. A product's input is cast from it (3): for queries, keys and values each by
+# itself, and for gate and up; and rotary positions, which stay in fp32, promote queries and keys.
 _WIDE_NORM, _WIDE_NORM_SAVED, _WIDE_ROTARY = 14, 8, 18
 _WIDE = 2  # a sum of residuals, or a norm of one kernel, moves so many bytes more for each byte of half precision
 _CAST, _CASTS = 3, 5
@@ -88,6 +88,8 @@ class Implementation:
             of ``fused_loss``, or of torch's cross-entropy in fp32.
         logit_moves: Bytes that the loss moves per logit in forward and in backward; None: those of
             ``fused_loss``, or of torch's cross-entropy.
+        wide_logits: Whether the loss takes an fp32 copy in place of the logits.
+        one_pass_loss: Whether kernels of the loss read logits of divided classes as they are, as those of our own do.
         scatters_boundary: Whether pipeline stages hand on one part per tensor rank of what all of these have
             (Narayanan et al. 2021, §4.1).
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
@@ -115,6 +117,8 @@ class Implementation:
     omits_logits: bool = False
     logit_bytes: tuple[int, int] | None = None
     logit_moves: tuple[int, int] | None = None
+    wide_logits: bool = False
+    one_pass_loss: bool = False
     scatters_boundary: bool = False
     balances_head: Literal["", "reaching", "beyond", "work"] = ""
     divides_blocks_alone: bool = False
@@ -131,15 +135,16 @@ class Implementation:
 
 
 PYTORCH = Implementation()
-# Two kernels of our own loss read the logits, for their maximum and for the sums of exponentials; in backward one reads
-# them and writes their gradient (``loss/cross_entropy_rows.py``).
+# Our own loss writes an fp32 copy of a few rows, takes their maximum, shifts, exponentiates and sums them; backward
+# does so again and writes the gradient (``loss/fused.py``).
 OWN = Implementation(
     plain_norms=True,
     repeats_heads=False,
     backward_moves=2.2,
     copies_divided=True,
     fused_loss=True,
-    logit_moves=(4, 4),
+    logit_moves=(20, 28),
+    one_pass_loss=True,
     balances_head="work",
 )
 """What our engine runs by itself for a known family: eager norms and rotary positions in fp32, and its own loss."""
@@ -488,6 +493,9 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
     norm = _PLAIN_NORM if _is_chain(shape, run) else 2
     usual = (size, 2 * size) if run.impl.fused_loss else (size + 12, size + 20)
     forward, backward = run.impl.logit_moves or usual
+    if run.tensor > 1 and run.impl.one_pass_loss:
+        # Three kernels for divided classes: two read the logits, and one reads them and writes their gradient.
+        forward = backward = 2 * 4 + (size + 4) if run.impl.wide_logits else 2 * size
     around = (
         Op("move", num_bytes=4 * tokens * h * size // run.plain_parts, count=1, on_rank=first),
         Op("move", num_bytes=norm * tokens * h * size // run.plain_parts, on_rank=last),

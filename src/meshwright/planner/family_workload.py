@@ -391,7 +391,7 @@ def _with_wide_logits(impl: Implementation) -> Implementation:
     if impl.logit_moves is None:
         return impl
     forward, backward = impl.logit_moves
-    return dataclasses.replace(impl, logit_bytes=(4, 4), logit_moves=(forward + 10, backward + 10))
+    return dataclasses.replace(impl, wide_logits=True, logit_bytes=(4, 4), logit_moves=(forward + 10, backward + 16))
 
 
 def _is_lowered(strategy: Strategy) -> bool:

@@ -407,9 +407,12 @@ class RingAttention(Function):
         key_gradient, value_gradient = returning()
         of_sinks = _sinks_gradient(sinks, gradient, out, lse) if ctx.needs_input_grad[-1] else None
         # Laid out as the tensors are, so that turning the heads back needs no copy.
-        grads = own.value().to(query.dtype), *(
-            torch.empty_like(tensor).copy_(gradient)
-            for tensor, gradient in ((key, key_gradient), (value, value_gradient))
+        grads = (
+            own.value().to(query.dtype),
+            *(
+                torch.empty_like(tensor).copy_(gradient)
+                for tensor, gradient in ((key, key_gradient), (value, value_gradient))
+            ),
         )
         return *grads, *(None,) * 6, of_sinks
 
