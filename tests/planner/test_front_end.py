@@ -123,7 +123,7 @@ FORMULAS = {
     "tensor_context_loss": [mesh(tensor=2, context=2, zero=2), SPLIT, "context_parallel", "fsdp", HALF, LOSS],
 }
 CLOSE_IN_TIME, CLOSE = 0.045, MODEL_ERROR
-"""How far off formulas may be that choose among candidates, in time and in memory; the plans that they find are traced."""
+"""How far off formulas may be that choose among candidates, in time and memory; the plans that they find are traced."""
 FIRST = ("llama-data", "gpt-fsdp", "heads-half")
 
 

@@ -45,52 +45,34 @@ _PART_FUNCTIONS = {_T.register_hook, _T.untyped_storage}
 """Functions that concern the graph or the memory of the part."""
 
 
-class LazyLogits(torch.Tensor):
-    """A tensor of logits (…, C) that are computed from a ``part`` (…, d) with the same positions when needed.
+class LazyTensor(torch.Tensor):
+    """A tensor that is computed from a ``part`` when something needs it.
 
-    See [Note: lazy logits]. Once computed, the whole replaces the part, so changes in place last. A subclass computes
-    the whole (:meth:`make_whole`) and the cross entropy, rebuilds itself from another part (:meth:`with_part`), and
-    names the elementwise functions that can be applied to the part (:meth:`elementwise`).
+    Once computed, the whole replaces the part, so changes in place last. A subclass computes the whole
+    (:meth:`make_whole`), and applies functions to the part that need no more (:meth:`of_part`).
     """
 
     part: Tensor
     whole: Tensor | None
-    computed_for: ClassVar[list[str] | None] = None  # names of functions that needed logits; None: not collected
-
-    @property
-    @abstractmethod
-    def num_classes(self) -> int:
-        """Return C."""
 
     @abstractmethod
     def make_whole(self) -> Tensor:
-        """Compute the whole logits (…, C), differentiably."""
+        """Compute the whole tensor, differentiably."""
 
-    @abstractmethod
-    def with_part(self, part: Tensor) -> Self:
-        """Return lazy logits of another part, such as that of some of the positions."""
+    def of_part(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Return whether a function could be applied to the part, and its result."""
+        return False, None
 
-    @abstractmethod
-    def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyLogits | None:
-        """Return the result of an elementwise function; None if ``func`` is none, or needs the whole."""
-
-    @abstractmethod
-    def cross_entropy(
-        self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
-    ) -> Tensor:
-        """Compute the cross entropy of rows (N, C), in at least fp32."""
+    @classmethod
+    def note_computed(cls, func: Any) -> None:
+        """Note that the whole is computed for a function."""
 
     def materialised(self) -> Tensor:
-        """Return the whole logits (…, C), computed once."""
+        """Return the whole tensor, computed once."""
         if self.whole is None:
             with torch.enable_grad():  # a later caller may need the graph
                 self.whole = self.make_whole()
         return self.whole
-
-    @property
-    def are_rows(self) -> bool:
-        """Return whether these are rows of logits (N, C) that have not been computed."""
-        return self.whole is None and self.part.dim() == 2
 
     @classmethod
     def __torch_function__(
@@ -106,14 +88,74 @@ class LazyLogits(torch.Tensor):
             return func(first.part if first.whole is None else first.whole, *args[1:], **kwargs)
         # Not without gradients: inside a Function's forward, the part would be taken for the whole.
         if isinstance(first, cls) and first.whole is None and torch.is_grad_enabled():
-            done, result = first._of_part(func, args[1:], kwargs)
+            done, result = first.of_part(func, args[1:], kwargs)
             if done:
                 return result
-        note_computed(func)
+        cls.note_computed(func)
         args, kwargs = tree_map(lambda leaf: leaf.materialised() if isinstance(leaf, cls) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _of_part(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Give the whole to operators of extensions, which do not pass ``__torch_function__``."""
+        if schema_of(func).is_mutable:
+            raise ModelError(
+                "An extension would change logits in place that have not been computed",
+                expected="torch operations, or functions that return something new",
+                got=str(func),
+                fix="pass it logits.materialised()",
+            )
+
+        def whole(leaf: Any) -> Any:
+            return leaf.make_whole().detach() if isinstance(leaf, cls) else leaf
+
+        args, kwargs = tree_map(whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class LazyLogits(LazyTensor):
+    """A tensor of logits (…, C) that are computed from a ``part`` (…, d) with the same positions when needed.
+
+    See [Note: lazy logits]. A subclass computes the whole (:meth:`make_whole`) and the cross entropy, rebuilds itself
+    from another part (:meth:`with_part`), and names the elementwise functions that can be applied to the part
+    (:meth:`elementwise`).
+    """
+
+    computed_for: ClassVar[list[str] | None] = None  # names of functions that needed logits; None: not collected
+
+    @property
+    @abstractmethod
+    def num_classes(self) -> int:
+        """Return C."""
+
+    @abstractmethod
+    def with_part(self, part: Tensor) -> Self:
+        """Return lazy logits of another part, such as that of some of the positions."""
+
+    @abstractmethod
+    def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyLogits | None:
+        """Return the result of an elementwise function; None if ``func`` is none, or needs the whole."""
+
+    @abstractmethod
+    def cross_entropy(
+        self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
+    ) -> Tensor:
+        """Compute the cross entropy of rows (N, C), in at least fp32."""
+
+    @classmethod
+    def note_computed(cls, func: Any) -> None:
+        """Note that logits are computed for a function, where that is collected."""
+        if LazyLogits.computed_for is not None:
+            LazyLogits.computed_for.append(str(getattr(func, "__name__", func)))
+
+    @property
+    def are_rows(self) -> bool:
+        """Return whether these are rows of logits (N, C) that have not been computed."""
+        return self.whole is None and self.part.dim() == 2
+
+    def of_part(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Return whether a function could be applied to the part, and its result."""
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
@@ -168,31 +210,6 @@ class LazyLogits(torch.Tensor):
         rows = math.prod(self.part.shape[:-1])
         last = self.num_classes if shape[-1] == -1 and math.prod(shape[:-1]) == rows else shape[-1]
         return (*shape[:-1], self.part.shape[-1]) if last == self.num_classes else None
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Give the whole to operators of extensions, which do not pass ``__torch_function__``."""
-        if schema_of(func).is_mutable:
-            raise ModelError(
-                "An extension would change logits in place that have not been computed",
-                expected="torch operations, or functions that return something new",
-                got=str(func),
-                fix="pass it logits.materialised()",
-            )
-
-        def whole(leaf: Any) -> Any:
-            return leaf.make_whole().detach() if isinstance(leaf, cls) else leaf
-
-        args, kwargs = tree_map(whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def note_computed(func: Any) -> None:
-    """Note that logits are computed for a function, where that is collected."""
-    if LazyLogits.computed_for is not None:
-        LazyLogits.computed_for.append(str(getattr(func, "__name__", func)))
 
 
 def _is_everything(entry: Any) -> bool:
@@ -308,7 +325,7 @@ class HeadLogits(LazyLogits):
         alike = self._cast(func, args, kwargs)
         if alike is not None or self.head.vocabulary is None or not _is_elementwise(func, args, kwargs):
             return alike
-        note_computed(func)
+        self.note_computed(func)
         return VocabularyShards.of(func(self._product(), *args, **kwargs), self.head.vocabulary)
 
     def _cast(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> HeadLogits | None:

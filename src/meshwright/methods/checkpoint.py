@@ -49,8 +49,9 @@ _WHICH = ("every", "layers", "each", "memory_budget")
 class Checkpoint(Method):
     """Keeps only the inputs of the chosen modules and runs their forward again in backward.
 
-    Config: the name of a policy; a class, a class name, a tuple of either; or keys, at most one of ``every``, ``layers``,
-    ``each`` and ``memory_budget``. Modules are counted in the model's order, the whole model's under a pipeline too.
+    Config: the name of a policy; a class, a class name, a tuple of either; or keys, at most one of ``every``,
+    ``layers``, ``each`` and ``memory_budget``. Modules are counted in the model's order, the whole model's under a
+    pipeline too.
     """
 
     method_name: ClassVar[str] = "checkpoint"

@@ -94,8 +94,8 @@ class Implementation:
             (Narayanan et al. 2021, §4.1).
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
             reaches their share, or that goes beyond it; or so that the slowest has least ``work``, as ours.
-        divides_blocks_alone: Whether tokens are divided between the first block and the last alone, as our methods do,
-            so that every rank embeds all tokens and has the loss of all; and whether exchanges of tokens are ours.
+        divides_blocks_alone: Whether tokens are divided between the first block and the last norm alone, as our methods
+            do, so that every rank embeds all tokens and has the loss of all; and whether exchanges of tokens are ours.
     """
 
     attention: Literal["torch", "scores", "flash1", "flash2"] = "torch"
@@ -498,7 +498,7 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
         forward = backward = 2 * 4 + (size + 4) if run.impl.wide_logits else 2 * size
     around = (
         Op("move", num_bytes=4 * tokens * h * size // run.plain_parts, count=1, on_rank=first),
-        Op("move", num_bytes=norm * tokens * h * size // run.plain_parts, on_rank=last),
+        Op("move", num_bytes=norm * own.tokens * h * size // own.plain_parts, on_rank=last),
         *_weight_casts(v * h, run, rank=last),
     )
     if run.impl.omits_logits:
@@ -514,9 +514,9 @@ def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
     """Return the bytes of what the last norm saves, its output, the logits, their fp32 copy and its log-softmax."""
     if run.impl.omits_logits:
         return _saved_without_logits(shape, run)
+    hidden = _last_norm_saved(shape, run) + run.outside.token_bytes(shape.hidden)
     run = run.outside
     logits = run.tokens * (shape.vocab // run.tensor)
-    hidden = _last_norm_saved(shape, run)
     if run.impl.autocasts:
         hidden += shape.vocab // run.tensor * shape.hidden * run.itemsize
     usual = (run.itemsize, run.itemsize) if run.impl.fused_loss else (run.itemsize + 8, 4)
@@ -525,12 +525,11 @@ def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
 
 
 def _last_norm_saved(shape: Shape, run: FamilyRun) -> int:
-    """Return the bytes of what the last norm saves, and of its output."""
-    output = run.token_bytes(shape.hidden)
+    """Return the bytes of what the last norm saves, of a rank's part of the tokens."""
     if not _is_chain(shape, run) or run.itemsize == 4:
-        return 2 * output
+        return run.token_bytes(shape.hidden)
     each = _WIDE_NORM_SAVED if run.impl.autocasts else _PLAIN_NORM_SAVED
-    return output + run.tokens * shape.hidden * each // run.plain_parts
+    return run.tokens * shape.hidden * each // run.plain_parts
 
 
 # --- The loss without logits (``loss/linear_head.py``): forward makes the logits of some rows, their loss and gradient,
@@ -578,8 +577,8 @@ def _saved_without_logits(shape: Shape, run: FamilyRun) -> OutsideSaved:
     own = run.tokens * h * size
     scaled, of_chunk = own + size * v * h, own + rows * (2 * v + h) * size
     of_chunk += size * v * h if run.impl.autocasts else 0  # the weight as it is cast, until forward is over
-    output = run.outside.token_bytes(h)
-    saved = _last_norm_saved(shape, run.outside) - output + own + _SUM * v * h
-    # Behind the loss, backward of the norm of all tokens may hold more.
-    of_norm = _NORM_HELD * output // size if _is_chain(shape, run) and not run.impl.autocasts else 0
+    saved = _last_norm_saved(shape, run) + own + _SUM * v * h
+    # Behind the loss, backward of the norm may hold more.
+    is_chain = _is_chain(shape, run) and not run.impl.autocasts
+    of_norm = _NORM_HELD * run.tokens * h // run.plain_parts if is_chain else 0
     return OutsideSaved(saved, max(scaled, of_chunk, of_norm - saved))

@@ -7,21 +7,32 @@ tensors are whole and equal on all ranks of the axis.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm.transport import all_gather_flat, reduce_scatter_flat
 from meshwright.errors import ModelError
-from meshwright.runtime.torch_internals.autograd import Function, current_saved_tensors_hooks
+from meshwright.loss.lazy_logits import LazyTensor
+from meshwright.methods.tensor.block_trials import close, evaluating, random_state
+from meshwright.nn import call_with
+from meshwright.runtime.torch_internals.autograd import Function, current_graph_task_id, current_saved_tensors_hooks
 from meshwright.runtime.torch_internals.fake_tensors import is_traceable_wrapper_subclass
-from meshwright.runtime.torch_internals.tensors import storage_identity, version_of
+from meshwright.runtime.torch_internals.modules import PARAMETERS
+from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
+from meshwright.runtime.torch_internals.tensors import (
+    DisableTorchFunctionSubclass,
+    make_wrapper,
+    storage_identity,
+    version_of,
+)
 
 
 class TensorAxis:
@@ -383,3 +394,175 @@ def _without_version(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
             fix="leave out the operation in place, or run it after backward",
         )
     return tensor
+
+
+# --- Hidden states behind the last block
+
+# [Note: tokens gathered late] Behind the last block the tokens of all ranks come together. The norm that follows treats
+# each token alone; of all tokens, on every rank, it would take many times the memory of a block's part, since it
+# computes in fp32. So the last block hands on :class:`LateTokens`, which have the shape of all tokens and this rank's
+# part. Modules outside the blocks that are found to treat each token alone work on the part, and hand on the same;
+# anything else gathers the tokens. Gradients of such a module's parameters are those of a part: over axes that divide
+# tokens inside attention they are averaged, as those of blocks are; over a tensor axis they are summed.
+
+_SEED = 7
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+class LateTokens(LazyTensor):
+    """A hidden state (batch, tokens, features) of which this rank has a part of the tokens; made by :meth:`of`.
+
+    See [Note: tokens gathered late].
+
+    Attributes:
+        gathers: Gathers all tokens of a part, differentiably.
+        shared: What is applied to the parameters of a module that works on the part, one after the other.
+    """
+
+    gathers: Gather
+    shared: tuple[Gather, ...]
+
+    @classmethod
+    def of(cls, part: torch.Tensor, count: int, gather: Gather, shared: tuple[Gather, ...]) -> LateTokens:
+        """Wrap a part of ``count`` tokens, so that gradients of the whole and of the part reach it."""
+        with DisableTorchFunctionSubclass():
+            tokens: LateTokens = _WrapTokens.apply(part, count, gather)
+        # Inside the Function the part was detached from its graph.
+        tokens.part, tokens.gathers, tokens.shared = part, gather, shared
+        return tokens
+
+    def make_whole(self) -> torch.Tensor:
+        """Gather the tokens; collective."""
+        return self.gathers(self.part)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        # Without values: printing on one rank must not wait for the others.
+        return f"LateTokens(shape={tuple(self.shape)}, part={tuple(self.part.shape)}, dtype={self.dtype})"
+
+
+class _WrapTokens(torch.autograd.Function):
+    """Wrap a part; backward takes the gradient of all tokens, which a Function may return."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, count: int, gather: Gather) -> LateTokens:
+        ctx.gather, ctx.like = gather, (part.shape, part.dtype, part.device)
+        shape = (part.shape[0], count, *part.shape[2:])
+        tokens: LateTokens = make_wrapper(LateTokens, shape, dtype=part.dtype, device=part.device)
+        tokens.part, tokens.whole = part, None
+        return tokens
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        shape, dtype, device = ctx.like
+        with torch.enable_grad():
+            part = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+            (of_part,) = torch.autograd.grad(ctx.gather(part), part, gradient)
+        return of_part, None, None
+
+
+def gathered_late(hidden: torch.Tensor, count: int, gather: Gather, *shared: Gather) -> torch.Tensor:
+    """Return all tokens of a hidden state, of which this rank has a part, gathered when something needs them.
+
+    Args:
+        hidden: (batch, tokens, features); what another axis gathers late, too, is gathered by that first.
+        count: Number of all tokens.
+        gather: Gathers them, differentiably.
+        shared: What is applied to parameters of modules that work on the part.
+    """
+    if isinstance(hidden, LateTokens) and hidden.whole is None:
+        inner = hidden.gathers
+        return LateTokens.of(hidden.part, count, lambda part: gather(inner(part)), (*hidden.shared, *shared))
+    is_late = torch.is_grad_enabled() and hidden.requires_grad and not torch.compiler.is_compiling()
+    if not is_late or current_graph_task_id() != -1:
+        return gather(hidden)
+    return LateTokens.of(hidden, count, gather, shared)
+
+
+class TokenWise:
+    """Modules outside the blocks that may work on parts of the tokens, and all others.
+
+    Args:
+        model: A plain module.
+        blocks: Paths of the blocks.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
+        self._model = model
+        prefixes = tuple(f"{path}." for path in blocks)
+        outside = [
+            module
+            for path, module in model.named_modules()
+            if path not in blocks and not path.startswith(prefixes) and next(module.children(), None) is None
+        ]
+        self._alone = [module for module in outside if treats_tokens_alone(module)]
+        self._others = [module for module in outside if module not in self._alone]
+
+    def take_parts(self) -> list[Any]:
+        """Let these modules work on parts, and all others on all tokens; return the handles of the hooks."""
+        hooks: list[Any] = [self._model.register_forward_hook(_end)]
+        hooks += [
+            module.register_forward_pre_hook(_gather_inputs, with_kwargs=True, prepend=True) for module in self._others
+        ]
+        for module in self._alone:
+            run = _OnPart()
+            hooks.append(module.register_forward_pre_hook(run.enter))
+            hooks.append(module.register_forward_hook(run.leave, always_call=True))
+        return hooks
+
+
+def treats_tokens_alone(module: nn.Module) -> bool:
+    """Return whether a module computes each token's features from this token's alone, as norms do; tried on some."""
+    parameters = list(module.parameters(recurse=False))
+    if not parameters or next(module.children(), None) is not None or {p.dim() for p in parameters} != {1}:
+        return False
+    tokens = torch.randn((2, 4, parameters[0].shape[0]), generator=torch.Generator().manual_seed(_SEED))
+    try:
+        with evaluating(module), torch.no_grad():
+            state = random_state(module, _SEED)
+            whole, part = (call_with(module, state, (each,)) for each in (tokens, tokens[:, 1:3]))
+    except Exception:  # it takes something else
+        return False
+    return isinstance(whole, torch.Tensor) and whole.shape == tokens.shape and close(part, whole[:, 1:3], 0.0)
+
+
+class _OnPart:
+    """Runs a module on the part of what it is called with."""
+
+    def __init__(self) -> None:
+        self._tokens: LateTokens | None = None  # while the module runs
+        self._parameters: dict[str, Any] = {}
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if len(args) != 1 or not isinstance(args[0], LateTokens) or args[0].whole is not None:
+            return None
+        self._tokens = args[0]
+        own = getattr(module, PARAMETERS)
+        self._parameters = dict(own)
+        for share in self._tokens.shared:
+            own.update({name: share(value) for name, value in own.items() if value is not None})
+        return (self._tokens.part,)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        tokens, self._tokens = self._tokens, None
+        if tokens is None:
+            return None
+        getattr(module, PARAMETERS).update(self._parameters)
+        self._parameters = {}
+        return LateTokens.of(output, tokens.shape[1], tokens.gathers, tokens.shared) if output is not None else None
+
+
+def _gather_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (_gathered(args), _gathered(kwargs)) if _has_late((args, kwargs)) else None
+
+
+def _end(module: nn.Module, args: Any, output: Any) -> Any:
+    """Gather what a model returns."""
+    return _gathered(output) if _has_late(output) else None
+
+
+def _has_late(tree: Any) -> bool:
+    return any(isinstance(leaf, LateTokens) for leaf in tree_leaves(tree))
+
+
+def _gathered(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.materialised() if isinstance(leaf, LateTokens) else leaf, tree)

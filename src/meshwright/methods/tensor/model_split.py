@@ -23,7 +23,7 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.methods.pipeline.splice import Elsewhere
-from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis
+from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis, TokenWise, gathered_late
 from meshwright.methods.tensor.block_trials import (
     Adjustment,
     RecordedBlock,
@@ -237,13 +237,27 @@ def let_exchange_tokens(
     for path in layout.first:
         change_hidden_input(model.get_submodule(path), cut)
     for path in layout.last:
-        change_hidden_output(model.get_submodule(path), lambda hidden: axis.gather(hidden, TOKENS_DIM))
+        change_hidden_output(model.get_submodule(path), lambda hidden: gathered_over(axis, hidden, axis.copy))
+    TokenWise(model, layout.blocks).take_parts()
     for path in layout.scopes:
         module = model.get_submodule(path)
         if not is_linear(module):
             gather_for(module, gathers[path])
             for layer in linear_layers(module):
                 wrap_method(layer, "forward", gathers[path].around)
+
+
+def gathered_over(axis: TensorAxis, hidden: torch.Tensor, share: Change, gather: Change | None = None) -> torch.Tensor:
+    """Return all tokens of a hidden state, gathered over a tensor axis when something needs them.
+
+    Args:
+        axis: The tensor axis.
+        hidden: This rank's part.
+        share: Sums gradients of parameters of modules that work on the part.
+        gather: Gathers the tokens; None: the axis does.
+    """
+    count = hidden.shape[TOKENS_DIM] * axis.size
+    return gathered_late(hidden, count, gather or (lambda part: axis.gather(part, TOKENS_DIM)), share)
 
 
 def gathers_of(split: Split, make: Callable[[str], GatheredInput]) -> dict[str, GatheredInput]:

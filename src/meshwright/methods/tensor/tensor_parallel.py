@@ -23,7 +23,7 @@ from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary
 from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
-from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis, TracedAxis
+from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis, TokenWise, TracedAxis
 from meshwright.methods.tensor.block_trials import SampleRun, adjusted
 from meshwright.methods.tensor.model_split import (
     Split,
@@ -32,6 +32,7 @@ from meshwright.methods.tensor.model_split import (
     check_tokens,
     gather_around,
     gather_for,
+    gathered_over,
     gathers_of,
     linear_layers,
     needs_undivided_experts,
@@ -76,6 +77,7 @@ class SplitTrace:
         self._model, self._split, self._keeps = model, split, keeps_gathered
         self._layers, self._ranks, self._sequence = split.layers, ranks, split.sequence
         self._axis = TracedAxis(ranks)
+        self._token_wise = TokenWise(model, split.sequence.blocks) if split.sequence is not None else None
         self.dims = {
             parameter: dim for layer in self._layers for _, parameter, dim in layer.parameters() if dim is not None
         }
@@ -132,7 +134,7 @@ class SplitTrace:
         """Register the twins of the hooks of ``let_exchange_tokens``; return their handles."""
         if self._sequence is None:
             return []
-        hooks = []
+        hooks = self._token_wise.take_parts() if self._token_wise is not None else []
         for path in self._sequence.first:
             hooks.append(change_hidden_input(self._model.get_submodule(path), functools.partial(self._cut, path)))
         for path in self._sequence.last:
@@ -201,9 +203,17 @@ class SplitTrace:
         return self._axis.cut(hidden, TOKENS_DIM)
 
     def _gathered(self, path: str, hidden: torch.Tensor) -> torch.Tensor:
-        whole = self._axis.gather(hidden, TOKENS_DIM)
-        self._note_beside("all_gather", "forward", whole, path)
-        return whole
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            whole = self._axis.gather(part, TOKENS_DIM)
+            self._note_beside("all_gather", "forward", whole, path)
+            return whole
+
+        def share(parameter: torch.Tensor) -> torch.Tensor:
+            if parameter.requires_grad:
+                self._note_beside("all_reduce", "backward", parameter, path)
+            return self._axis.copy(parameter)
+
+        return gathered_over(self._axis, hidden, share, gather)
 
     def _scattered(self, layer: PlannedLayer, output: torch.Tensor) -> torch.Tensor:
         self._note("reduce_scatter", "forward", output, layer.path)

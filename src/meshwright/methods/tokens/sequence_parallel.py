@@ -21,7 +21,7 @@ from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment, Step
 from meshwright.errors import ModelError
 from meshwright.methods.base import Job, Method, Phase, parts_between_layers
 from meshwright.methods.planner_hooks import within_node
-from meshwright.methods.tensor.axis_exchange import TensorAxis, TracedAxis
+from meshwright.methods.tensor.axis_exchange import TensorAxis, TokenWise, TracedAxis
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.methods.tensor.traffic_log import SaveLog, TrafficLog, tensor_bytes
 from meshwright.methods.tokens.attention_calls import (
@@ -259,6 +259,7 @@ class TokensTrace:
         self._model = model
         self._every = [axis(self._note) for axis in axes]
         self._lists = block_lists(model, self._every[0].order.method)
+        self._token_wise = TokenWise(model, [path for blocks in self._lists for path, _ in blocks])
         self.dims: dict[nn.Parameter, int] = {}
         self._path = ""  # of the block that runs, or ran last
         self._stack: list[nn.Module] = []  # the blocks and modules in them that run now
@@ -280,7 +281,7 @@ class TokensTrace:
         """
         self._traffic.begin(log)
         self._stack, self._path = [], ""
-        hooks = []
+        hooks = self._token_wise.take_parts()
         for blocks in self._lists:
             for path, block in blocks:
                 for ranks in reversed(self._every):

@@ -30,7 +30,7 @@ from torch import nn
 from meshwright.errors import ModelError
 from meshwright.methods.pipeline.splice import Elsewhere
 from meshwright.methods.replace.fused_layers import share_loss
-from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tensor.axis_exchange import LateTokens, TensorAxis, TokenWise, gathered_late
 from meshwright.methods.tensor.model_split import change_hidden_output
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, first_hidden, hidden_argument
 from meshwright.methods.tokens.attention_calls import (
@@ -56,8 +56,9 @@ def work_on_parts(model: nn.Module, ranks: TokenRanks) -> None:
 
     With several axes call it for the innermost first: an axis applied later cuts before it, and gathers after it.
     """
-    is_whole = True
-    for blocks in block_lists(model, ranks.order.method):
+    is_whole, lists = True, block_lists(model, ranks.order.method)
+    TokenWise(model, [path for blocks in lists for path, _ in blocks]).take_parts()
+    for blocks in lists:
         for path, block in blocks:
             wrap_method(block, "forward", answering(path, ranks))
         others = _others(model, blocks)
@@ -119,7 +120,7 @@ def cut_tokens(
 
     def leave(hidden: torch.Tensor) -> torch.Tensor:
         tokens.forget()
-        return tokens.all_of(ranks.gather(hidden))
+        return gathered_late(hidden, tokens.count, lambda part: tokens.all_of(ranks.gather(part)))
 
     return [*hooks, change_hidden_output(blocks[-1][1], leave)]
 
@@ -229,6 +230,11 @@ class TokenParts:
         names = [*_argument_names(type(module)), *[""] * len(args)]  # a block may take *args
         positional = tuple(argument(name, value) for name, value in zip(names, args, strict=False))
         return positional, {name: argument(name, kwargs[name]) for name in kwargs}
+
+    @property
+    def count(self) -> int:
+        """Return the number of tokens of the whole sequence that runs."""
+        return self._count
 
     def forget(self) -> None:
         """Drop the cached arguments, behind the last block."""
@@ -362,7 +368,7 @@ class OutputWatch:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 if place == hidden:
-                    self._gathered.add(leaf.grad_fn)
+                    self._gathered |= {leaf.grad_fn, leaf.part.grad_fn if isinstance(leaf, LateTokens) else None}
                 else:
                     self._parts[leaf.grad_fn] = path
 
