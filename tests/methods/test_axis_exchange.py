@@ -1,13 +1,24 @@
-"""Layers with one gathered input: what they save, and the gradients of the whole, on several ranks."""
+"""Exchanges over a tensor axis: layers with one gathered input, and hidden states that are gathered late."""
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis
+from meshwright.methods.tensor.axis_exchange import (
+    GatheredInput,
+    LateTokens,
+    TensorAxis,
+    TracedAxis,
+    gathered_late,
+    treats_tokens_alone,
+)
+from tests import tiny
+from tests.methods import split_runs
+from tests.methods.test_parity import check_weights
 
 WIDTH, DIM = 6, 1
 
@@ -104,3 +115,131 @@ def changed_in_place():
 def test_a_part_that_is_changed_in_place_is_refused(ranks):
     for (said,) in ranks(2).run(changed_in_place):
         assert "changed in place after forward" in said
+
+
+# --- Tokens gathered late
+
+
+class Running(nn.Module):
+    """Adds up the tokens so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.weight * x.cumsum(1)
+
+
+def test_norms_are_found_to_treat_each_token_alone():
+    alone = (nn.LayerNorm(4), nn.RMSNorm(4), nn.LayerNorm(4, bias=False), nn.LayerNorm(4, device="meta"))
+    assert all(map(treats_tokens_alone, alone))
+    others = (
+        Running(), nn.Linear(4, 4), nn.Embedding(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.LayerNorm((4, 4)),
+        nn.Sequential(nn.LayerNorm(4)), nn.PReLU(2),
+    )  # fmt: skip
+    assert not any(map(treats_tokens_alone, others))
+
+
+def test_hidden_states_are_gathered_when_something_needs_them():
+    axis, gathered = TracedAxis(2), []
+
+    def gather(part):
+        gathered.append(part.shape)
+        return axis.gather(part, 1)
+
+    part = torch.randn(2, 3, 4, requires_grad=True)
+    late = gathered_late(part, 6, gather)
+    assert isinstance(late, LateTokens)
+    assert (late.shape, late.requires_grad, late.dtype) == ((2, 6, 4), True, torch.float32)
+    assert "part=(2, 3, 4)" in repr(late)
+    again = gathered_late(late, 12, lambda whole: axis.gather(whole, 1))
+    assert again.shape == (2, 12, 4)
+    assert not gathered
+    assert (late[:, 1:] + late[:, 1:]).shape == (2, 5, 4)
+    assert len(gathered) == 1  # once
+    assert again.sum(-1).shape == (2, 12)
+    assert not isinstance(gathered_late(part.detach(), 6, gather), LateTokens)
+    with torch.no_grad():
+        assert not isinstance(gathered_late(part, 6, gather), LateTokens)
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a backward of its own, which takes whatever it gets for a plain tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Late(tiny.gpt2.GPT2):
+    """Uses the last hidden state in ways that models do, and in some that they do not."""
+
+    def __init__(self, kind):
+        torch.manual_seed(3)
+        super().__init__(vocab_size=64, seq_len=tiny.SEQ_LEN, dim=20, num_layers=2, num_heads=2)
+        self.kind = kind
+        self.norm.weight.requires_grad_(kind != "frozen")
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+    def forward(self, ids):
+        x = self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        normed = self.norm(x)
+        if self.kind == "beside":
+            return self.head(normed) + x.mean(1, keepdim=True).sum(-1, keepdim=True)
+        if self.kind == "functions":
+            return self.head(Doubled.apply(self.norm(Doubled.apply(x))) + Doubled.apply(normed))
+        return self.head(self.norm(normed)) if self.kind == "twice" else self.head(normed)
+
+
+MESHES = {
+    "sequence": (2, [("parallel_mode", {"sequence": 2}), "sequence_parallel", "fsdp"]),
+    "context": (2, [("parallel_mode", {"context": 2}), ("context_parallel", {"balance": False}), "zero1"]),
+    "tensor": (2, [("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True})]),
+    "tensor x context": (
+        4,
+        [
+            ("parallel_mode", {"tensor": 2, "context": 2}),
+            ("tensor_parallel", {"sequence": True}),
+            ("context_parallel", {"balance": False}),
+            ("fsdp", {"atorch_wrap_cls": ("Block", "LayerNorm")}),
+        ],
+    ),
+}
+KINDS = ("as models do", "beside", "functions", "twice", "frozen")
+
+
+def trained(kind, strategy):
+    result = mw.accelerate(
+        Late(kind), torch.optim.SGD, tiny.Tokens(), tiny.loss_func, strategy=strategy,
+        optim_args={"lr": 0.1, "momentum": 0.9}, dataloader_args={"batch_size": 4, "shuffle": False},
+    )  # fmt: skip
+    losses = [result.step(batch).loss.item() for _, batch in zip(range(10), result.dataloader, strict=False)]
+    return losses, split_runs.whole_weights(result.model)
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[] if m == "tensor" else pytest.mark.long) for m in MESHES])
+def test_what_uses_the_last_hidden_state_gets_all_of_it(ranks, mesh, kind):
+    world, strategy = MESHES[mesh]
+    results = ranks(world).run(trained, kind, strategy)
+    model, losses = Late(kind), []
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _, ids in zip(range(10), torch.utils.data.DataLoader(tiny.Tokens(), batch_size=4), strict=False):
+        optim.zero_grad()
+        loss = tiny.loss_func(ids, model(ids))
+        loss.backward()
+        optim.step()
+        losses.append(loss.item())
+    for found, _ in results:
+        assert found == pytest.approx(losses, rel=1e-5)
+    check_weights(results[0][1], before, {name: p.detach() for name, p in model.named_parameters()})
