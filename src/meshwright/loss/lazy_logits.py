@@ -241,7 +241,7 @@ class LossRanks(Protocol):
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states.
+    """Hold what makes logits of hidden states.
 
     Attributes:
         weight: (C, D), or this rank's classes.

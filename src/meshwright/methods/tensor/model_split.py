@@ -2,7 +2,8 @@
 
 :func:`split_of` is the entry. Layers come from a plan (``split_plan.py``) or are found in the data flow
 (``split_search.py``). With ``sequence=True`` (Korthikanti et al. 2022) tokens are cut before the first block, gathered
-where a module needs all of them, and gathered again behind the last block; where that is, is proved on single blocks.
+where a module needs all of them, and gathered again when something behind the last block needs them; where that is, is
+proved on single blocks.
 
 Stages of a pipeline hand on parts. Where sequence and context axes cut tokens too, they cut before, and gather behind.
 """
@@ -219,7 +220,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 def let_exchange_tokens(
     model: nn.Module, layout: SequenceLayout, axis: TensorAxis, gathers: Mapping[str, GatheredInput]
 ) -> None:
-    """Cut tokens before the first block; gather them where a module needs all of them, and behind the last block.
+    """Cut tokens before the first block; gather them where a module needs all of them, and late behind the last block.
 
     Linear layers that gather for themselves are left to the caller, since those with one input share the gather.
 

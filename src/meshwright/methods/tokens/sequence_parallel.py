@@ -347,8 +347,8 @@ class SequenceParallel(Method):
     ``nn.ModuleList`` and call ``torch.nn.functional.scaled_dot_product_attention``, as plain models do, and
     transformers' with ``sdpa``.
 
-    Code before the blocks (embeddings, masks, positions) and after them (norm, head, loss) runs on all tokens on every
-    rank: tokens are cut before the first block and gathered behind the last, so that positions, masks and a loss across
+    Code before the blocks (embeddings, masks, positions), and the head and the loss, runs on all tokens on every rank:
+    tokens are cut before the first block and gathered behind the last norm, so that positions, masks and a loss across
     the cut (the next token's) are those of one process. Every rank computes the same loss; averaging gradients over the
     axis, as over ``data``, gives those of one process, since each collective's backward is its transpose.
 

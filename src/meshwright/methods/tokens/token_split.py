@@ -3,11 +3,12 @@
 [Note: parts of the tokens]
 Hooks cut the hidden state before the first block of a list, and whatever else goes with tokens (positions, cosines and
 sines) before each block; masks stay whole. In each block, calls of ``scaled_dot_product_attention`` go to the ranks
-(:class:`TokenRanks`), which compute attention over all tokens. A hook behind the last block gathers the hidden state.
-All other code runs unchanged on all tokens. That is right only if tokens meet nowhere in a block but in attention, and
-if nothing in it depends on positions that it counts itself, so each kind of block is tried first: it runs once on all
-tokens, with random values, and once on each part. A part's attention is answered from the run on all tokens, if its
-queries, keys and values are the parts of that run's; then the part's output must be, too.
+(:class:`TokenRanks`), which compute attention over all tokens. A hook behind the last block hands on the hidden state
+of all tokens, which is gathered when something needs it: see [Note: tokens gathered late]. All other code runs
+unchanged on all tokens. That is right only if tokens meet nowhere in a block but in attention, and if nothing in it
+depends on positions that it counts itself, so each kind of block is tried first: it runs once on all tokens, with
+random values, and once on each part. A part's attention is answered from the run on all tokens, if its queries, keys
+and values are the parts of that run's; then the part's output must be, too.
 
 Tokens are cut and gathered in pairs only if blocks run in the order of their list, from the first to the last, however
 often: :class:`CallOrder` checks it in every forward. The run of the sample, and the first forward in training, also
@@ -92,7 +93,7 @@ def block_lists(model: nn.Module, method: str) -> list[BlockList]:
 def cut_tokens(
     model: nn.Module, blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] | None = None
 ) -> list[Any]:
-    """Cut tokens before the first block and gather them behind the last; return the hooks' handles.
+    """Cut tokens before the first block and gather them late, behind the last; return the hooks' handles.
 
     Args:
         model: The whole model, at the end of whose forward all tokens must be together.
