@@ -283,6 +283,20 @@ def test_large_blocks_are_proved_on_a_narrow_copy(monkeypatch):
     assert proved[1] is model
 
 
+def test_a_copy_stands_for_a_model_with_another_head_and_not_for_one_with_other_blocks(monkeypatch):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    )
+    monkeypatch.setattr(narrow_copy, "_LARGE", 1)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    for pairs, stands in (("fused_loss", True), ("rms_norm", False)):
+        method = mw.methods.ModuleReplace.parse([pairs])
+        found = method.replacement(model, mw.Strategy([method]), {}, torch.device("meta"))
+        with found.tried(model):
+            assert (narrow_copy.narrow_copy(model, 2) is not None) == stands
+
+
 def test_a_narrow_copy_has_narrow_experts_and_latents():
     config = transformers.DeepseekV3Config(
         vocab_size=64, hidden_size=512, intermediate_size=1024, moe_intermediate_size=2**13, num_hidden_layers=2,

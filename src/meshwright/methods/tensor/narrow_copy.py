@@ -65,10 +65,20 @@ def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
     return small if _outline(small) == _outline(model) else None
 
 
-def _outline(model: nn.Module) -> list[tuple[str, type[nn.Module], tuple[tuple[str, int], ...]]]:
-    """Return the modules of a model with the names and dims of their parameters."""
+def _outline(model: nn.Module) -> list[tuple[str, Any, tuple[tuple[str, int], ...]]]:
+    """Return the modules of a model with the names and dims of their parameters.
+
+    Outside the blocks, which alone are tried, a module may have another forward (``module_replace``'s of a head): its
+    class is another then, of the same name.
+    """
+    blocks = tuple(f"{path}." for path, _ in find_blocks(model))
+
+    def kind(path: str, module: nn.Module) -> Any:
+        own = type(module)
+        return own if f"{path}.".startswith(blocks) else (own.__module__, own.__qualname__)
+
     return [
-        (path, type(module), tuple((name, p.dim()) for name, p in module.named_parameters(recurse=False)))
+        (path, kind(path, module), tuple((name, p.dim()) for name, p in module.named_parameters(recurse=False)))
         for path, module in model.named_modules()
     ]
 
