@@ -106,6 +106,13 @@ class PlannerHooks(MethodConfig):
         """
         return 1
 
+    def is_tried_on(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether a search tries the method on a mesh of these sizes, where it may leave it out.
+
+        What seldom helps there makes a search longer, and its plans in the usual time worse.
+        """
+        return True
+
     def on_half(self, half_dtype: str) -> Self:
         """Return the config with the half precision of the devices filled in, if it computes in one and names none."""
         return self

@@ -109,6 +109,11 @@ class ModuleReplace(Method):
         has_head = scope.model is None or len(find_heads(scope.model)) == 1
         return (cls.parse(["fused_loss"]),) if has_head and not scope.follows_graph else ()
 
+    def is_tried_on(self, sizes: Mapping[str, int]) -> bool:
+        """Leave the loss as it is where its words are divided, unless ranks have the same rows."""
+        shares_rows = any(sizes.get(axis, 1) > 1 for axis in ("sequence", "context"))
+        return not self.fuses_loss or sizes.get("tensor", 1) == 1 or shares_rows
+
     @property
     def surcharge(self) -> float:
         """Ask little for a loss without logits: other operations on logits compute them after all."""

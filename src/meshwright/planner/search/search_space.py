@@ -300,6 +300,9 @@ class Candidates:
             sizes = {**dict(mesh.inner), "pipeline": mesh.pipeline}
             methods = [each for each in (*others, *loss) if isinstance(each, Method)]
             self._together[key] = next(conflicts_of(methods, sizes), None) is None
+        if () in self.space.loss:  # it may be left out
+            sizes = dict(mesh.inner)
+            return self._together[key] and all(each.is_tried_on(sizes) for each in loss if isinstance(each, Method))
         return self._together[key]
 
     def _divides(self, samples: int, replicas: int) -> bool:
