@@ -381,6 +381,38 @@ def test_the_next_of_its_family_stands_in_for_what_does_not_fit_by_its_trace():
     assert str(others[0].strategy) not in traced.asked
 
 
+class Slower(Predicting):
+    """A subject whose first trace takes a multiple of what was found says."""
+
+    def __init__(self, found, times):
+        super().__init__(found, fits=True)
+        self.times = times
+
+    def plan(self, strategy, micro_batches):
+        plan = super().plan(strategy, micro_batches)
+        time = plan.forecast.time
+        slower = time.step_time_s * (self.times if len(self.asked) == 1 else 1.0)
+        time = dataclasses.replace(time, step_time_s=slower)
+        return dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, time=time))
+
+
+@pytest.mark.parametrize(("times", "resembles"), [(1.3, False), (1.05, False), (1.3, True)])
+def test_what_promises_more_than_a_trace_kept_is_traced_too(times, resembles):
+    model = named_model(WIDE["llama"], None, CLUSTER)
+    subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
+    found = search(subject, top=4, reach=1.1, of_family=2, excluded=["compile"])
+    assert len(found.plans) > 1
+    traced = Slower(found, times)
+    kept = search_and_trace(
+        lambda *_: found, traced, 70 * 2**30, "tokens_per_s", 1, None, included=["checkpoint"], resembles=resembles
+    )
+    if resembles:  # formulas of another model promise what they like
+        assert len(traced.asked) == 2
+        return
+    assert (len(traced.asked) > 1) == (times > 1.08)
+    assert (str(kept.plans[0].strategy) != traced.asked[0]) == (times > 1.08)
+
+
 def test_kernels_are_kept_where_they_are_worth_it_to_the_model_itself():
     wide = Shape("gpt", layers=4, hidden=8192, heads=64, vocab=50304, seq=2048)  # mostly products
     narrow = dataclasses.replace(wide, family="llama", hidden=2048, heads=16, layers=16)

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from meshwright.errors import MeshwrightError, StrategyError
 from meshwright.methods import Role, find_method
 from meshwright.planner.plans import Plan, Subject
-from meshwright.planner.search.search_space import Family
+from meshwright.planner.search.search_space import MODEL_ERROR, Family
 from meshwright.planner.search.search_state import Found, Objective, SearchState, family_of_plan, rank_of_plan
 from meshwright.planner.trace.op_recording import interrupts
 
@@ -186,8 +186,8 @@ def search_and_trace(
         if resembles:
             plans = tuple(sorted(plans, key=_traced_late))
             found = replace(found, too_large=())  # figures of another model
-        traces = _Traces(SearchState(top), limit_bytes, included)
-        _trace(plans, subject, objective, traces, limit, most=top + resembles)
+        traces = _Traces(SearchState(top), limit_bytes, objective, included, trusts=not resembles)
+        _trace(plans, subject, traces, limit, most=top + resembles)
         state = traces.state
         if state.plans:
             return _timed(_with_traces(found, traces), started)
@@ -280,40 +280,53 @@ class _Traces:
         fitting: Families of which a plan fits: what is left of them is next best.
         lacking: For families of which none has fitted yet, the bytes of the last trace over those of the formulas.
         limit_bytes: Bytes that a device may hold.
+        objective: What plans are ranked by.
         included: Names of methods that every plan keeps.
+        trusts: Whether the formulas are those of the model's own family, within ``MODEL_ERROR`` of most traces.
     """
 
     state: SearchState
     limit_bytes: int
+    objective: Objective
     included: Collection[str] = ()
+    trusts: bool = True
     refused: list[tuple[str, str]] = field(default_factory=list)
     fitting: set[Family] = field(default_factory=set)
     lacking: dict[Family, float] = field(default_factory=dict)
 
-    def is_worth(self, plan: Plan) -> bool:
-        """Return whether to trace a plan: none of its family fits so far, and this one may."""
-        family = family_of_plan(plan)
-        likely = plan.needed_bytes * self.lacking.get(family, 0.0)
-        return family not in self.fitting and likely <= self.limit_bytes
+    def is_worth(self, plan: Plan, most: int) -> bool:
+        """Return whether to trace a plan.
 
-    def add(self, plan: Plan, traced: Plan, objective: Objective) -> None:
+        It may fit, and none of its family does so far, nor so many of others; or the formulas promise more than the
+        best trace has kept, by more than their error.
+        """
+        family = family_of_plan(plan)
+        if plan.needed_bytes * self.lacking.get(family, 0.0) > self.limit_bytes:
+            return False
+        return self._promises(plan) or (family not in self.fitting and len(self.fitting) < most)
+
+    def _promises(self, plan: Plan) -> bool:
+        if not self.trusts or not self.state.plans:
+            return False
+        (best, *_), _ = self.state.plans[0]
+        return rank_of_plan(plan, self.objective)[0] * (1 + MODEL_ERROR) < best
+
+    def add(self, plan: Plan, traced: Plan) -> None:
         """Note the trace of a plan."""
         self.state.num_predicted += 1
         if traced.fits:
-            self.state.add(rank_of_plan(traced, objective), traced)
+            self.state.add(rank_of_plan(traced, self.objective), traced)
             self.fitting.add(family_of_plan(plan))
         else:
             self.state.add_too_large(traced)
             self.lacking[family_of_plan(plan)] = traced.needed_bytes / max(plan.needed_bytes, 1)
 
 
-def _trace(
-    plans: Sequence[Plan], subject: Subject, objective: Objective, traces: _Traces, limit: TimeLimit, most: int
-) -> None:
-    """Trace plans until so many fit; the others stand in for those that do not."""
+def _trace(plans: Sequence[Plan], subject: Subject, traces: _Traces, limit: TimeLimit, most: int) -> None:
+    """Trace plans until so many fit, and no other promises more; these stand in for those that do not fit."""
     with limit.watched():
         for plan in plans:
-            if not traces.is_worth(plan):
+            if not traces.is_worth(plan, most):
                 continue
             try:
                 traced = subject.plan(plan.strategy, plan.step.num_micro_batches)
@@ -324,8 +337,7 @@ def _trace(
                 traces.refused.append((str(plan.strategy), error.what))
                 continue
             if traced.fits:  # what kernels are worth to the model itself, formulas of a model like it do not tell
-                traced = worth_its_kernels(traced, subject, objective, traces.included)
-            traces.add(plan, traced, objective)
-            fitting = len(traces.fitting)
-            if fitting == most or (not fitting and len(traces.state.too_large) == _SAME_REASON):
+                traced = worth_its_kernels(traced, subject, traces.objective, traces.included)
+            traces.add(plan, traced)
+            if not traces.fitting and len(traces.state.too_large) == _SAME_REASON:
                 break
