@@ -39,3 +39,15 @@ def live_bytes(function):
     with LiveBytes() as mode:
         function()
     return mode.peak, mode.largest_numel
+
+
+class Doubled(torch.autograd.Function):
+    """A function whose backward is its own: it gives back a gradient of what it was given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import meshwright as mw
 from meshwright.loss import HeadLogits, fused_cross_entropy, next_token_loss
 from tests.live_bytes import peak_bytes
+from tests.loss.helpers import Doubled
 
 BATCH, TIME, WIDTH, CLASSES = 3, 5, 8, 14
 TARGETS = torch.randint(CLASSES, (BATCH, TIME), generator=torch.Generator().manual_seed(6))
@@ -26,18 +27,6 @@ def as_transformers_does(logits):
     kept = torch.arange(TIME) != 1
     logits = logits.float().contiguous()[:, kept][..., 1:, :]
     return F.cross_entropy(logits.contiguous().view(-1, CLASSES), TARGETS[:, kept][:, 1:].reshape(-1))
-
-
-class Doubled(torch.autograd.Function):
-    """A function whose backward is its own: it gives back a gradient of the logits."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
 
 
 CASES = {

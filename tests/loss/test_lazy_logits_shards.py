@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshwright as mw
 from meshwright.loss import HeadLogits, Vocabulary, VocabularyShards, fused_cross_entropy
 from meshwright.methods.tensor.axis_exchange import TensorAxis
+from tests.loss.helpers import Doubled
 
 BATCH, TIME, CLASSES = 3, 5, 14
 OPTIONS = [
@@ -60,16 +61,6 @@ def in_ways_that_lead_there(logits):
     kept = torch.arange(TIME) != 1
     logits = (logits.float().contiguous() * 2.0)[:, kept][..., 1:, :].reshape(BATCH, TIME - 2, -1)
     return F.cross_entropy(logits.contiguous().view(-1, CLASSES), TARGETS[:, kept][:, 1:].reshape(-1))
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
 
 
 def on_every_rank():

@@ -17,6 +17,7 @@ from meshwright.methods.tensor.axis_exchange import (
     treats_tokens_alone,
 )
 from tests import tiny
+from tests.loss.helpers import Doubled
 from tests.methods import split_runs
 from tests.methods.test_parity import check_weights
 
@@ -131,12 +132,24 @@ class Running(nn.Module):
         return self.weight * x.cumsum(1)
 
 
+class Averaging(nn.Module):
+    """Subtracts a mean over the tokens, which it knows from training otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        return self.weight * (x - (x.mean((0, 1)) if self.training else self.mean))
+
+
 def test_norms_are_found_to_treat_each_token_alone():
     alone = (nn.LayerNorm(4), nn.RMSNorm(4), nn.LayerNorm(4, bias=False), nn.LayerNorm(4, device="meta"))
     assert all(map(treats_tokens_alone, alone))
     others = (
-        Running(), nn.Linear(4, 4), nn.Embedding(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.LayerNorm((4, 4)),
-        nn.Sequential(nn.LayerNorm(4)), nn.PReLU(2),
+        Running(), Averaging(), nn.Linear(4, 4), nn.Embedding(4, 4), nn.BatchNorm1d(4), nn.Dropout(),
+        nn.LayerNorm((4, 4)), nn.Sequential(nn.LayerNorm(4)), nn.PReLU(2),
     )  # fmt: skip
     assert not any(map(treats_tokens_alone, others))
 
@@ -162,18 +175,6 @@ def test_hidden_states_are_gathered_when_something_needs_them():
     assert not isinstance(gathered_late(part.detach(), 6, gather), LateTokens)
     with torch.no_grad():
         assert not isinstance(gathered_late(part, 6, gather), LateTokens)
-
-
-class Doubled(torch.autograd.Function):
-    """A function with a backward of its own, which takes whatever it gets for a plain tensor."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
 
 
 class Late(tiny.gpt2.GPT2):

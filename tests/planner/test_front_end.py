@@ -122,8 +122,8 @@ FORMULAS = {
     "tensor_context": [mesh(tensor=2, context=2, zero=2), SPLIT, "context_parallel", "fsdp", HALF],
     "tensor_context_loss": [mesh(tensor=2, context=2, zero=2), SPLIT, "context_parallel", "fsdp", HALF, LOSS],
 }
+# How far off formulas may be that choose among candidates, in time and memory; the plans that they find are traced.
 CLOSE_IN_TIME, CLOSE = 0.045, MODEL_ERROR
-"""How far off formulas may be that choose among candidates, in time and memory; the plans that they find are traced."""
 FIRST = ("llama-data", "gpt-fsdp", "heads-half")
 
 

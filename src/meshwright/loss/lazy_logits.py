@@ -102,10 +102,10 @@ class LazyTensor(torch.Tensor):
         """Give the whole to operators of extensions, which do not pass ``__torch_function__``."""
         if schema_of(func).is_mutable:
             raise ModelError(
-                "An extension would change logits in place that have not been computed",
+                "An extension would change a tensor in place that has not been computed",
                 expected="torch operations, or functions that return something new",
-                got=str(func),
-                fix="pass it logits.materialised()",
+                got=f"{func} on {cls.__name__}",
+                fix="pass it what the tensor's materialised() returns",
             )
 
         def whole(leaf: Any) -> Any:

@@ -13,6 +13,7 @@ from meshwright.cost import (
     Activations,
     Block,
     Boundary,
+    BoundaryAxis,
     Op,
     Parameter,
     SavedTensor,
@@ -399,22 +400,21 @@ def _outside_boundaries(
     if not run.impl.divides_blocks_alone:
         return
     whole, part = (each.tokens * shape.hidden * each.itemsize for each in (run.outside, run))
-
-    def behind(axis: str, num_bytes: int) -> Iterator[Boundary]:
-        yield Boundary("all_gather", "forward", num_bytes, axis=axis)  # type: ignore[arg-type]
-        yield Boundary("reduce_scatter", "backward", num_bytes, axis=axis)  # type: ignore[arg-type]
-
-    if run.tensor > 1:
-        # The words that are looked up are summed, and so are gradients of the head's input.
-        ends = [("forward", first), ("backward", last)]
-        yield from (Boundary("all_reduce", way, whole, axis="tensor") for way, here in ends if here)  # type: ignore[arg-type]
-        if run.impl.split_tokens:
-            # Tokens are cut before the blocks, and gathered behind them.
-            ends = [("backward", first), ("forward", last)]
-            yield from (Boundary("all_gather", way, part, axis="tensor") for way, here in ends if here)  # type: ignore[arg-type]
-    for axis in ("sequence", "context"):
+    # The words that are looked up are summed, and so are gradients of the head's input. Tokens are cut before the
+    # blocks, and gathered behind them.
+    if run.tensor > 1 and first:
+        yield Boundary("all_reduce", "forward", whole)
+    if run.tensor > 1 and last:
+        yield Boundary("all_reduce", "backward", whole)
+    if run.tensor > 1 and run.impl.split_tokens and first:
+        yield Boundary("all_gather", "backward", part)
+    if run.tensor > 1 and run.impl.split_tokens and last:
+        yield Boundary("all_gather", "forward", part)
+    axes: tuple[BoundaryAxis, ...] = ("sequence", "context")
+    for axis in axes:
         if last and sizes.get(axis, 1) > 1:
-            yield from behind(axis, whole)
+            yield Boundary("all_gather", "forward", whole, axis=axis)
+            yield Boundary("reduce_scatter", "backward", whole, axis=axis)
 
 
 def _check(shape: Shape, tensor: int, stages: int, run: FamilyRun) -> None:

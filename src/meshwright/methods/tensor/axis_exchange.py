@@ -511,9 +511,13 @@ class TokenWise:
 
 
 def treats_tokens_alone(module: nn.Module) -> bool:
-    """Return whether a module computes each token's features from this token's alone, as norms do; tried on some."""
+    """Return whether a module computes each token's features from this token's alone, as norms do; tried on some.
+
+    Not one with buffers: what it gathers in training, such as a mean over tokens, it may only read in the trial.
+    """
     parameters = list(module.parameters(recurse=False))
-    if not parameters or next(module.children(), None) is not None or {p.dim() for p in parameters} != {1}:
+    is_plain = next(module.children(), None) is None and next(module.buffers(recurse=False), None) is None
+    if not is_plain or {p.dim() for p in parameters} != {1}:
         return False
     tokens = torch.randn((2, 4, parameters[0].shape[0]), generator=torch.Generator().manual_seed(_SEED))
     try:
