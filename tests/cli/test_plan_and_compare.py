@@ -76,6 +76,47 @@ def test_written_plans_are_compared_as_they_were(planned):
     assert "no difference" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("asked", "tokens"),
+    [("300B", 3e11), ("1.5T", 1.5e12), ("2e9", 2e9), ("20,000", 2e4), ("7k", 7e3), ("1_000 m", 1e9)],
+)
+def test_a_whole_run_is_asked_for_in_tokens(planned, asked, tokens):
+    folder, _ = planned
+    given = ("--strategy", folder / "strategy.json", "--tokens", asked, "--json")
+    document = json.loads(run("plan", *FOR, *given).stdout)
+    ran = document["plans"][0]["run"]
+    assert ran["tokens"] - 8 * 32 < tokens <= ran["tokens"]
+    assert any("The whole run" in line for line in document["why"])
+
+
+def test_the_table_and_a_comparison_have_the_time_of_a_whole_run(planned, tmp_path):
+    folder, _ = planned
+    given = ("--strategy", folder / "strategy.json", "--steps", 10**6)
+    shown = run("plan", *FOR, *given)
+    assert shown.exit_code == 0, shown.stderr
+    assert "whole run" in shown.stdout
+    (tmp_path / "plans.json").write_text(run("plan", *FOR, *given, "--json").stdout)
+    assert "whole run" in run("compare", tmp_path / "plans.json", folder / "plans.json").stdout
+    broken = json.loads((tmp_path / "plans.json").read_text())
+    broken["plans"][0]["run"] = {"seconds": "soon"}
+    (tmp_path / "plans.json").write_text(json.dumps(broken))
+    assert run("compare", tmp_path / "plans.json", folder / "plans.json").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--tokens", "many"), "--tokens is no number"), (("--tokens", "0"), "tokens of a run"),
+        (("--tokens", "1T", "--steps", "5"), "one length"), (("--tokens", "1e999"), "tokens of a run"),
+        (("--tokens", "-5"), "--tokens is no number"),
+    ],
+)  # fmt: skip
+def test_what_is_no_length_of_a_run_is_refused(given, words):
+    result = run("plan", *FOR, *given)
+    assert result.exit_code == 1
+    assert words in " ".join(result.stderr.split())
+
+
 MODULE = """
 from torch import nn
 

@@ -107,6 +107,8 @@ def plan_command(
     cluster: Annotated[str, typer.Option(metavar="CLUSTER", help=_CLUSTER)],
     global_batch: Annotated[int, typer.Option(*_BATCH, metavar="N", min=1, help=_BATCH_HELP)],
     seq: _Seq = None,
+    tokens: Annotated[str | None, typer.Option(metavar="N", help="Say what a run of N tokens takes: 15T.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Say what a run of N steps takes.")] = None,
     strategy: Annotated[
         str | None, typer.Option(metavar="TEXT|FILE", help=f"Predict it instead of searching. {_STRATEGY}")
     ] = None,
@@ -164,7 +166,7 @@ def plan_command(
         included, excluded = tuple(include or ()), tuple(exclude or ())
         options = PlanOptions(
             subjects, strategy, micro_batches, objective, excluded, included, top, as_json, html, trace, save,
-            headroom, limit_s,
+            headroom, limit_s, tokens, steps,
         )  # fmt: skip
         return plan(options)
 

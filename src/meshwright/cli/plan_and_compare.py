@@ -32,6 +32,7 @@ from meshwright.nn.batches import usual_input_format
 from meshwright.planner import ModuleModel, PlannedModel, PlanRequest, known_models
 from meshwright.planner.explain import (
     Difference,
+    RunLength,
     changed_circumstances,
     comparison_document,
     diff,
@@ -55,6 +56,8 @@ from meshwright.strategy import Strategy, read_size
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FAMILIES = ("gpt", "llama", "mixtral")
+_COUNT = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?|\.\d+) ?([kmgbt]?)", re.IGNORECASE)
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,10 @@ class PlanOptions:
     save: Path | None = None
     headroom: float | None = None
     limit_s: float | None = None
+    tokens: str | None = None
+    """Of a whole run: a number, or one such as ``15T``."""
+    steps: int | None = None
+    """Of a whole run."""
 
     def request(self) -> PlanRequest:
         """Return the request.
@@ -177,6 +184,8 @@ class PlanOptions:
         wanted: dict[str, Any] = {} if self.headroom is None else {"headroom": self.headroom}
         if self.limit_s is not None:
             wanted["limit_s"] = self.limit_s or None
+        if self.tokens is not None or self.steps is not None:
+            wanted["length"] = RunLength(_number_of_tokens(self.tokens), self.steps)
         return self.subjects.request(
             **wanted,
             strategy=None if self.strategy is None else Strategy(self.strategy),
@@ -186,6 +195,21 @@ class PlanOptions:
             included=[each for text in self.included for each in _constraints_line(text)],
             top=self.top,
         )
+
+
+def _number_of_tokens(text: str | None) -> float | None:
+    """Read a number of tokens as people write it: ``300B``, ``1.4T``, ``2e9``."""
+    if text is None:
+        return None
+    found = _COUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    if found is None:
+        raise ConfigError(
+            "--tokens is no number of tokens",
+            expected="a number, or one in thousands (K), millions (M), billions (B) or trillions (T), such as 15T",
+            got=repr(text),
+            fix="correct the number",
+        )
+    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def _constraints_line(text: str) -> tuple[Any, ...]:
@@ -225,8 +249,8 @@ def plan(options: PlanOptions) -> int:
 def _show(request: PlanRequest, found: Found) -> None:
     """Print the plans and the reasons at once: what comes behind takes some seconds more."""
     console = PlainConsole()
-    console.print(ranked_table(found.plans, _title(request, found), console.width))
-    console.print(reasons(why(found), building=found.plans[0]))
+    console.print(ranked_table(found.plans, _title(request, found), console.width, request.length))
+    console.print(reasons(why(found, request.length), building=found.plans[0]))
     if machine := _measured_machine(request):
         console.print(machine, markup=False, highlight=False)
     for gap in found.plans[0].gaps:

@@ -259,6 +259,11 @@ class FamilyWorkload:
         """Return the workload on another number of the same devices."""
         return dataclasses.replace(self, cluster=self.cluster.resized(num_devices))
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Return the tokens of a sample."""
+        return self.shape.seq
+
     def of_batch(self, batch_size: int) -> FamilyWorkload:
         """Return the workload with another number of samples per step."""
         return dataclasses.replace(self, batch_size=batch_size)
@@ -271,9 +276,8 @@ class FamilyWorkload:
         before = self._before(resolved, run)
         fitted = fit_budget(resolved.strategy, before)
         steps = tuple(_costed(fitted.strategy, before, alike=alike))
-        forecasted = forecast(
-            steps, self.cluster, samples=self.batch_size, tokens_per_sample=self.shape.seq, calibration=self.calibration
-        )
+        sizes = {"samples": self.batch_size, "tokens_per_sample": self.tokens_per_sample}
+        forecasted = forecast(steps, self.cluster, **sizes, calibration=self.calibration)
         taken = [self._taken(step, most) for step, most in zip(steps, forecasted.peaks, strict=True)]
         most = steps[taken.index(max(taken))]
         return Plan(

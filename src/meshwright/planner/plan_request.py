@@ -24,7 +24,7 @@ from meshwright.planner.config_models import (
     transformers_model,
     why_formulas,
 )
-from meshwright.planner.explain import WhatIf, found_document, what_if
+from meshwright.planner.explain import RunLength, WhatIf, found_document, what_if
 from meshwright.planner.family_ops import OWN, OWN_EAGER
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.model_shapes import parse_family
@@ -72,6 +72,7 @@ class PlanRequest:
     memory_limit: int | str | None = None  # bytes, once it has been read
     headroom: float = HEADROOM
     limit_s: float | None = USUAL_LIMIT_S
+    length: RunLength | None = None  # of a whole run, to say what that takes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_limit", read_size(self.memory_limit, "memory_limit"))
@@ -128,6 +129,8 @@ class PlanRequest:
             StrategyError: When no strategy fits, or when the given one is invalid or does not divide the batch.
             ModelError: When the model cannot be traced.
         """
+        if self.length is not None:
+            self.length.num_steps(self.global_batch, self.subject.tokens_per_sample)  # a refusal comes before a search
         if self.strategy is None:
             try:
                 found = self._searched(progress)
@@ -288,7 +291,14 @@ class PlanRequest:
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""
         described = self.model.describe() | {"global_batch": self.global_batch}
-        return found_document(found, model=described, objective=self.objective, what_ifs=what_ifs, subject=self.subject)
+        return found_document(
+            found,
+            model=described,
+            objective=self.objective,
+            what_ifs=what_ifs,
+            subject=self.subject,
+            length=self.length,
+        )
 
 
 def _in_full(plan: Plan, subject: Subject) -> Plan:

@@ -110,6 +110,14 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-4 or value == 0 else f"{value * 1e6:.0f} us"
 
 
+def duration(value: float) -> str:
+    """Format the seconds of a whole run: ``5.2 h``, ``61.3 days``."""
+    for unit_s, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if value >= 2 * unit_s:
+            return f"{value / unit_s:,.1f} {unit}"
+    return seconds(value)
+
+
 def number(value: float) -> str:
     """Format a rate with a metric prefix: ``1.23 M``."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
@@ -218,6 +226,10 @@ class Subject(Protocol):
     @property
     def batch_size(self) -> int | None:
         """Return the samples per step over all ranks."""
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Return the tokens of a sample; None where a sample has no number of them."""
 
     @property
     def half_dtype(self) -> str:

@@ -354,11 +354,12 @@ class Workload:
     def _forecast(self, steps: list[Step], samples: int) -> Forecast | None:
         if self.cluster is None:
             return None
-        tokens = self._tokens_per_sample
+        tokens = self.tokens_per_sample
         return forecast(steps, self.cluster, samples=samples, tokens_per_sample=tokens, calibration=self.calibration)
 
     @functools.cached_property
-    def _tokens_per_sample(self) -> int | None:
+    def tokens_per_sample(self) -> int | None:
+        """Return the tokens of a sample; None where a sample has no number of them."""
         return tokens_per_sample(self.inputs_of)
 
     def _flow(self, pipeline: Pipeline, split: Trace | None) -> tuple[Dataflow | None, str]:

@@ -1,12 +1,24 @@
 """Reasons name what binds, and agree with the figures that they explain."""
 
 import dataclasses
+import math
 import re
 
+import pytest
+
 from meshwright.cost import find_cluster, fitted, make_cluster, seconds_of
-from meshwright.errors import readable_bytes
+from meshwright.errors import ConfigError, readable_bytes
 from meshwright.planner import FamilyWorkload, parse_family
-from meshwright.planner.explain import links, mfu, per_gpu, price_per_billion_tokens, short, why
+from meshwright.planner.explain import (
+    RunLength,
+    links,
+    mfu,
+    per_gpu,
+    price_per_billion_tokens,
+    short,
+    whole_run,
+    why,
+)
 from meshwright.planner.explain.plan_figures import every_step, plan_entry
 from meshwright.planner.explain.plan_reasons import too_large
 from meshwright.planner.model_shapes import Shape
@@ -81,6 +93,50 @@ def test_figures_follow_from_the_forecast():
         shape = subject().shape
         needed = shape.model_flops_per_token(causal=True) * per_gpu(plan) / known.cluster.device.half_flops_per_s
         assert abs(mfu(plan) / needed - 1) < 0.01, short(plan)
+
+
+def test_a_whole_run_takes_as_long_as_its_steps():
+    plan = found().plans[0]
+    known = plan.forecast
+    run = whole_run(plan, RunLength(tokens=1e12))
+    assert run.tokens == run.steps * 64 * 2048
+    assert run.tokens - 64 * 2048 < 1e12 <= run.tokens
+    assert run.seconds == run.steps * known.time.step_time_s
+    assert run.device_hours == pytest.approx(16 * run.seconds / 3600)
+    assert run.price_usd == pytest.approx(run.device_hours * known.cluster.device.price_per_hour)
+    assert run.interval_s[0] < run.seconds < run.interval_s[1]
+    assert run == whole_run(plan, RunLength(steps=run.steps))
+    assert plan_entry(plan, RunLength(steps=7))["run"]["steps"] == 7
+    assert plan_entry(plan)["run"] is None
+    assert whole_run(dataclasses.replace(plan, forecast=None), RunLength(steps=7)) is None
+
+
+def test_the_rate_of_interruptions_is_that_of_the_report():
+    # 54 days of 16,384 devices had 419 of them; here 16 devices.
+    plan = found().plans[0]
+    steps = round(54 * 86_400 / plan.forecast.time.step_time_s)
+    assert whole_run(plan, RunLength(steps=steps)).interruptions == pytest.approx(419 * 16 / 16_384, rel=1e-3)
+    assert "Llama 3" not in " ".join(why(found(), RunLength(steps=steps)).chosen)
+    (line,) = (line for line in why(found(), RunLength(steps=10 * steps)).chosen if "whole run" in line)
+    assert "540.0 days" in line
+    assert "there would be 4." in line
+    assert "whole run" not in " ".join(why(found()).chosen)
+
+
+@pytest.mark.parametrize(
+    "length", [{}, {"tokens": 1.0, "steps": 1}, {"tokens": 0.0}, {"tokens": math.nan}, {"steps": -1}]
+)
+def test_what_is_no_length_of_a_run_is_refused(length):
+    with pytest.raises(ConfigError, match="run"):
+        RunLength(**length)
+
+
+def test_samples_without_tokens_have_no_run_in_tokens():
+    plan = found().plans[0]
+    bare = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, tokens_per_sample=None))
+    assert whole_run(bare, RunLength(steps=7)).tokens is None
+    with pytest.raises(ConfigError, match="no number of tokens"):
+        whole_run(bare, RunLength(tokens=1e9))
 
 
 def test_links_are_the_collectives_of_the_slowest_rank():

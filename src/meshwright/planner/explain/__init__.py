@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     )
     from meshwright.planner.explain.plan_figures import (
         LinkTime as LinkTime,
+        RunLength as RunLength,
+        WholeRun as WholeRun,
         links as links,
         mfu as mfu,
         per_gpu as per_gpu,
         plan_entry as plan_entry,
         price_per_billion_tokens as price_per_billion_tokens,
         short as short,
+        whole_run as whole_run,
     )
     from meshwright.planner.explain.plan_reasons import WhatIf as WhatIf, Why as Why, what_if as what_if, why as why
     from meshwright.planner.explain.ranking import (

@@ -36,6 +36,13 @@ function seconds(value) {
   return size >= 1e-4 || size === 0 ? (value * 1e3).toFixed(1) + " ms" : (value * 1e6).toFixed(0) + " µs";
 }
 
+/** Of a whole run. */
+function duration(value) {
+  for (const [unit, name] of [[86400, "days"], [3600, "h"], [60, "min"]])
+    if (value >= 2 * unit) return (value / unit).toFixed(1) + " " + name;
+  return seconds(value);
+}
+
 function number(value) {
   for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"]])
     if (Math.abs(value) >= limit) return (value / limit).toFixed(2) + " " + unit;
@@ -86,6 +93,12 @@ function cards() {
     if (known(time.mfu)) figures.push([percent(time.mfu), "MFU"]);
     if (known(time.price_per_billion_tokens_usd))
       figures.push(["$" + number(time.price_per_billion_tokens_usd), "per 10⁹ tokens"]);
+    if (best.run) {
+      const length = best.run.tokens ? `${number(best.run.tokens)} tokens` : `${number(best.run.steps)} steps`;
+      figures.push([duration(best.run.seconds), `the whole run: ${length}`]);
+      figures.push([number(best.run.device_hours), "device-hours of the run"]);
+      if (known(best.run.price_usd)) figures.push(["$" + number(best.run.price_usd), "of the run"]);
+    }
   }
   const limit = known(best.memory.limit_bytes) ? ` of ${gib(best.memory.limit_bytes)}` : "";
   if (time) figures.push([share(best, "inline_s", "exposed_s") || "0 %", "communication not overlapped"]);

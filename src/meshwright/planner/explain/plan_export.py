@@ -15,7 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meshwright.cost import Cluster, StepEvent, coalesced, step_events
 from meshwright.errors import ConfigError
 from meshwright.planner.explain.plan_difference import Difference, diff
-from meshwright.planner.explain.plan_figures import every_step, plan_entry, short, time_entry, with_micro_batches
+from meshwright.planner.explain.plan_figures import (
+    RunLength,
+    every_step,
+    plan_entry,
+    short,
+    time_entry,
+    with_micro_batches,
+)
 from meshwright.planner.explain.plan_reasons import WhatIf, against, too_large, why
 from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search import Found
@@ -35,6 +42,7 @@ def found_document(
     objective: str = "tokens_per_s",
     what_ifs: Sequence[WhatIf] = (),
     subject: Subject | None = None,
+    length: RunLength | None = None,
 ) -> dict[str, Any]:
     """Return a search's result with its reasons, as plain values.
 
@@ -44,8 +52,9 @@ def found_document(
         objective: The objective that ranks the plans.
         what_ifs: Result of :func:`~meshwright.planner.explain.what_if`.
         subject: Given it, the difference to the second plan has the effect of each change.
+        length: Of a whole run, to say what that takes.
     """
-    best, reasons = found.plans[0], why(found)
+    best, reasons = found.plans[0], why(found, length)
     return {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
@@ -61,7 +70,7 @@ def found_document(
             "refused": [{"strategy": strategy, "reason": reason} for strategy, reason in found.refused],
         },
         "plans": [
-            plan_entry(plan) | {"against_first": against(plan, best) if number else None}
+            plan_entry(plan, length) | {"against_first": against(plan, best) if number else None}
             for number, plan in enumerate(found.plans)
         ],
         "too_large": [plan_entry(plan) | {"against_limit": too_large(plan)} for plan in found.too_large],
@@ -155,6 +164,10 @@ class _Time(_Part):
     price_per_billion_tokens_usd: float | None
 
 
+class _Run(_Part):
+    seconds: float
+
+
 class _Plan(_Part):
     summary: str
     strategy: dict[str, Any]
@@ -163,6 +176,7 @@ class _Plan(_Part):
     micro_batch: _Int | float
     fits: bool
     time: _Time | None
+    run: _Run | None = None  # earlier versions wrote none
     memory: _Memory
 
 

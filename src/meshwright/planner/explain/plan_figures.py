@@ -1,15 +1,17 @@
-"""Figures of one plan as plain values: speed, hardware use, price, memory classes and collectives by link."""
+"""Figures of one plan as plain values: speed, use of hardware, price, the whole run, memory and collectives by link."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cost import HALF, Calibration, Cluster, Link, Step, Traffic, axis_parts, fitted, moments, seconds_of
 from meshwright.cost.device_time import group_of
+from meshwright.errors import ConfigError
 from meshwright.methods import Role, find_method
 from meshwright.planner.explain.intervals import step_interval
 from meshwright.planner.plans import Plan, short_strategy, time_parts
@@ -79,6 +81,117 @@ def price_per_billion_tokens(plan: Plan) -> float | None:
     if known is None or known.price_per_step is None or known.tokens_per_sample is None:
         return None
     return known.price_per_step / (known.samples * known.tokens_per_sample) * _BILLION
+
+
+# --- The whole run
+
+# Unexpected interruptions of Llama 3 405B on 16,384 H100: 419 in 54 days (Grattafiori et al. 2024, §3.3.4).
+_DEVICE_HOURS_OF_AN_INTERRUPTION = 16_384 * 54 * 24 / 419
+_SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a whole run, in tokens or in optimizer steps.
+
+    Args:
+        tokens: Tokens to train on; the last step may go beyond them.
+        steps: Optimizer steps.
+
+    Raises:
+        ConfigError: When it is no length, or there are two.
+    """
+
+    tokens: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.steps is None):
+            raise ConfigError(
+                "A run has one length",
+                expected="a number of tokens, or a number of steps",
+                got="neither" if self.tokens is None else f"{self.tokens!r} tokens and {self.steps!r} steps",
+                fix="give one of them",
+            )
+        for name, value in (("tokens", self.tokens), ("steps", self.steps)):
+            if value is not None and not 1 <= value < math.inf:
+                raise ConfigError(
+                    f"The {name} of a run are no number of them",
+                    expected="1 or more",
+                    got=repr(value),
+                    fix="correct the number",
+                )
+
+    def num_steps(self, samples: int, tokens_per_sample: int | None) -> int:
+        """Return the optimizer steps of the run.
+
+        Args:
+            samples: Samples per step over all ranks.
+            tokens_per_sample: None where a sample has no number of tokens.
+
+        Raises:
+            ConfigError: For a length in tokens, if samples have none.
+        """
+        if self.tokens is None:
+            assert self.steps is not None
+            return self.steps
+        if tokens_per_sample is None:
+            raise ConfigError(
+                "The samples of this model have no number of tokens",
+                expected="the length of a run in steps",
+                got=f"{self.tokens:,.0f} tokens",
+                fix="give the steps",
+            )
+        return math.ceil(self.tokens / (samples * tokens_per_sample))
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What a whole run takes, if nothing interrupts it.
+
+    Args:
+        steps: Optimizer steps.
+        tokens: Tokens of these steps; None where samples are no tokens.
+        seconds: From the first step to the last.
+        interval_s: The times between which four of five runs are expected; None where that is not known.
+        device_hours: Hours of all devices together.
+        price_usd: At the price of a device and hour; None if it has none.
+        interruptions: How many there would be at the rate of Llama 3's training.
+    """
+
+    steps: int
+    tokens: int | None
+    seconds: float
+    interval_s: tuple[float, float] | None
+    device_hours: float
+    price_usd: float | None
+    interruptions: float
+
+
+def whole_run(plan: Plan, length: RunLength) -> WholeRun | None:
+    """Return what a run of a given length takes by a plan; None where time is unknown.
+
+    Loading, evaluation and checkpoints are not counted. The rate of interruptions is that of Grattafiori et al. 2024
+    (§3.3.4): 419 in 54 days of 16,384 devices.
+
+    Raises:
+        ConfigError: For a length in tokens where samples are no tokens.
+    """
+    known, expected = plan.forecast, step_interval(plan)
+    if known is None:
+        return None
+    steps = length.num_steps(known.samples, known.tokens_per_sample)
+    taken = steps * known.time.step_time_s
+    hours = taken * known.cluster.num_devices / _SECONDS_PER_HOUR
+    return WholeRun(
+        steps,
+        None if known.tokens_per_sample is None else steps * known.samples * known.tokens_per_sample,
+        taken,
+        None if expected is None else (steps * expected.low_s, steps * expected.high_s),
+        hours,
+        None if known.price_per_step is None else steps * known.price_per_step,
+        hours / _DEVICE_HOURS_OF_AN_INTERRUPTION,
+    )
 
 
 def memory_classes(plan: Plan) -> dict[str, int]:
@@ -170,8 +283,14 @@ def slowest_link(plan: Plan, *, hidden: bool) -> LinkTime | None:
 _OF_LINK = ("kind", "axis", "moment", "between_nodes", "bound_inside", "hidden")
 
 
-def plan_entry(plan: Plan) -> dict[str, Any]:
-    """Return a plan with all its figures as plain values."""
+def plan_entry(plan: Plan, length: RunLength | None = None) -> dict[str, Any]:
+    """Return a plan with all its figures as plain values.
+
+    Args:
+        plan: The plan.
+        length: Of a whole run, to say what that takes.
+    """
+    run = None if length is None else whole_run(plan, length)
     return {
         "summary": short(plan),
         "strategy": json.loads(plan.strategy.to_json()),
@@ -180,6 +299,7 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
         "micro_batch": plan.micro_batch,
         "fits": plan.fits,
         "time": time_entry(plan),
+        "run": None if run is None else dataclasses.asdict(run),
         "memory": _memory(plan),
         "building": dataclasses.asdict(plan.building),
         "traffic": [

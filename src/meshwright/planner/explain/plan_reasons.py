@@ -15,12 +15,14 @@ from meshwright.methods.composition import conflicts_of, known_methods
 from meshwright.planner.explain.intervals import step_interval
 from meshwright.planner.explain.plan_figures import (
     MOMENTS,
+    RunLength,
     memory_classes,
     mfu,
     per_gpu,
     price_per_billion_tokens,
     short,
     slowest_link,
+    whole_run,
     with_faster_link,
     with_micro_batches,
 )
@@ -28,6 +30,7 @@ from meshwright.planner.plans import (
     MEMORY_CLASSES,
     Plan,
     Subject,
+    duration,
     number,
     part_name,
     percent,
@@ -63,11 +66,12 @@ class Why:
     refused: tuple[str, ...] = ()
 
 
-def why(found: Found) -> Why:
+def why(found: Found, length: RunLength | None = None) -> Why:
     """Explain a search's result.
 
     Args:
         found: The result, with at least one plan, in the order of its objective.
+        length: Of a whole run, to say what that takes.
     """
     best = found.plans[0]
     intro = f"{short(best)} is the strategy given."
@@ -75,7 +79,7 @@ def why(found: Found) -> Why:
         searched = f" ({found.num_considered:,} strategies considered, {found.num_predicted:,} simulated)"
         intro = f"{short(best)} comes first{searched if found.num_considered else ''}{_unfinished(found)}."
     return Why(
-        chosen=(intro, *time_sentences(best), *interval_sentence(best), memory_sentence(best)),
+        chosen=(intro, *time_sentences(best), *expectations(best, length), memory_sentence(best)),
         others=_merged((with_micro_batches(plan), against(plan, best)) for plan in found.plans[1:]),
         too_large=tuple(f"{with_micro_batches(plan)}: {too_large(plan)}" for plan in found.too_large),
         refused=tuple(f"{strategy}: {reason}" for strategy, reason in found.refused[:_REFUSALS]),
@@ -114,10 +118,27 @@ def time_sentences(plan: Plan) -> tuple[str, ...]:
     return ", ".join(speeds) + ".", f"Of the step: {', '.join(shares)}."
 
 
-def interval_sentence(plan: Plan) -> tuple[str, ...]:
-    """Say how far off the step time may be; nothing where that is not known."""
+def expectations(plan: Plan, length: RunLength | None) -> tuple[str, ...]:
+    """Say how far off the step time may be, and what a whole run takes; nothing of what is not known."""
     known = step_interval(plan)
-    return () if known is None else (f"Expect {known}.",)
+    return *(() if known is None else (f"Expect {known}.",)), *_of_run(plan, length)
+
+
+def _of_run(plan: Plan, length: RunLength | None) -> tuple[str, ...]:
+    run = None if length is None else whole_run(plan, length)
+    if run is None or plan.forecast is None:
+        return ()
+    what = f"{run.steps:,} steps" + (f" ({number(run.tokens)} tokens)" if run.tokens is not None else "")
+    taken = duration(run.seconds)
+    if run.interval_s is not None:
+        low, high = map(duration, run.interval_s)
+        taken += f" ({low.removesuffix(high.partition(' ')[2]).strip()} to {high})"
+    costs = [f"{number(run.device_hours)} device-hours"]
+    costs += [f"{number(run.price_usd)} USD"] if run.price_usd is not None else []
+    rate = ""
+    if run.interruptions >= 1 and not plan.forecast.cluster.device.is_host:
+        rate = f"; at the rate of Llama 3's training there would be {run.interruptions:,.0f}"
+    return (f"The whole run, {what}, takes {taken}: {', '.join(costs)}, without interruptions{rate}.",)
 
 
 def _link(plan: Plan, part: str) -> str:

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from meshwright.errors import readable_bytes
 from meshwright.planner.explain.plan_difference import Difference
-from meshwright.planner.explain.plan_figures import plan_entry
+from meshwright.planner.explain.plan_figures import RunLength, plan_entry
 from meshwright.planner.explain.plan_reasons import WhatIf, Why, sentences
-from meshwright.planner.plans import MEMORY_CLASSES, Plan, building_rows, number, part_name, percent, seconds
+from meshwright.planner.plans import MEMORY_CLASSES, Plan, building_rows, duration, number, part_name, percent, seconds
 
 _BOTTLENECKS = {
     "tensor or sequence collectives": "layers' collectives",
@@ -34,15 +34,18 @@ _LEAST_STRATEGY, _LEAST_BINDING, _LEAST_GAP = 18, 10, 3
 _LABELS = dict(MEMORY_CLASSES)
 
 
-def ranked_table(plans: Sequence[Plan], title: str = "Plans", width: int = _WIDE) -> Table:
+def ranked_table(
+    plans: Sequence[Plan], title: str = "Plans", width: int = _WIDE, length: RunLength | None = None
+) -> Table:
     """Return a table with one row per plan, in the given order.
 
     Args:
         plans: The plans.
         title: The title above them.
         width: Characters per line; narrow tables have fewer columns.
+        length: Of a whole run, for a column with its time.
     """
-    return entries_table([plan_entry(plan) for plan in plans], title, width)
+    return entries_table([plan_entry(plan, length) for plan in plans], title, width)
 
 
 def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", width: int = _WIDE) -> Table:
@@ -99,6 +102,8 @@ def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     for name, (figure, text) in figures.items():
         values = [_of(entry, figure) for entry in entries]
         found[name] = ["" if value is None else text(value) for value in values]
+    runs = [entry.get("run") for entry in entries]  # documents of earlier versions have none
+    found["whole run"] = ["" if run is None else duration(run["seconds"]) for run in runs]
     found["comm."] = [_share(entry, "inline_s", "exposed_s") for entry in entries]
     found["bubble"] = [_share(entry, "bubble_s") for entry in entries]
     for kind in ("allocated", "reserved"):
