@@ -6,8 +6,9 @@ import pytest
 
 from meshwright.cost import find_cluster
 from meshwright.planner import FamilyWorkload, parse_family
-from meshwright.planner.explain.intervals import layout_kind, step_interval
-from meshwright.planner.explain.plan_figures import time_entry
+from meshwright.planner.explain import mfu
+from meshwright.planner.explain.intervals import highest_mfu, layout_kind, step_interval
+from meshwright.planner.explain.plan_figures import published_mfu, time_entry
 from meshwright.planner.explain.plan_reasons import why
 from meshwright.planner.search import Found
 from meshwright.strategy import Strategy
@@ -36,6 +37,28 @@ def test_hardware_without_runs_has_a_wide_interval_and_says_so():
     assert "none is known on New-1" in str(known)
     assert known.high_s - known.low_s > 0.2 * plan.forecast.time.step_time_s
     assert step_interval(dataclasses.replace(plan, forecast=None)) is None
+
+
+def test_a_use_of_devices_that_nobody_has_reached_is_not_told_without_a_word():
+    plan = planned("h100x8")
+    highest, runs = published_mfu(plan)
+    assert "published runs of such layouts on H100 devices" in runs
+    assert time_entry(plan)["highest_published_mfu"] == highest
+    assert mfu(plan) < highest
+    assert not any("fastest of" in line for line in why(Found((plan,))).chosen)
+    time = plan.forecast.time
+    faster = dataclasses.replace(time, step_time_s=time.step_time_s * mfu(plan) / (1.05 * highest))
+    unheard = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, time=faster))
+    assert any(f"the {100 * highest:.1f} % of the fastest of {runs}" in line for line in why(Found((unheard,))).chosen)
+
+
+def test_the_highest_use_is_of_the_precision_and_of_enough_runs():
+    h100, mi300x = planned("h100x8"), planned("mi300xx8")
+    assert highest_mfu(h100, "fp8")[0] < highest_mfu(h100, "half")[0]
+    assert highest_mfu(h100, "fp32") is None
+    assert highest_mfu(mi300x, "half") is None, "one run is known"
+    assert highest_mfu(dataclasses.replace(h100, forecast=None), "half") is None
+    assert time_entry(mi300x)["highest_published_mfu"] is None
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""Say how far off a predicted step time may be, from published runs of the same kind.
+"""Say how far off a predicted step time may be, and what nobody has reached, from published runs of the same kind.
 
 [Note: intervals] ``benchmarks/plan_intervals.py`` predicts every published run as a user would, and writes which ratios
 of measured to predicted step times four of five runs lie between, by kind of device and of layout, into
 ``intervals.json``. A plan takes the interval of its kind; where too few runs are known, that of its device, and last
 that of its layout on all devices, twice as wide, since how fast kernels and links of the device are is not known.
+The same file has the highest MFU that any run of a kind has reached, by precision.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def step_interval(plan: Plan) -> Interval | None:
         (f"{ANY}/{kind}", f"published runs of such layouts; none is known on {device.name}, so it is twice as wide", 2),
         (f"{ANY}/{ANY}", f"published runs; none is known on {device.name}, so it is twice as wide", 2),
     ):
-        known = _residuals().get(key)
+        known = _known()["step_time"].get(key)
         if known is not None and known["runs"] >= FEWEST:
             low, high = known["low"] ** wider, known["high"] ** wider
             time = plan.forecast.time.step_time_s
@@ -68,6 +69,26 @@ def step_interval(plan: Plan) -> Interval | None:
     return None
 
 
+def highest_mfu(plan: Plan, precision: str) -> tuple[float, str] | None:
+    """Return the highest MFU of published runs on a plan's kind of device, and of which runs it is.
+
+    Args:
+        plan: The plan.
+        precision: Of its products: ``"half"``, ``"fp8"``, ``"fp4"`` or ``"fp32"``.
+
+    Returns:
+        Of such layouts where enough runs of them are known, and of any otherwise; None where too few are known.
+    """
+    if plan.forecast is None:
+        return None
+    device = plan.forecast.cluster.device.efficiency
+    for kind, basis in ((layout_kind(plan.step.axes), "of such layouts on"), (ANY, "on")):
+        known = _known()["highest_mfu"].get(f"{device}/{kind}/{precision}")
+        if known is not None and known["runs"] >= FEWEST:
+            return known["mfu"], f"{known['runs']:,} published runs {basis} {device} devices"
+    return None
+
+
 @functools.cache
-def _residuals() -> dict[str, Any]:
+def _known() -> dict[str, Any]:
     return json.loads((resources.files("meshwright.planner.explain") / "intervals.json").read_text())  # type: ignore[no-any-return]

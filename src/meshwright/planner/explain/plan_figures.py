@@ -13,7 +13,7 @@ from meshwright.cost import HALF, Calibration, Cluster, Link, Step, Traffic, axi
 from meshwright.cost.device_time import group_of
 from meshwright.errors import ConfigError
 from meshwright.methods import Role, find_method
-from meshwright.planner.explain.intervals import step_interval
+from meshwright.planner.explain.intervals import highest_mfu, step_interval
 from meshwright.planner.plans import Plan, short_strategy, time_parts
 
 MOMENTS = {
@@ -65,6 +65,11 @@ def mfu(plan: Plan) -> float | None:
     if rate is None or plan.forecast is None:
         return None
     return rate / plan.forecast.cluster.device.peak_flops_per_s(_precision(plan))
+
+
+def published_mfu(plan: Plan) -> tuple[float, str] | None:
+    """Return the highest MFU of published runs in the plan's precision, and of which; None where too few are known."""
+    return highest_mfu(plan, _precision(plan))
 
 
 def _precision(plan: Plan) -> str:
@@ -312,7 +317,7 @@ def plan_entry(plan: Plan, length: RunLength | None = None) -> dict[str, Any]:
 
 def time_entry(plan: Plan) -> dict[str, Any] | None:
     """Return the seconds and the rates; None without a cluster."""
-    known, expected = plan.forecast, step_interval(plan)
+    known, expected, highest = plan.forecast, step_interval(plan), published_mfu(plan)
     if known is None:
         return None
     return {
@@ -328,6 +333,7 @@ def time_entry(plan: Plan) -> dict[str, Any] | None:
         "tokens_per_s_per_device": per_gpu(plan),
         "model_flops_per_s_per_device": model_flops_per_s(plan),
         "mfu": mfu(plan),
+        "highest_published_mfu": None if highest is None else highest[0],
         "price_per_step_usd": known.price_per_step,
         "price_per_billion_tokens_usd": price_per_billion_tokens(plan),
     }

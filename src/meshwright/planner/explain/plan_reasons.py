@@ -20,6 +20,7 @@ from meshwright.planner.explain.plan_figures import (
     mfu,
     per_gpu,
     price_per_billion_tokens,
+    published_mfu,
     short,
     slowest_link,
     whole_run,
@@ -115,7 +116,15 @@ def time_sentences(plan: Plan) -> tuple[str, ...]:
         for part, spent in parts
         if spent > _LEAST_SHARE * time.step_time_s
     ]
-    return ", ".join(speeds) + ".", f"Of the step: {', '.join(shares)}."
+    return ", ".join(speeds) + ".", *_unheard_of(plan, used), f"Of the step: {', '.join(shares)}."
+
+
+def _unheard_of(plan: Plan, used: float | None) -> tuple[str, ...]:
+    """Warn of an MFU that no published run has reached; nothing where one has, or too few are known."""
+    highest = published_mfu(plan)
+    if used is None or highest is None or used <= highest[0]:
+        return ()
+    return (f"That MFU is above the {percent(highest[0], 1)} of the fastest of {highest[1]}: take it with caution.",)
 
 
 def expectations(plan: Plan, length: RunLength | None) -> tuple[str, ...]:
