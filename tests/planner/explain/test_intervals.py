@@ -1,6 +1,7 @@
 """Plans say how far off they may be."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -28,15 +29,39 @@ def test_a_plan_lies_in_its_interval_and_says_what_that_is_taken_from():
     assert time_entry(plan)["interval_s"] == [known.low_s, known.high_s]
 
 
-def test_hardware_without_runs_has_a_wide_interval_and_says_so():
-    plan = planned("h100x8")
-    device = dataclasses.replace(plan.forecast.cluster.device, name="New-1", efficiency="unheard-of")
+def moved(plan, name, efficiency):
+    """The plan on another device, as if it were as fast there."""
+    device = dataclasses.replace(plan.forecast.cluster.device, name=name, efficiency=efficiency)
     cluster = dataclasses.replace(plan.forecast.cluster, device=device)
-    unknown = dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, cluster=cluster))
-    known = step_interval(unknown)
-    assert "none is known on New-1" in str(known)
-    assert known.high_s - known.low_s > 0.2 * plan.forecast.time.step_time_s
+    return dataclasses.replace(plan, forecast=dataclasses.replace(plan.forecast, cluster=cluster))
+
+
+@pytest.mark.parametrize("efficiency", ["unheard-of", "H100"])
+def test_hardware_without_runs_has_a_wide_interval_and_says_so(efficiency):
+    plan = planned("h100x8")
+    known, other = step_interval(plan), step_interval(moved(plan, "New-1", efficiency))
+    assert "twice as wide" not in str(known)
+    assert "too few are known on New-1, so it is twice as wide" in str(other)
+    assert math.log(other.high_s / other.low_s) > 1.9 * math.log(known.high_s / known.low_s)
+    assert ("H100" in str(other)) is (efficiency == "H100")
     assert step_interval(dataclasses.replace(plan, forecast=None)) is None
+
+
+def test_layouts_without_runs_have_a_wide_interval_and_say_so():
+    plan = planned("h100x8")
+    axes = (("expert", 2), ("zero", 4))
+    unknown = dataclasses.replace(plan, step=plan.step.replace(axes=axes))
+    assert "too few are known of such layouts, so" in str(step_interval(unknown))
+    nowhere = moved(unknown, "New-1", "unheard-of")
+    assert "too few are known on New-1 and of such layouts, so" in str(step_interval(nowhere))
+    assert math.log(step_interval(unknown).high_s / step_interval(unknown).low_s) > 0.4
+
+
+def test_steps_that_were_measured_lie_in_their_intervals():
+    # Llamas on one H200 by our own engine: planned over measured seconds (benchmarks/README.md).
+    plan = planned("h200x1")
+    known, time = step_interval(plan), plan.forecast.time.step_time_s
+    assert all(known.low_s < time / (1 + off) < known.high_s for off in (0.066, 0.055, 0.053, 0.042, -0.027))
 
 
 def test_a_use_of_devices_that_nobody_has_reached_is_not_told_without_a_word():

@@ -1,10 +1,11 @@
 """Say how far off a predicted step time may be, and what nobody has reached, from published runs of the same kind.
 
-[Note: intervals] ``benchmarks/plan_intervals.py`` predicts every published run as a user would, and writes which ratios
-of measured to predicted step times four of five runs lie between, by kind of device and of layout, into
-``intervals.json``. A plan takes the interval of its kind; where too few runs are known, that of its device, and last
-that of its layout on all devices, twice as wide, since how fast kernels and links of the device are is not known.
-The same file has the highest MFU that any run of a kind has reached, by precision.
+[Note: intervals] ``benchmarks/plan_intervals.py`` predicts every published run by what is known of its engine, and
+writes which ratios of measured to predicted step times four of five runs lie between, by kind of device and of layout,
+into ``intervals.json``: widened, so that this holds for runs of a project that the others say nothing of. A plan takes
+the interval of its kind. Where too few runs are known of its very device, or of such layouts on it, the interval of
+others is taken and is twice as wide. The same file has the highest MFU that any run of a kind has reached, by
+precision.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from meshwright.cost import Device
 from meshwright.planner.plans import Plan, seconds
 
 FEWEST = 8  # runs from which on a kind has an interval of its own
@@ -49,24 +51,25 @@ def layout_kind(axes: Sequence[tuple[str, int]]) -> str:
     return divided[0] if divided else "data"
 
 
+def kinds_of(device: Device, axes: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """Return the kinds of runs whose errors may be a plan's: of its device and layout, then of fewer of both."""
+    return tuple(f"{each}/{kind}" for each in (device.efficiency, ANY) for kind in (layout_kind(axes), ANY))
+
+
 def step_interval(plan: Plan) -> Interval | None:
     """Return the interval of a plan's step time; None without a cluster, and on a machine that was measured itself."""
     if plan.forecast is None or plan.forecast.cluster.calibration is not None:
         return None
-    device, kind = plan.forecast.cluster.device, layout_kind(plan.step.axes)
-    name = f"{device.efficiency} devices"
-    for key, basis, wider in (
-        (f"{device.efficiency}/{kind}", f"published runs of such layouts on {name}", 1),
-        (f"{device.efficiency}/{ANY}", f"published runs on {name}", 1),
-        (f"{ANY}/{kind}", f"published runs of such layouts; none is known on {device.name}, so it is twice as wide", 2),
-        (f"{ANY}/{ANY}", f"published runs; none is known on {device.name}, so it is twice as wide", 2),
-    ):
-        known = _known()["step_time"].get(key)
-        if known is not None and known["runs"] >= FEWEST:
-            low, high = known["low"] ** wider, known["high"] ** wider
-            time = plan.forecast.time.step_time_s
-            return Interval(time * low, time * high, known["runs"], basis)
-    return None
+    device, ratios = plan.forecast.cluster.device, _known()["step_time"]
+    kind = next(kind for kind in kinds_of(device, plan.step.axes) if kind in ratios)
+    (where, layout), known = kind.split("/"), ratios[kind]
+    basis = ("published runs" if layout == ANY else "published runs of such layouts") + f" on {where} devices"
+    basis = basis.removesuffix(f" on {ANY} devices")
+    lacks = [f"on {device.name}"] if where == ANY or device.name not in _known()["devices"] else []
+    lacks += ["of such layouts"] if layout == ANY else []
+    basis += f"; too few are known {' and '.join(lacks)}, so it is twice as wide" if lacks else ""
+    wider, time = 2 if lacks else 1, plan.forecast.time.step_time_s
+    return Interval(time * known["low"] ** wider, time * known["high"] ** wider, known["runs"], basis)
 
 
 def highest_mfu(plan: Plan, precision: str) -> tuple[float, str] | None:
@@ -84,7 +87,7 @@ def highest_mfu(plan: Plan, precision: str) -> tuple[float, str] | None:
     device = plan.forecast.cluster.device.efficiency
     for kind, basis in ((layout_kind(plan.step.axes), "of such layouts on"), (ANY, "on")):
         known = _known()["highest_mfu"].get(f"{device}/{kind}/{precision}")
-        if known is not None and known["runs"] >= FEWEST:
+        if known is not None:
             return known["mfu"], f"{known['runs']:,} published runs {basis} {device} devices"
     return None
 
