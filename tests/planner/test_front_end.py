@@ -310,6 +310,25 @@ def test_what_is_traced_soonest_comes_first_where_formulas_are_of_another_model(
     assert len(found.plans) == 2
 
 
+def test_what_is_traced_soonest_comes_next_once_a_plan_fits(by_formulas):
+    model = named_model(WIDE["llama"], None, CLUSTER)
+    subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
+    slow, slower = (
+        subject.plan(Strategy([mesh(**{axis: 2}, zero=4), method, "zero1", HALF]), 1)
+        for axis, method in (("tensor", "tensor_parallel"), ("context", "context_parallel"))
+    )
+    soon = next(plan for plan in by_formulas.plans if all(axis in ("data", "zero") for axis, _ in plan.step.axes))
+    given = dataclasses.replace(by_formulas, plans=(slow, slower, soon))
+    subject = Predicting(given, fits=True)
+    search_and_trace(lambda *_: given, subject, 70 * 2**30, "tokens_per_s", 3, None)
+    assert subject.asked == [str(plan.strategy) for plan in (slow, soon, slower)]
+    subject = Predicting(given, fits=False)
+    search_and_trace(lambda *_: given, subject, 70 * 2**30, "tokens_per_s", 3, None)
+    assert subject.asked[:3] == [str(plan.strategy) for plan in (slow, slower, soon)], (
+        "the best comes first until one fits"
+    )
+
+
 def test_formulas_of_another_model_leave_room_for_what_they_do_not_know(by_formulas):
     subject, limits = Predicting(by_formulas, fits=True), []
 

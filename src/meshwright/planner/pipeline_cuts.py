@@ -378,13 +378,16 @@ def _within(
 ) -> tuple[tuple[int, ...], Balancer]:
     """Return the cut that fits, or else the one that needs least, and the search that found it.
 
-    Where estimates and needs differ for the cut that a search by estimates ends at, it is made again without them.
+    Where estimates say of the cut that a search by them ends at what its needs do not, it is made again without them,
+    which takes seconds: where one of them is beyond the limit, or both are and they differ.
     """
     by_estimates = type(balancer)(balancer.costs, balancer.ranks, candidates.estimated_need)
     for search in (by_estimates, balancer):
         found = search.relieved(bounds, limit) or search.fastest(limit) or search.smallest()
         pairs = [(e, size) for (_, e), (_, size) in zip(search.needs(found), balancer.needs(found), strict=True)]
-        if all(abs(e - size) <= _SAME * size and (e <= limit) == (size <= limit) for e, size in pairs):
+        fits = all(e <= limit and size <= limit for e, size in pairs)
+        agrees = all(abs(e - size) <= _SAME * size and (e <= limit) == (size <= limit) for e, size in pairs)
+        if fits or agrees:
             break
     return found, search
 

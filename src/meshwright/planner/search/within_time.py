@@ -323,9 +323,15 @@ class _Traces:
 
 
 def _trace(plans: Sequence[Plan], subject: Subject, traces: _Traces, limit: TimeLimit, most: int) -> None:
-    """Trace plans until so many fit, and no other promises more; these stand in for those that do not fit."""
+    """Trace plans until so many fit, and no other promises more; these stand in for those that do not fit.
+
+    Once one fits, those come next that are traced soonest: a trace of layers and stages takes seconds, and an answer
+    is to show more than one family.
+    """
+    waiting = list(plans)
     with limit.watched():
-        for plan in plans:
+        while waiting:
+            plan = waiting.pop(0)
             if not traces.is_worth(plan, most):
                 continue
             try:
@@ -339,5 +345,7 @@ def _trace(plans: Sequence[Plan], subject: Subject, traces: _Traces, limit: Time
             if traced.fits:  # what kernels are worth to the model itself, formulas of a model like it do not tell
                 traced = worth_its_kernels(traced, subject, traces.objective, traces.included)
             traces.add(plan, traced)
+            if traces.fitting:
+                waiting.sort(key=_traced_late)
             if not traces.fitting and len(traces.state.too_large) == _SAME_REASON:
                 break
