@@ -92,6 +92,24 @@ def test_plans_count_what_is_trained(folder):
     assert lora["optimizer"] == 2 * lora["gradients"] + 8 * 4 < full["optimizer"] / 10  # 8 tensors count their steps
 
 
+def test_a_search_knows_what_is_frozen():
+    """Formulas train all of a model, and found nothing but offloading for what fits as it is."""
+    words = ["plan", "--model", "gpt2-medium", "--cluster", "a100-40x2", "--batch-size", "4", "--seq", "256", "--json"]
+    words += ["--lora", "r=4", "--memory-limit", "4 GiB", "--top", "1", "--exclude", "compile"]
+    found = []
+    for more in ([], ["--dtype", "bf16"]):
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 0, result.output
+        (plan,) = json.loads(result.stdout)["plans"]
+        assert "offload" not in plan["summary"]
+        assert not any("formulas" in gap for gap in plan["gaps"])
+        found.append(plan["building"]["device_bytes"])
+    assert found[1] == pytest.approx(found[0] / 2, rel=0.02)
+    refused = CliRunner().invoke(app, [*words, "--dtype", "int8"])
+    assert refused.exit_code == 1
+    assert "--dtype is no type" in refused.output
+
+
 def test_what_lora_says_is_read():
     assert parse_lora("r=16") == AdapterTable(r=16)
     given = parse_lora("r=8, alpha=4, dropout=0.1, targets=q_proj+v_proj, rank_stabilized=true")

@@ -136,6 +136,7 @@ def plan_command(
             metavar="r=N,…", help="LoRA adapters around it, in the keys of [adapter]: r=16,targets=q_proj+v_proj."
         ),
     ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="Of its parameters: fp32, bf16, fp16.")] = None,
     memory_limit: _MemoryLimit = None,
     headroom: Annotated[
         float | None,
@@ -162,11 +163,10 @@ def plan_command(
     from meshwright.cli.plan_and_compare import PlanOptions, Subjects, plan
 
     def command() -> int:
-        subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit, lora)
-        included, excluded = tuple(include or ()), tuple(exclude or ())
+        subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit, lora, dtype)
         options = PlanOptions(
-            subjects, strategy, micro_batches, objective, excluded, included, top, as_json, html, trace, save,
-            headroom, limit_s, tokens, steps,
+            subjects, strategy, micro_batches, objective, tuple(exclude or ()), tuple(include or ()), top, as_json,
+            html, trace, save, headroom, limit_s, tokens, steps,
         )  # fmt: skip
         return plan(options)
 

@@ -27,6 +27,7 @@ from meshwright.cli.run_files import check_writable, write
 from meshwright.cli.train_config import AdapterTable
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.methods.base import torch_dtype
 from meshwright.nn import is_on_meta
 from meshwright.nn.batches import usual_input_format
 from meshwright.planner import ModuleModel, PlannedModel, PlanRequest, known_models
@@ -56,6 +57,7 @@ from meshwright.strategy import Strategy, read_size
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FAMILIES = ("gpt", "llama", "mixtral")
+_TYPES = ("fp32", "bf16", "fp16")  # as ``model.dtype`` of a training file
 _COUNT = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?|\.\d+) ?([kmgbt]?)", re.IGNORECASE)
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
@@ -72,6 +74,7 @@ class Subjects:
     loss: str | None = None
     memory_limit: str | None = None
     lora: str | None = None
+    dtype: str | None = None
 
     def request(self, **wanted: Any) -> PlanRequest:
         """Return a request for plans with the given wants, such as ``strategy`` or ``objective``.
@@ -97,7 +100,18 @@ class Subjects:
                 got=f"--model {self.model} with {' and '.join(given)}",
                 fix=f"leave out {' and '.join(given)}",
             )
-        return named_model(self.model, self.seq, cluster)
+        return named_model(self.model, self.seq, cluster, self._dtype or torch.float32)
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        if self.dtype not in (None, *_TYPES):
+            raise ConfigError(
+                "--dtype is no type of parameters",
+                expected=f"one of {', '.join(_TYPES)}",
+                got=repr(self.dtype),
+                fix="name one of them, or leave it out",
+            )
+        return None if self.dtype is None else torch_dtype(self.dtype)
 
     def _module(self, cluster: Cluster) -> ModuleModel:
         """Return the module that a function builds, on ``meta`` unless the cluster's devices are CPUs."""
@@ -114,6 +128,7 @@ class Subjects:
         with torch.device("meta" if on_meta else "cpu"):
             arguments = {"seq_len": self.seq} if self.seq is not None and takes(function, "seq_len") else {}
             module = call_model_reference(function, self.model, arguments, "--model")
+            module = module if self._dtype is None else module.to(self._dtype)
         batch = token_batch(self.seq) if self.seq is not None else self._sample()
         loss = resolve_reference(self.loss, "--loss") if self.loss is not None else None
         return ModuleModel(self.model, module, batch, loss, usual_input_format(batch), seq=self.seq)

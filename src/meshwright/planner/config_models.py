@@ -163,13 +163,17 @@ _CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 _AUTO = (_CAUSAL, _MASKED, "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
 
 
-def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> ModuleModel:
+def transformers_model(
+    path: Path, seq: int | None, *, on_meta: bool = True, dtype: torch.dtype = torch.float32
+) -> ModuleModel:
     """Build the model of a ``config.json`` to plan for, with a sample batch.
 
     Args:
         path: Path of the file, or of its directory.
         seq: Tokens per sample; None: the model's number of positions. Images need none.
         on_meta: Whether to build on ``meta``.
+        dtype: Type of its parameters: fp32 as ``meshwright train`` makes them, whatever the weights that somebody
+            publishes are stored in.
 
     Raises:
         ConfigError: When transformers is not installed, or there is no such file.
@@ -177,8 +181,7 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
     """
     config = read_model_config(path)
     has_encoder = getattr(config, "is_encoder_decoder", False)  # a decoder alone takes this from its config
-    # In fp32, as ``meshwright train`` makes it, whatever the weights that somebody publishes are stored in.
-    module: Any = model_of_config(config, path, on_meta=on_meta, dtype=torch.float32)
+    module: Any = model_of_config(config, path, on_meta=on_meta, dtype=dtype)
     if hasattr(config, "image_size"):
         _check_takes(module, "pixel_values")
         with _naming_config(path):
@@ -213,7 +216,7 @@ _AS_TODAY = {
 
 
 @functools.lru_cache(maxsize=8)
-def model_of_shape(name: str, shape: Shape) -> ModuleModel | None:
+def model_of_shape(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> ModuleModel | None:
     """Build the model of some dimensions on ``meta``, with a sample batch; see [Note: one front end].
 
     Calls for the same model share it, and so its traces.
@@ -221,6 +224,7 @@ def model_of_shape(name: str, shape: Shape) -> ModuleModel | None:
     Args:
         name: Name for reports.
         shape: The model.
+        dtype: Type of its parameters.
 
     Returns:
         The model; None where transformers is not installed, or has no class for such a model.
@@ -228,7 +232,7 @@ def model_of_shape(name: str, shape: Shape) -> ModuleModel | None:
     config = config_of_shape(shape)
     if config is None:
         return None
-    module = model_of_config(config, Path(name), on_meta=True, dtype=torch.float32)
+    module = model_of_config(config, Path(name), on_meta=True, dtype=dtype)
     batch = {"input_ids": token_batch(shape.seq)}
     return ModuleModel(name, module, batch, model_input_format="unpack_dict", seq=shape.seq, shape=shape)
 

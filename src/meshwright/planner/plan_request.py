@@ -182,9 +182,14 @@ class PlanRequest:
 
     @functools.cached_property
     def _formulas(self) -> FamilyModel | None:
-        """The formulas of a module's family, or of a decoder that it resembles; None where there are none."""
+        """The formulas of a module's family, or of a decoder that it resembles; None where there are none.
+
+        Of frozen parameters, and of those in half precision, they know nothing.
+        """
         model = self.model
         if not isinstance(model, ModuleModel):
+            return None
+        if not all(each.requires_grad and each.dtype == torch.float32 for each in model.module.parameters()):
             return None
         if model.shape is not None:
             return FamilyModel(model.name, model.shape)
@@ -463,20 +468,35 @@ def plan(
     return list(asked.found().plans)
 
 
-def named_model(name: str, seq: int | None, cluster: Cluster) -> PlannedModel:
+def named_model(name: str, seq: int | None, cluster: Cluster, dtype: torch.dtype = torch.float32) -> PlannedModel:
     """Find the model that a text names: ``hf:PATH``, a known model, or a family with its dimensions.
 
+    Args:
+        name: The text.
+        seq: Tokens per sample; None: the model's own number.
+        cluster: Where it is planned for: on CPUs a config's model has values, and on other devices it is on ``meta``.
+        dtype: Type of its parameters.
+
     Raises:
-        ConfigError, ModelError: When there is no such model, or ``seq`` is not a length.
+        ConfigError, ModelError: When there is no such model, or ``seq`` is not a length; and for another type of a
+            model of which formulas alone are known.
     """
     if seq is not None and seq < 1:
         raise ConfigError("seq is not a length", expected="1 or more tokens", got=repr(seq), fix="correct the number")
     path = config_path(name)
     if path is not None:
-        return transformers_model(path, seq, on_meta=not cluster.device.is_host)
+        return transformers_model(path, seq, on_meta=not cluster.device.is_host, dtype=dtype)
     shape = parse_family(name)
     shape = shape if seq is None else dataclasses.replace(shape, seq=seq)
-    return model_of_shape(name, shape) or FamilyModel(name, shape, gap=why_formulas(shape))
+    known = model_of_shape(name, shape, dtype)
+    if known is None and dtype != torch.float32:
+        raise ConfigError(
+            f"{name} is predicted by formulas, which know parameters in fp32 alone",
+            expected="torch.float32, or a model that transformers has a class for",
+            got=str(dtype),
+            fix="leave the type out",
+        )
+    return known or FamilyModel(name, shape, gap=why_formulas(shape))
 
 
 def _sample(seq: int | None, sample_batch: Any) -> Any:

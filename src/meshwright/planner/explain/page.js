@@ -124,7 +124,7 @@ const bottlenecks = { "tensor or sequence collectives": "layers' communication",
 /** The share of some parts in a plan's step. */
 function share(plan, ...parts) {
   const spent = parts.reduce((sum, part) => sum + (plan.time?.parts_s[part] ?? 0), 0);
-  return spent ? percent(spent / plan.time.step_time_s) : "";
+  return spent > 1e-6 ? percent(spent / plan.time.step_time_s) : "";
 }
 
 function ranking() {

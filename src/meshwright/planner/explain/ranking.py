@@ -24,7 +24,7 @@ _BOTTLENECKS = {
     "copies between memories": "offload copies",
     "pipeline bubble": "bubble",
 }
-_LEAST_S = 1e-6  # smaller differences are not shown
+_LEAST_S = 1e-6  # what takes less, or differs by less, is not shown
 _WIDE = 120
 # Left out on narrow terminals, in this order.
 _DISPENSABLE = ("bubble", "comm.", "per device", "allocated", "$/1e9 tokens", "batch")
@@ -132,7 +132,7 @@ def _share(entry: Mapping[str, Any], *parts: str) -> str:
     if entry["time"] is None:
         return ""
     spent = sum(entry["time"]["parts_s"].get(part, 0.0) for part in parts)
-    return percent(spent / entry["time"]["step_time_s"]) if spent else ""
+    return percent(spent / entry["time"]["step_time_s"]) if spent > _LEAST_S else ""
 
 
 def _bottleneck(entry: Mapping[str, Any]) -> str:
