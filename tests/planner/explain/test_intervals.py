@@ -57,6 +57,13 @@ def test_layouts_without_runs_have_a_wide_interval_and_say_so():
     assert math.log(step_interval(unknown).high_s / step_interval(unknown).low_s) > 0.4
 
 
+@pytest.mark.parametrize(("name", "says"), [("mixtral-8x7b", True), ("llama-3-8b", False), ("gpt2", False)])
+def test_models_with_experts_are_of_no_known_kind_whatever_is_divided(name, says):
+    subject = FamilyWorkload(parse_family(name), find_cluster("h100x8"), 16)
+    plan = subject.plan(Strategy(["fsdp", ("amp_native", "bf16"), "checkpoint"]))
+    assert ("too few are known of such layouts" in str(step_interval(plan))) is says
+
+
 def test_steps_that_were_measured_lie_in_their_intervals():
     # Llamas on one H200 by our own engine: planned over measured seconds (benchmarks/README.md).
     plan = planned("h200x1")

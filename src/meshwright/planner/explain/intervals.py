@@ -61,7 +61,8 @@ def step_interval(plan: Plan) -> Interval | None:
     if plan.forecast is None or plan.forecast.cluster.calibration is not None:
         return None
     device, ratios = plan.forecast.cluster.device, _known()["step_time"]
-    kind = next(kind for kind in kinds_of(device, plan.step.axes) if kind in ratios)
+    axes = (("expert", 2),) if _is_sparse(plan) else plan.step.axes
+    kind = next(kind for kind in kinds_of(device, axes) if kind in ratios)
     (where, layout), known = kind.split("/"), ratios[kind]
     basis = ("published runs" if layout == ANY else "published runs of such layouts") + f" on {where} devices"
     basis = basis.removesuffix(f" on {ANY} devices")
@@ -70,6 +71,16 @@ def step_interval(plan: Plan) -> Interval | None:
     basis += f"; too few are known {' and '.join(lacks)}, so it is twice as wide" if lacks else ""
     wider, time = 2 if lacks else 1, plan.forecast.time.step_time_s
     return Interval(time * known["low"] ** wider, time * known["high"] ** wider, known["runs"], basis)
+
+
+def _is_sparse(plan: Plan) -> bool:
+    """Return whether tokens use few of a model's parameters, as with experts: what these take is hardest to predict."""
+    known, steps = plan.forecast, plan.steps or (plan.step,)
+    if known is None or known.tokens_per_sample is None or any(step.flops is None for step in steps):
+        return False
+    flops = sum((step.flops or 0) * step.num_micro_batches for step in steps) / len(steps) * known.cluster.num_devices
+    dense = 6 * plan.building.num_drawn * known.samples * known.tokens_per_sample
+    return flops < dense / 2
 
 
 def highest_mfu(plan: Plan, precision: str) -> tuple[float, str] | None:
