@@ -152,7 +152,7 @@ class RunLength:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What a whole run takes, if nothing interrupts it.
+    """Time and price of a whole run, if nothing interrupts it.
 
     Args:
         steps: Optimizer steps.
