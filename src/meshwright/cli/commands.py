@@ -133,7 +133,8 @@ def plan_command(
     lora: Annotated[
         str | None,
         typer.Option(
-            metavar="r=N,…", help="LoRA adapters around it, in the keys of [adapter]: r=16,targets=q_proj+v_proj."
+            metavar="r=N,…",
+            help="LoRA adapters around it, in the keys of the table adapter: r=16,targets=q_proj+v_proj.",
         ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="Of its parameters: fp32, bf16, fp16.")] = None,
