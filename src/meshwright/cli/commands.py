@@ -131,11 +131,7 @@ def plan_command(
     sample: _Sample = None,
     loss: _Loss = None,
     lora: Annotated[
-        str | None,
-        typer.Option(
-            metavar="r=N,…",
-            help="LoRA adapters around it, in the keys of the table adapter: r=16,targets=q_proj+v_proj.",
-        ),
+        str | None, typer.Option(metavar="r=N,…", help="LoRA adapters around it, in keys of the table adapter: r=16.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="Of its parameters: fp32, bf16, fp16.")] = None,
     memory_limit: _MemoryLimit = None,
