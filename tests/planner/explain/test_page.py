@@ -13,7 +13,7 @@ import pytest
 
 from meshwright import planner
 from meshwright.errors import ConfigError
-from meshwright.planner.explain import found_document, page, what_if
+from meshwright.planner.explain import RunLength, found_document, page, what_if
 from meshwright.planner.plans import MEMORY_CLASSES
 from tests.planner.explain.found import found, subject, subject_of
 
@@ -24,7 +24,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def document():
     asked = what_if(subject_of, found())
     about = {"name": "llama-2-7b </script><b>", "num_parameters": 6_738_415_616, "global_batch": 64, "seq": 2048}
-    return found_document(found(), model=about, what_ifs=asked, subject=subject())
+    return found_document(found(), model=about, what_ifs=asked, subject=subject(), length=RunLength(tokens=1e12))
 
 
 class Elements(html.parser.HTMLParser):
@@ -127,6 +127,8 @@ def test_a_browser_draws_it_without_an_error(tmp_path):
     assert f"{best['time']['step_time_s']:.2f} s" in texts["cards"]
     assert f"{100 * best['time']['mfu']:.1f} %" in texts["cards"]
     assert "host memory: 2048.0 GiB too much" in texts["ranking"]
+    assert f"{best['run']['seconds'] / 86_400:.1f} days" in texts["cards"]
+    assert f"{best['run']['seconds'] / 86_400:.1f} days" in texts["ranking"]
     assert "held while updating" in texts["memory"]
     assert "a_later_class" in texts["memory"]
     for entry in (*document()["plans"], *document()["too_large"]):

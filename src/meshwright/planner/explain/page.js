@@ -129,13 +129,16 @@ function share(plan, ...parts) {
 
 function ranking() {
   const priced = data.plans.some((plan) => known(plan.time?.price_per_billion_tokens_usd));
+  const ends = data.plans.some((plan) => known(plan.run));
   const columns = [{ name: "#" }, { name: "strategy", text: true }, { name: "batch" }, { name: "step" }, { name: unit },
+    ...(ends ? [{ name: "whole run" }] : []),
     { name: "MFU" }, { name: "allocated" }, { name: "reserved" }, ...(priced ? [{ name: "$ / 10⁹ tokens" }] : []),
     { name: "not overlapped" }, { name: "bubble" }, { name: "bottleneck", text: true }];
   const row = (plan, index) => ({
     className: index === 0 ? "first" : plan.fits ? "" : "over",
     cells: [plan.fits ? String(index + 1) : "–", plan.summary, `${plan.num_micro_batches} × ${plan.micro_batch}`,
       plan.time ? seconds(plan.time.step_time_s) : "", plan.time ? number(rate(plan)) : "",
+      ...(ends ? [known(plan.run) ? duration(plan.run.seconds) : ""] : []),
       known(plan.time?.mfu) ? percent(plan.time.mfu) : "", plan.time ? gib(allocated(plan)) : gib(plan.memory.needed_bytes),
       plan.time ? gib(reserved(plan)) : "",
       ...(priced ? [known(plan.time?.price_per_billion_tokens_usd) ? number(plan.time.price_per_billion_tokens_usd) : ""] : []),
