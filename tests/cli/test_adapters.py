@@ -105,6 +105,11 @@ def test_a_search_knows_what_is_frozen():
         assert not any("formulas" in gap for gap in plan["gaps"])
         found.append(plan["building"]["device_bytes"])
     assert found[1] == pytest.approx(found[0] / 2, rel=0.02)
+    words.remove("--json")
+    words += ["--strategy", "fsdp"]
+    del words[words.index("--exclude") : words.index("--strategy")]
+    shown = [CliRunner().invoke(app, [*words, *more]).output for more in ([], ["--dtype", "bf16"])]
+    assert [("The frozen base is in fp32, 1.3" in each) for each in shown] == [True, False]
     refused = CliRunner().invoke(app, [*words, "--dtype", "int8"])
     assert refused.exit_code == 1
     assert "--dtype is no type" in refused.output

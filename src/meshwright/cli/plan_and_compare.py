@@ -26,7 +26,7 @@ from meshwright.cli.references import (
 from meshwright.cli.run_files import check_writable, write
 from meshwright.cli.train_config import AdapterTable
 from meshwright.cost import Cluster, find_cluster
-from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.errors import ConfigError, MeshwrightError, ModelError, readable_bytes
 from meshwright.methods.base import torch_dtype
 from meshwright.nn import is_on_meta
 from meshwright.nn.batches import usual_input_format
@@ -270,6 +270,8 @@ def _show(request: PlanRequest, found: Found) -> None:
         console.print(machine, markup=False, highlight=False)
     for gap in found.plans[0].gaps:
         console.print(f"Not predicted: {gap}", markup=False, highlight=False)
+    if base := _wide_base(request.model):
+        console.print(base, markup=False, highlight=False)
     sys.stdout.flush()
 
 
@@ -277,6 +279,17 @@ def _title(request: PlanRequest, found: Found) -> str:
     cluster = request.cluster
     where = f"{cluster.num_devices} x {cluster.device.name}"
     return f"{request.model.name} on {where}, {request.global_batch} samples a step, in {found.seconds:.1f} s"
+
+
+def _wide_base(model: PlannedModel) -> str:
+    """Say that a frozen base could take half the memory; empty where it does, or where most of a model is trained."""
+    if not isinstance(model, ModuleModel):
+        return ""
+    sizes = [(each, each.numel() * each.itemsize) for each in model.module.parameters()]
+    frozen = sum(size for each, size in sizes if not each.requires_grad and each.dtype == torch.float32)
+    if frozen < sum(size for _, size in sizes) / 2:
+        return ""
+    return f"The frozen base is in fp32, {readable_bytes(frozen)} on all devices together: --dtype bf16 halves it."
 
 
 def _measured_machine(request: PlanRequest) -> str:
