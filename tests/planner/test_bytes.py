@@ -234,6 +234,14 @@ def test_micro_batches_that_differ(ranks):
     check(ranks(1).run(compared, cases)[0], 1e-3)
 
 
+def test_a_single_rank_holds_whole_weights_beside_its_shards(ranks):
+    half, split = ("amp_native", "bf16"), ("parallel_mode", {"axes": [["tensor", 2], ["zero", 1]]})
+    cases = {f"{name}, {stage}": (name, [stage, half]) for name in ("gpt", "lora") for stage in ("fsdp", "zero2")}
+    check(ranks(1).run(compared, {**cases, "zero1": ("gpt", ["zero1"])})[0])
+    beside = {stage: ("llama", [split, "tensor_parallel", stage, half]) for stage in ("fsdp", "zero1")}
+    check(ranks(2).run(compared, beside)[0])
+
+
 @pytest.mark.long
 def test_so_they_do_where_ranks_share_them(ranks):
     cases = {

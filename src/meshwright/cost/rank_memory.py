@@ -583,7 +583,8 @@ def _units(step: Step) -> list[Block]:
 
 
 def _gathers(step: Step) -> bool:
-    return step.gathered != "nothing" and step.size(step.shard_axis) > 1
+    """Return whether weights are whole beside their shards: on a single rank, too, where FSDP2 copies what it has."""
+    return step.gathered != "nothing" and step.shard_axis is not None
 
 
 def _whole_bytes(

@@ -57,7 +57,7 @@ def test_climbing_finds_with_few_predictions_what_bounds_alone_do_not():
     assert "zero1" in climbed.strategy
 
 
-@pytest.mark.parametrize(("cluster", "options"), [("h100x16", {}), ("a100x2", {"limit_bytes": 1300 * 2**20})])
+@pytest.mark.parametrize(("cluster", "options"), [("h100x16", {}), ("a100x2", {"limit_bytes": 1600 * 2**20})])
 def test_no_prediction_is_made_twice(cluster, options):
     subject = workload(cluster, batch=32, **options)
     asked = []
