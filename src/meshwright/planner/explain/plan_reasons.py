@@ -179,11 +179,11 @@ def _still_saved(plan: Plan) -> str:
     if known is None or not known.offloaded_bytes or 2 * saved < sum(classes.values()):
         return ""
     behind = min(known.outside_bytes, saved)
+    loss = f"{readable_bytes(behind)} of logits and the loss, whose backward comes at once, and " if behind else ""
     return (
-        f" Activations of the blocks leave the device as they are made; what is left of them there are "
-        f"{readable_bytes(behind)} of logits and the loss, whose backward comes at once, and "
+        f" Activations of the blocks leave the device as they are made; what is left of them there are {loss}"
         f"{readable_bytes(saved - behind)} of blocks whose copies are on their way. "
-        "Smaller micro-batches make both smaller."
+        f"Smaller micro-batches make {'both' if loss else 'that'} smaller."
     )
 
 
