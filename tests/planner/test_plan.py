@@ -9,7 +9,8 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.cost import find_cluster, make_cluster, memory
-from meshwright.planner import PlanRequest, Workload, choose, fitting
+from meshwright.planner import ModuleModel, PlanRequest, Workload, choose, fitting
+from meshwright.planner.explain import RunLength
 from meshwright.planner.plan_request import named_model
 from meshwright.runtime import COMMUNICATOR_BYTES
 from tests import tiny
@@ -379,3 +380,11 @@ def test_what_no_step_can_train_is_refused_with_the_reason():
         mw.plan(nn.Sequential(nn.LazyLinear(4)), "cpu*2", **asked)
     with pytest.raises(mw.ConfigError, match="LBFGS needs a closure"):
         mw.plan(nn.Linear(8, 4), "cpu*2", optim_func=torch.optim.LBFGS, **asked)
+
+
+def test_a_length_in_tokens_is_refused_before_a_search_where_samples_have_none(monkeypatch):
+    model = ModuleModel("tiny", nn.Linear(4, 4), torch.randn(2, 4), lambda _, output: output.sum())
+    monkeypatch.setattr(PlanRequest, "_searched", lambda *_: pytest.fail("it searched"))
+    request = PlanRequest(model, find_cluster("cpu*2"), 8, length=RunLength(tokens=1e9))
+    with pytest.raises(mw.ConfigError, match="no number of tokens"):
+        request.found()
