@@ -1,4 +1,4 @@
-"""How far off step times of published runs are, where it is known what their engines ran: the intervals of plans.
+"""Derive the intervals that plans carry from published runs of which it is known what their engines ran.
 
     python benchmarks/plan_intervals.py [--write] [FILE.csv …]                  about a minute
 

@@ -1,4 +1,4 @@
-"""Device-hours of whole training runs that others have published, beside what the planner predicts for its choice.
+"""Set device-hours of whole runs that others have published beside what the planner predicts for its choice.
 
     python benchmarks/whole_runs.py [--run NAME …] [--write]              about 3 minutes
 

@@ -133,7 +133,7 @@ def plan_command(
     lora: Annotated[
         str | None, typer.Option(metavar="r=N,…", help="LoRA adapters around it, in keys of the table adapter: r=16.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="Of its parameters: fp32, bf16, fp16.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="Of parameters: fp32, bf16 or fp16.")] = None,
     memory_limit: _MemoryLimit = None,
     headroom: Annotated[
         float | None,

@@ -182,10 +182,8 @@ class PlanOptions:
     save: Path | None = None
     headroom: float | None = None
     limit_s: float | None = None
-    tokens: str | None = None
-    """Of a whole run: a number, or one such as ``15T``."""
-    steps: int | None = None
-    """Of a whole run."""
+    tokens: str | None = None  # of a whole run: a number, or one such as 15T
+    steps: int | None = None  # of a whole run
 
     def request(self) -> PlanRequest:
         """Return the request.

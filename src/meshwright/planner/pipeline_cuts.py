@@ -379,7 +379,8 @@ def _within(
     """Return the cut that fits, or else the one that needs least, and the search that found it.
 
     Where estimates say of the cut that a search by them ends at what its needs do not, it is made again without them,
-    which takes seconds: where one of them is beyond the limit, or both are and they differ.
+    which takes seconds: where one of them is beyond the limit, or both are and they differ. A cut that fits by both is
+    taken, though one that is faster by a little may fit where estimates are too large.
     """
     by_estimates = type(balancer)(balancer.costs, balancer.ranks, candidates.estimated_need)
     for search in (by_estimates, balancer):

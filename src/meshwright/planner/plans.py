@@ -185,6 +185,16 @@ class Plan:
         return building(steps, ranks_per_host=local, disk_bytes_per_s=cluster.disk.bytes_per_s * local)
 
     @property
+    def model_flops(self) -> float | None:
+        """Return the FLOPs of a step on a device, on average: forward and backward, without recomputation.
+
+        None where they are unknown.
+        """
+        steps = self.steps or (self.step,)
+        known = [step.flops * step.num_micro_batches for step in steps if step.flops is not None]
+        return sum(known) / len(steps) if len(known) == len(steps) else None
+
+    @property
     def complete_strategy(self) -> Strategy:
         """Return the strategy with its number of micro-batches, which trains as this plan predicts."""
         return with_micro_batches(self.strategy, self.step.num_micro_batches)
@@ -369,12 +379,15 @@ class Forecast:
         return None if self.tokens_per_sample is None else self.samples_per_s * self.tokens_per_sample
 
     @property
+    def device_hours_per_step(self) -> float:
+        """Return the hours of a step, of all devices together."""
+        return self.cluster.num_devices * self.time.step_time_s / _SECONDS_PER_HOUR
+
+    @property
     def price_per_step(self) -> float | None:
         """Return the price of a step on all devices, in US dollars; None if the device has no price."""
         per_hour = self.cluster.device.price_per_hour
-        if per_hour is None:
-            return None
-        return per_hour * self.cluster.num_devices * self.time.step_time_s / _SECONDS_PER_HOUR
+        return None if per_hour is None else per_hour * self.device_hours_per_step
 
 
 def forecast(

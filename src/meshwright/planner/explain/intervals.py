@@ -75,12 +75,11 @@ def step_interval(plan: Plan) -> Interval | None:
 
 def _is_sparse(plan: Plan) -> bool:
     """Return whether tokens use few of a model's parameters, as with experts: what these take is hardest to predict."""
-    known, steps = plan.forecast, plan.steps or (plan.step,)
-    if known is None or known.tokens_per_sample is None or any(step.flops is None for step in steps):
+    known = plan.forecast
+    if known is None or known.tokens_per_sample is None or plan.model_flops is None:
         return False
-    flops = sum((step.flops or 0) * step.num_micro_batches for step in steps) / len(steps) * known.cluster.num_devices
     dense = 6 * plan.building.num_drawn * known.samples * known.tokens_per_sample
-    return flops < dense / 2
+    return plan.model_flops * known.cluster.num_devices < dense / 2
 
 
 def highest_mfu(plan: Plan, precision: str) -> tuple[float, str] | None:

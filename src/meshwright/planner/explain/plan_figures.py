@@ -52,11 +52,9 @@ def model_flops_per_s(plan: Plan) -> float | None:
 
     Under a causal mask only the needed half of attention's scores counts. None where FLOPs or time are unknown.
     """
-    steps = every_step(plan)
-    if plan.forecast is None or any(step.flops is None for step in steps):
+    if plan.forecast is None or plan.model_flops is None:
         return None
-    flops = sum((step.flops or 0) * step.num_micro_batches for step in steps) / len(steps)
-    return flops / plan.forecast.time.step_time_s
+    return plan.model_flops / plan.forecast.time.step_time_s
 
 
 def mfu(plan: Plan) -> float | None:
@@ -92,7 +90,6 @@ def price_per_billion_tokens(plan: Plan) -> float | None:
 
 # Unexpected interruptions of Llama 3 405B on 16,384 H100: 419 in 54 days (Grattafiori et al. 2024, §3.3.4).
 _DEVICE_HOURS_OF_AN_INTERRUPTION = 16_384 * 54 * 24 / 419
-_SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
@@ -186,12 +183,11 @@ def whole_run(plan: Plan, length: RunLength) -> WholeRun | None:
     if known is None:
         return None
     steps = length.num_steps(known.samples, known.tokens_per_sample)
-    taken = steps * known.time.step_time_s
-    hours = taken * known.cluster.num_devices / _SECONDS_PER_HOUR
+    hours = steps * known.device_hours_per_step
     return WholeRun(
         steps,
         None if known.tokens_per_sample is None else steps * known.samples * known.tokens_per_sample,
-        taken,
+        steps * known.time.step_time_s,
         None if expected is None else (steps * expected.low_s, steps * expected.high_s),
         hours,
         None if known.price_per_step is None else steps * known.price_per_step,
