@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from meshwright.cost.activations import (
         Activations as Activations,
         BackwardAt as BackwardAt,
-        BlockSaves as BlockSaves,
         Inputs as Inputs,
         Instant as Instant,
         OperatorResult as OperatorResult,

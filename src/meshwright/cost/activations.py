@@ -236,6 +236,13 @@ PRODUCTS = frozenset(
 )  # fmt: skip
 """Operators that multiply by weights."""
 
+TO_LOW_RANK, FROM_LOW_RANK = "product to a low rank", "product from a low rank"
+"""Products with matrices of low rank, as LoRA adds them to each layer, which take no turn in ``EVERY_SECOND``.
+
+What one makes is narrow, and worth to be kept; what the other makes is as large as the layer's own result, and costs no
+more than what is computed element by element.
+"""
+
 EVERY_SECOND = "every second product"
 """Among the operators whose results a module keeps: of products only the first, the third and so on are kept."""
 
@@ -353,14 +360,6 @@ class Work:
         return not keeps(recomputed[module], self.operator, self.turns[self.running.index(module)] if self.turns else 0)
 
 
-@dataclass(frozen=True)
-class BlockSaves:
-    """Bytes that move if all that the first blocks save is copied to the host."""
-
-    freed_bytes: int  # no longer saved on the device
-    copied_bytes: int  # more where something is saved outside of these blocks, too
-
-
 BackwardPart = Literal["both", "inputs", "weights"]
 """What backward computes gradients of."""
 
@@ -403,6 +402,8 @@ class Activations:
     flops_at: Placed = ()  # of forward and backward, where a pipeline cuts the model
     loss_bytes: int = 0  # beside what is saved, while the loss runs backward: the gradient of the logits
     outside_bytes: int = 0  # of ``saved_bytes``: behind the last block, freed before the blocks run backward
+    offloaded_blocks: int = 0  # from the first, whose saved tensors are copied to the host
+    prefetched_blocks: int = 0  # whose tensors come back ahead of their backward
     offloaded_bytes: int = 0  # copied to the host instead of being saved
     transients: tuple[Transient, ...] = field(default=(), hash=False)  # beside all of these; empty: unknown
     kept_at: tuple[Placed, ...] = field(default=(), hash=False)  # of a micro-batch, by stages: by the first place
@@ -455,6 +456,7 @@ class Activations:
         places: dict[int, int] = {}  # where the recomputed modules are
         kept: list[dict[int, int]] = []
         given: dict[int, int] = {}  # of the input, which several stages of a rank may save
+        gone, copied, returned = self._offloaded()
         for tensors in self.stages:
             here: dict[int, int] = {}
             kept.append(here)
@@ -463,6 +465,8 @@ class Activations:
                 if tensor.given is not None:
                     if tensor.is_kept(self.recomputed):
                         given[id(tensor)] = self.inputs.held_with(tensor.num_bytes, tensor.given)
+                    continue
+                if id(tensor) in gone:
                     continue
                 if tensor.is_kept(self.recomputed):
                     here[place] = here.get(place, 0) + tensor.num_bytes
@@ -486,6 +490,8 @@ class Activations:
             working_bytes=max(again.values(), default=0) + self.passing_bytes,
             working_at=_placed({place: again[module] for place, module in fullest.items()}) if known else (),
             taken_at=_placed({place: taken.get(module, 0) for place, module in fullest.items()}) if known else (),
+            offloaded_bytes=copied,
+            returned_bytes=returned,
         )
 
     def _of_a_run(self, sizes: Mapping[int, int]) -> dict[int, int]:
@@ -540,18 +546,35 @@ class Activations:
             transients=tuple(each for each in self.transients if any(has((each.place,)) for has in stages)),
         ).settled()
 
-    def first_blocks(self) -> tuple[BlockSaves, ...]:
-        """Return the bytes that move if all saves of the first 1, 2, … blocks are copied to the host."""
-        freed, copied = [0] * len(self.blocks), [0] * len(self.blocks)
-        for tensor in (tensor for stage in self.stages for tensor in stage):
+    def offload(self, blocks: int, prefetched: int) -> Activations:
+        """Return the activations where what the first blocks save is copied to the host.
+
+        Args:
+            blocks: How many blocks.
+            prefetched: Blocks whose activations come back ahead of their backward.
+        """
+        return dataclasses.replace(self, offloaded_blocks=blocks, prefetched_blocks=prefetched).settled()
+
+    def _offloaded(self) -> tuple[set[int], int, int]:
+        """Return which tensors lie on the host alone, and the bytes that are copied, and that are back at once.
+
+        More are copied than leave where something is saved outside of these blocks, too.
+        """
+        count, gone = self.offloaded_blocks, set[int]()
+        copied = [0] * len(self.blocks)
+        for tensor in (tensor for stage in self.stages for tensor in stage) if count else ():
             places = self._savers_in_blocks(tensor)
             inside = [place for place in places if place is not None]
-            if inside:
-                copied[min(inside)] += tensor.num_bytes
-            is_free = tensor.given is None and not tensor.is_kept_result(self.recomputed)
-            if inside and None not in places and is_free:
-                freed[max(inside)] += tensor.num_bytes
-        return tuple(BlockSaves(sum(freed[: count + 1]), sum(copied[: count + 1])) for count in range(len(self.blocks)))
+            if not inside:
+                continue
+            copied[min(inside)] += tensor.num_bytes
+            is_free = None not in places and tensor.given is None and not tensor.is_kept_result(self.recomputed)
+            if is_free and max(inside) < count:
+                gone.add(id(tensor))
+        copied = copied[:count]
+        ahead = self.prefetched_blocks + 1
+        most = max((sum(copied[start : start + ahead]) for start in range(max(count - ahead + 1, 1))), default=0)
+        return gone, sum(copied), most
 
     def _savers_in_blocks(self, tensor: SavedTensor) -> set[int | None]:
         """Return the blocks in which autograd saves the tensor; None stands for anything outside the blocks."""

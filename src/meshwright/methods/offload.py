@@ -373,7 +373,7 @@ class Offload(Method):
         offloaded = self._offloaded(dict(step.axes), step.shard_axis, on_device=on_device)
         known = step.activations
         if known is not None and (count := self._num_blocks(len(known.blocks))):
-            step = step.replace(activations=_offloaded_activations(known, count, self.prefetch))
+            step = step.replace(activations=known.offload(count, self.prefetch))
         return step.replace(offloaded=offloaded if offloaded.optimizer else None)
 
     def _num_blocks(self, every: int) -> int:
@@ -390,16 +390,3 @@ class Offload(Method):
         return Offloaded(
             self.optimizer, gradients, self.parameters, on_disk=self.disk is not None, visiting_bytes=at_once
         )
-
-
-def _offloaded_activations(known: Activations, count: int, prefetch: int) -> Activations:
-    first = known.first_blocks()[:count]
-    copied = [0, *(each.copied_bytes for each in first)]
-    window = range(max(count - prefetch, 1))
-    returned = max(copied[min(start + prefetch + 1, count)] - copied[start] for start in window)
-    return dataclasses.replace(
-        known,
-        saved_bytes=known.saved_bytes - first[-1].freed_bytes,
-        offloaded_bytes=first[-1].copied_bytes,
-        returned_bytes=returned,
-    )

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshwright.cost.activations import EVERY_SECOND, PRODUCTS, keeps
+from meshwright.cost.activations import EVERY_SECOND, FROM_LOW_RANK, PRODUCTS, TO_LOW_RANK, keeps
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.nn import (
     SameBuffers,
@@ -47,7 +47,7 @@ SELECTIVE = PRODUCTS | frozenset(
         "aten._scaled_dot_product_fused_attention_overrideable",
         "_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_reduce",
         "_c10d_functional.all_to_all_single", "_c10d_functional.reduce_scatter_tensor",
-        "flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward",
+        "flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward", TO_LOW_RANK,
     }
 )  # fmt: skip
 """Operators whose results ``policy="selective"`` keeps: products with weights, fused attention, collectives.
@@ -75,7 +75,7 @@ class _Products:
 
     def keeps(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether the next call's result is kept."""
-        name, turn = operator_name(operator), self._count
+        name, turn = call_name(operator, args), self._count
         self._count += name in PRODUCTS
         return keeps(self._kept, name, turn) and can_keep(operator, args, kwargs)
 
@@ -84,6 +84,24 @@ def operator_name(operator: Any) -> str:
     """Return an operator's name without its overload: ``"aten.mm"``."""
     schema = getattr(operator, SCHEMA, None)
     return schema.name.replace("::", ".") if schema is not None else f"higher_order.{operator.name()}"
+
+
+_MATRICES = ("aten.addmm", "aten.mm")  # products whose last argument is a weight
+_LOW_RANK, _NARROWER = 256, 8
+
+
+def call_name(operator: Any, args: tuple[Any, ...]) -> str:
+    """Return the name by which recomputation chooses a call: an operator's, or that of products of low rank.
+
+    A rank is low where a GPU would wait for memory and not for arithmetic, and where it is far below the other dim.
+    """
+    name = operator_name(operator)
+    if name not in _MATRICES:
+        return name
+    rows, columns = args[-1].shape
+    if rows <= _LOW_RANK and _NARROWER * rows <= columns:
+        return FROM_LOW_RANK
+    return TO_LOW_RANK if columns <= _LOW_RANK and _NARROWER * columns <= rows else name
 
 
 def can_keep(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -189,6 +189,11 @@ class FamilyRun:
         return 4 if self.dtype == "fp32" else 2
 
     @property
+    def wide(self) -> ProductDtype:
+        """Return the precision of products that never run in 8 bits or fewer."""
+        return HALF if self.dtype in _NARROW else self.dtype
+
+    @property
     def tokens(self) -> int:
         """Return the tokens per micro-batch on one sequence-parallel rank."""
         return self.micro_batch * self.seq // self.sequence
@@ -345,18 +350,17 @@ def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
 def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:
     heads, width = shape.heads // run.tensor, shape.head_width
     queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
-    dtype = HALF if run.dtype in _NARROW else run.dtype
     if run.impl.attention != "scores":
         variant: Literal["", "flash1", "flash2"] = "" if run.impl.attention == "torch" else run.impl.attention
         fused = _matmul(run, queries, keys, width)
         return (
             dataclasses.replace(
-                fused, kind="attention", batch=batch, dtype=dtype, causal=True, variant=variant,
+                fused, kind="attention", batch=batch, dtype=run.wide, causal=True, variant=variant,
                 inside=names, needed_in=names, operator="" if run.impl.dropout else FUSED,
             ),
         )  # fmt: skip
     products = tuple(
-        Op("matmul", *dims, batch=batch, dtype=dtype, inside=names, needed_in=names)  # type: ignore[arg-type]
+        Op("matmul", *dims, batch=batch, dtype=run.wide, inside=names, needed_in=names)  # type: ignore[arg-type]
         for dims in ((queries, keys, width), (queries, width, keys))
     )
     # The causally masked softmax reads one half and writes all; dropout reads and writes all, and writes its mask. In
@@ -487,7 +491,6 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
     h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, _classes(shape, run)
     first = 0 if pipeline > 1 else None
     last = pipeline - 1 if pipeline > 1 else None
-    dtype = HALF if run.dtype in _NARROW else run.dtype
     # torch's cross-entropy casts to fp32 (4), log-softmax reads and writes (8); backward writes zeros with ones at the
     # labels (4), log-softmax reads two and writes (12), and casts (4). A fused loss reads once, and writes in place.
     norm = _PLAIN_NORM if _is_chain(shape, run) else 2
@@ -505,7 +508,7 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
         return (*around, *(dataclasses.replace(op, on_rank=last) for op in _ops_without_logits(shape, own)))
     return (
         *around,
-        Op("matmul", tokens, v, h, dtype=dtype, on_rank=last),  # type: ignore[arg-type]
+        Op("matmul", tokens, v, h, dtype=run.wide, operator=PRODUCT, on_rank=last),
         Op("move", num_bytes=tokens * v * forward, backward_bytes=tokens * v * backward, on_rank=last),
     )
 
@@ -559,10 +562,9 @@ def _ops_without_logits(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     forward, backward = rows * chunks * (of_logit * v + 2 * h) * size, rows * chunks * 3 * h * size
     if run.sequence > 1 and run.impl.divides_blocks_alone:
         backward += (run.outside.tokens + run.tokens) * h * size  # a share's gradient, among zeros
-    dtype = HALF if run.dtype in _NARROW else run.dtype
     return (
         Op("move", num_bytes=_SUM * v * h, backward_bytes=(_SUM + 2 * size) * v * h, of_weights=True),
-        Op("matmul", rows, v, h, dtype=dtype, count=chunks),  # type: ignore[arg-type]
+        Op("matmul", rows, v, h, dtype=run.wide, operator=PRODUCT, count=chunks),
         Op("move", num_bytes=forward // chunks, backward_bytes=backward // chunks, count=chunks),
     )
 

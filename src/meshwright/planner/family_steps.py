@@ -53,9 +53,9 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         run: Samples, precision and kernels.
         pipeline: Ranks of that axis.
     """
-    ops, behind, count = block_ops(shape, run), outside_saved(shape, run), shape.layers
+    ops, behind, count = _inside_ops(shape, run), outside_saved(shape, run), shape.layers
     sizes, work = _saved_sizes(shape, run), _work(ops)
-    outside = 3 * sum(op.flops for op in outside_ops(shape, run, pipeline))
+    outside = _flops(_behind_ops(shape, run, pipeline))
     head = SavedTensor(behind.saved_bytes, ((),), places=(count,))
     return Activations(
         saved_bytes=count * block_saved(shape, run) + behind.saved_bytes,
@@ -70,7 +70,7 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         passing_bytes=passing_bytes(shape, run),
         holds_messages=run.impl.divides_blocks_alone and run.stacked > 0,
         # The head and the loss are nearly all of what is outside of blocks.
-        flops_at=(*(((block,), 3 * sum(op.flops for op in ops)) for block in range(count)), ((count,), outside)),
+        flops_at=(*(((block,), _flops(ops)) for block in range(count)), ((count,), outside)),
     )
 
 
@@ -143,7 +143,7 @@ def _work(ops: tuple[Op, ...]) -> tuple[Work, ...]:
     """Return the products and attentions of the first block, with equal operators in equal modules merged."""
     found: dict[tuple[str, Running, int, tuple[int, ...]], int] = {}
     for op in ops:
-        if op.flops:
+        if op.flops and op.moment != "backward":
             running = tuple(number for number, each in enumerate(_CLASSES) if each in op.inside)
             turns = (1,) * len(running) if op.operator == PRODUCT and PER_OP in op.inside else ()
             key = op.operator, running, len(running) if op.needed_in else 0, turns
@@ -156,6 +156,56 @@ def _work(ops: tuple[Op, ...]) -> tuple[Work, ...]:
 def _in_block(work: Work, block: int) -> Work:
     running = tuple(len(_CLASSES) * block + number for number in work.running)
     return Work(work.operator, running, work.num_needed, work.flops, block, work.turns)
+
+
+# --- What frozen weights leave out, and adapters add
+
+
+def _inside_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
+    """Return the ops of one block."""
+    ops = block_ops(shape, run)
+    if shape.adapters is None:
+        return ops
+    return (*(part for op in ops for part in _frozen(op)), *_ops_of_adapters(shape.adapters, run))
+
+
+def _behind_ops(shape: Shape, run: FamilyRun, pipeline: int) -> tuple[Op, ...]:
+    """Return the ops outside of the blocks."""
+    ops = outside_ops(shape, run, pipeline)
+    return ops if shape.adapters is None else tuple(part for op in ops for part in _frozen(op))
+
+
+def _flops(ops: Sequence[Op]) -> int:
+    """Return the operations of forward and backward; of what backward follows by rule, twice those of forward."""
+    return sum(op.flops * (3 if op.moment == "both" else 1) for op in ops)
+
+
+def _frozen(op: Op) -> tuple[Op, ...]:
+    """Return an op whose weights are frozen: of a product, backward has the gradient of its input alone."""
+    if op.of_weights:
+        return (dataclasses.replace(op, backward_bytes=0),)
+    if op.operator != PRODUCT:
+        return (op,)
+    forward = dataclasses.replace(op, moment="forward")
+    return forward, dataclasses.replace(op, n=op.k, k=op.n, moment="backward")
+
+
+def _ops_of_adapters(adapters: Adapters, run: FamilyRun) -> tuple[Op, ...]:
+    """Return the ops of a block's adapters: two products of each, which are scaled and added to what a layer returns.
+
+    Backward scales a gradient, and adds those of the layer's input.
+    """
+    tokens, outputs, names = run.tokens, adapters.outputs // run.tensor, (BLOCK,)
+    of_token = tokens * run.itemsize // (2 * adapters.layers)
+    own = {"inside": names, "needed_in": names}
+    return (
+        Op("matmul", tokens, adapters.rank, adapters.inputs, dtype=run.wide, **own),
+        Op("matmul", tokens, outputs, adapters.rank, dtype=run.wide, **own),
+        Op(
+            "move", num_bytes=5 * outputs * of_token, backward_bytes=(2 * outputs + 3 * adapters.inputs) * of_token,
+            count=2 * adapters.layers, **own,
+        ),
+    )  # fmt: skip
 
 
 # --- Experts over an expert axis
@@ -242,7 +292,7 @@ def family_step(
     _check(shape, tensor, len(ranks), run)
     ring = sizes.get("context", 1)
     run = dataclasses.replace(run, tensor=tensor, sequence=sizes.get("sequence", 1) * ring, ring=ring)
-    inside_ops, behind_ops = block_ops(shape, run), outside_ops(shape, run, pipeline)
+    inside_ops, behind_ops = _inside_ops(shape, run), _behind_ops(shape, run, pipeline)
     counts = _stage_counts(shape, run, len(ranks), inside_ops, behind_ops)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
@@ -255,7 +305,7 @@ def family_step(
         shard_axis=shard_axis,
         num_micro_batches=run.num_micro_batches,
         activations=family_activations(shape, run, pipeline),
-        flops=3 * (shape.layers * sum(op.flops for op in inside.ops) + sum(op.flops for op in outside.ops)),
+        flops=shape.layers * _flops(inside.ops) + _flops(outside.ops),
         boundaries=(
             *_boundaries(shape, run, sizes, shape.layers),
             *_outside_boundaries(shape, run, sizes, first=True, last=True),
@@ -288,8 +338,8 @@ def _stage_counts(
         return tuple(_stage_sizes(shape, stages, ending))
     if not run.stacked:
         return tuple(_stage_sizes(shape, stages, ""))
-    head = sum(3 * op.flops for op in behind_ops)
-    of_block = sum(round((3 + run.again) * op.flops) for op in inside_ops)
+    head = _flops(behind_ops)
+    of_block = _flops(inside_ops) + round(run.again * sum(op.flops for op in inside_ops if op.moment != "backward"))
     return _by_work(shape.layers, stages, of_block, head)
 
 

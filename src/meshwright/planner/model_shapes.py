@@ -20,7 +20,27 @@ BLOCK = "TransformerBlock"
 _ADAM = 2  # fp32 tensors as large as the parameter
 _FP32_BYTES = 4
 _LARGEST = 2**31  # any larger dimension is a mistake
+_NO_COUNTS = ("family", "tied", "normed", "adapters")  # fields of a shape
 _MOST_LAYERS = 10_000  # ten times the deepest model ever trained; each layer costs an entry
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Matrices of low rank beside the layers of a block, which are frozen (LoRA, Hu et al. 2022).
+
+    Args:
+        rank: Of each product.
+        layers: Layers of a block that have them.
+        inputs: Elements of a token that these layers take, all together.
+        outputs: Elements that they return.
+        itemsize: Bytes per element of the matrices.
+    """
+
+    rank: int
+    layers: int
+    inputs: int
+    outputs: int
+    itemsize: int = _FP32_BYTES
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,7 @@ class Shape:
         itemsize: Bytes per element of its parameters, and of their states: 4, and 2 of a module in half precision.
         normed: Elements of each token that a block's norms take beside its usual two: of queries and keys, or of what
             attention and feed-forward layers return.
+        adapters: What alone is trained; None: everything.
     """
 
     family: Family
@@ -62,11 +83,10 @@ class Shape:
     head_dim: int | None = None
     itemsize: int = _FP32_BYTES
     normed: int = 0
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
-        numbers = {
-            name: value for name, value in dataclasses.asdict(self).items() if name not in ("family", "tied", "normed")
-        }
+        numbers = {name: value for name, value in vars(self).items() if name not in _NO_COUNTS}
         most = {"layers": _MOST_LAYERS}
         wrong = [f"{k}={v}" for k, v in numbers.items() if v is not None and not 1 <= v <= most.get(k, _LARGEST)]
         uneven = self.head_dim is None and self.hidden % self.heads
@@ -182,7 +202,16 @@ def inside_parameters(shape: Shape) -> tuple[Parameter, ...]:
         found += [_parameter(f"norm{index}.bias", h) for index in (1, 2)]
         found += [_parameter("qkv.bias", q + 2 * kv, tensor_dim=0), _parameter("output.bias", h)]
         found += [_parameter("up.bias", f, tensor_dim=0), _parameter("down.bias", h)]
-    return _stored(found, shape)
+    return (*_stored(found, shape), *_of_adapters(shape.adapters))
+
+
+def _of_adapters(adapters: Adapters | None) -> tuple[Parameter, ...]:
+    """Return the matrices of a block's adapters; of layers that are divided either way, the upper ones are."""
+    if adapters is None:
+        return ()
+    down = _parameter("adapters.down", adapters.rank, adapters.inputs)
+    up = _parameter("adapters.up", adapters.outputs, adapters.rank, tensor_dim=0)
+    return tuple(_in_bytes(each, adapters.itemsize) for each in (down, up))
 
 
 def outside_parameters(shape: Shape, pipeline: int = 1) -> tuple[Parameter, ...]:
@@ -202,14 +231,19 @@ def outside_parameters(shape: Shape, pipeline: int = 1) -> tuple[Parameter, ...]
 
 
 def _stored(parameters: list[Parameter], shape: Shape) -> tuple[Parameter, ...]:
-    """Return parameters of fp32 with the bytes per element that the shape's have, and that AdamW's states have, too."""
-    if shape.itemsize == _FP32_BYTES:
-        return tuple(parameters)
-    found = []
-    for each in parameters:
-        states = tuple(dataclasses.replace(s, itemsize=shape.itemsize) if s.dims else s for s in each.states)
-        found.append(dataclasses.replace(each, itemsize=shape.itemsize, states=states))
-    return tuple(found)
+    """Return parameters of fp32 with the bytes per element that the shape's have; without states where frozen."""
+    stored = tuple(_in_bytes(each, shape.itemsize) for each in parameters)
+    if shape.adapters is None:
+        return stored
+    return tuple(dataclasses.replace(each, trainable=False, states=()) for each in stored)
+
+
+def _in_bytes(parameter: Parameter, itemsize: int) -> Parameter:
+    """Return a parameter of fp32 with other bytes per element, which AdamW's states have, too."""
+    if itemsize == _FP32_BYTES:
+        return parameter
+    states = tuple(dataclasses.replace(s, itemsize=itemsize) if s.dims else s for s in parameter.states)
+    return dataclasses.replace(parameter, itemsize=itemsize, states=states)
 
 
 # --- Models by name, or as a family with its dimensions
@@ -247,7 +281,8 @@ _LIKE_LLAMA_3 = ("3", "3.1", "3.2", "3.3")  # the dimensions of a size are the s
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 _USUAL_SEQ = {"gpt": 1024, "llama": 4096, "mixtral": 4096}
 _LONGEST = 15  # digits
-_KEYS = tuple(field.name for field in dataclasses.fields(Shape) if field.name not in ("family", "itemsize", "normed"))
+_OWN = ("family", "itemsize", "normed", "adapters")  # fields that no text says
+_KEYS = tuple(field.name for field in dataclasses.fields(Shape) if field.name not in _OWN)
 
 
 def known_models() -> dict[str, Shape]:

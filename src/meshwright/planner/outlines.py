@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.nn import find_blocks, setting_of
-from meshwright.planner.model_shapes import Shape
+from meshwright.planner.model_shapes import Adapters, Shape
 
 # [Note: outlines] Searching with traces alone, a second or more each, a model is planned for in ten ways or so. But
 # which layouts are good is decided by few numbers: parameters and multiplications of a block, experts and how many of
@@ -44,7 +44,10 @@ def outline_of(module: nn.Module, seq: int) -> Shape | None:
     heads = most if width else _largest_divisor(hidden, most)
     kv_heads = _largest_divisor(heads, setting_of(config, "num_key_value_heads") or most)
     experts = next((count for name in _EXPERTS_OF if (count := setting_of(config, name))), 1)
-    stacked, plain = _matrices(blocks, experts)
+    trained = _trained(module, blocks)
+    if trained is None:
+        return None
+    stacked, plain = _matrices(blocks, experts, trained)
     attended = (width or hidden / heads) * (heads + kv_heads)
     rest = plain - 2 * hidden * attended - (experts * hidden if stacked else 0)
     outside = (vocab, seq, kv_heads)
@@ -55,6 +58,7 @@ def outline_of(module: nn.Module, seq: int) -> Shape | None:
         "head_dim": width,
         "itemsize": _itemsize(blocks),
         "normed": max(round(normed) - 2 * hidden, 0),
+        "adapters": _adapters(trained, len(blocks)),
     }
     with suppress(ModelError):
         if not stacked:
@@ -115,10 +119,41 @@ def _itemsize(blocks: Sequence[nn.Module]) -> int:
     return max(sizes, key=sizes.__getitem__, default=4)
 
 
-def _matrices(blocks: Sequence[nn.Module], experts: int) -> tuple[float, float]:
-    """Return the elements of a block's matrices: of stacked experts, and of all others."""
-    found = [0, 0]
-    for parameter in (parameter for block in blocks for parameter in block.parameters()):
+_LOW = 4  # a matrix of low rank has so many times as many elements along its other dim
+_FEW = 0.1  # the share of a model's elements that may be frozen, and it counts as trained
+
+
+def _trained(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter] | None:
+    """Return the matrices of adapters, where these alone are trained: none where about everything is.
+
+    None for what is neither, such as a model of which some blocks are trained, and for weights in 4 bits.
+    """
+    every = list(module.parameters())
+    frozen = sum(each.numel() for each in every if not each.requires_grad)
+    if frozen < _FEW * sum(each.numel() for each in every):
+        return []
+    in_blocks = [[each for each in block.parameters() if each.requires_grad] for block in blocks]
+    found = [each for of_block in in_blocks for each in of_block]
+    are_all = len(found) == sum(each.requires_grad for each in every)
+    are_low = all(each.dim() == 2 and _LOW * min(each.shape) <= max(each.shape) for each in found)
+    is_wide = all(each.is_floating_point() for each in every)
+    return found if all(in_blocks) and are_all and are_low and is_wide else None
+
+
+def _adapters(trained: Sequence[nn.Parameter], num_blocks: int) -> Adapters | None:
+    """Return the adapters of a block, those of all its layers together."""
+    if not trained:
+        return None
+    lower, upper = ([max(each.shape) for each in trained if (each.shape[0] > each.shape[1]) == up] for up in (0, 1))
+    rank = sum(each.numel() for each in trained) // sum(lower + upper)
+    layers = max(len(upper) // num_blocks, 1)
+    return Adapters(rank, layers, sum(lower) // num_blocks, sum(upper) // num_blocks, trained[0].element_size())
+
+
+def _matrices(blocks: Sequence[nn.Module], experts: int, adapters: Sequence[nn.Parameter]) -> tuple[float, float]:
+    """Return the elements of a block's matrices without adapters: of stacked experts, and of all others."""
+    found, apart = [0, 0], {id(each) for each in adapters}
+    for parameter in (each for block in blocks for each in block.parameters() if id(each) not in apart):
         is_stacked = experts > 1 and parameter.dim() == 3 and parameter.shape[0] == experts
         found[0 if is_stacked else 1] += parameter.numel() if parameter.dim() > 1 else 0
     return found[0] / len(blocks), found[1] / len(blocks)

@@ -184,14 +184,13 @@ class PlanRequest:
     def _formulas(self) -> FamilyModel | None:
         """The formulas of a module's family, or of a decoder that it resembles; None where there are none.
 
-        Of frozen parameters, and of those in half precision, they know nothing.
+        A family has all its parameters in fp32, and trains them; else its models are decoders like others.
         """
         model = self.model
         if not isinstance(model, ModuleModel):
             return None
-        if not all(each.requires_grad and each.dtype == torch.float32 for each in model.module.parameters()):
-            return None
-        if model.shape is not None:
+        is_usual = all(each.requires_grad and each.dtype == torch.float32 for each in model.module.parameters())
+        if model.shape is not None and is_usual:
             return FamilyModel(model.name, model.shape)
         shape = None if model.seq is None else outline_of(model.module, model.seq)
         return None if shape is None else FamilyModel(model.name, shape, OWN_EAGER if is_eager(model.module) else OWN)
@@ -227,7 +226,7 @@ class PlanRequest:
             self.top,
             self.limit_s,
             included=read_constraints(self.excluded, self.included),
-            resembles=isinstance(self.model, ModuleModel) and self.model.shape is None,
+            resembles=isinstance(self.model, ModuleModel) and self.model.shape != shape,
         )
 
     @property

@@ -23,7 +23,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import Instant, Transient, outermost_instants
 from meshwright.cost.activations import PRODUCTS
-from meshwright.methods.recompute import can_keep, is_recomputed, keeps_results, kept_now, operator_name
+from meshwright.methods.recompute import (
+    call_name,
+    can_keep,
+    is_recomputed,
+    keeps_results,
+    kept_now,
+    operator_name,
+)
 from meshwright.nn import find_blocks, is_compiled, outside_compiled
 from meshwright.nn.swapped_parameters import FakeDispatchMode
 from meshwright.planner.trace.aten_kernels import Fate, FlopCount, Fusion, tensors_in
@@ -263,7 +270,7 @@ class _Recorder:
             return operator(*args, **kwargs)
         position, before = len(saved.log), counter.total
         result = operator(*args, **kwargs)
-        flops, name = counter.total - before, operator_name(operator)
+        flops, name = counter.total - before, call_name(operator, args)
         turns: tuple[int, ...] = ()
         if name in PRODUCTS:
             turns = tuple(count % 2 for count in self._products)
@@ -272,7 +279,7 @@ class _Recorder:
         if flops:
             saved.work.append(call)
         if 0 <= saved.place < len(self._index):
-            self._note_fused(name, (args, kwargs), result, is_alone=bool(flops))
+            self._note_fused(operator_name(operator), (args, kwargs), result, is_alone=bool(flops))
         if can_keep(operator, args, kwargs):
             for key, size in map(storage_of, tensors_in(result)):
                 made = saved.results.setdefault(key, Result(size))

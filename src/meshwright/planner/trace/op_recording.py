@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import FP8, Activations, Op, SavedTensor, TracedModule, Transient, Work, pass_flops
 from meshwright.cost.activations import OperatorResult, Running
-from meshwright.methods.recompute import operator_name
+from meshwright.methods.recompute import call_name
 from meshwright.nn import class_names, find_blocks
 from meshwright.nn.swapped_parameters import FakeDispatchMode, view_of
 from meshwright.planner.trace.aten_kernels import FlopCount, kernels_of, tensors_in, with_workspace
@@ -93,7 +93,7 @@ class OpRecorder(FakeDispatchMode):
         node = current_node()
         if node is None:
             ops = kernels_of(func, args, given, result)
-            name = operator_name(func)
+            name = call_name(func, args)
             self._note_forward(tuple(dataclasses.replace(op, operator=name, traced=True) for op in ops), (args, given))
             self._held.note(result, (args, given), self._saved.place, "forward" if self._saved.running else "loss")
         else:
