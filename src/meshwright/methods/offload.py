@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshwright.cost import Activations, Offloaded, Step, pick_largest, tie_key
+from meshwright.cost import Offloaded, Step, pick_largest, tie_key
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import AVERAGED, Job

@@ -418,9 +418,8 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
         2 if run.impl.copies_heads else 1
     ) + q * size  # queries, keys, values; attention's output
     if shape.gated:
-        split += (3 if run.impl.compiled else 4) * f * size - (
-            f if narrow else 0
-        )  # gate, up, its activation, the product
+        of_mlp = 4 - run.impl.compiled - (not _saves_product(shape))  # gate, up, its activation, the product
+        split += of_mlp * f * size - (f if narrow else 0)
     else:
         split += 2 * f * size
     if run.impl.dropout:
@@ -441,6 +440,11 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     return whole + run.tokens * split // run.tensor + scores
 
 
+def _saves_product(shape: Shape) -> bool:
+    """Return whether the input of a block's last layer is saved, for gradients of its weights."""
+    return shape.adapters is None or shape.adapters.of_product
+
+
 def _saved_by_norms(shape: Shape, run: FamilyRun) -> tuple[int, int]:
     """Return the bytes per token of the input, the sum in the middle and what norms make of both; and of their outputs.
 
@@ -451,7 +455,8 @@ def _saved_by_norms(shape: Shape, run: FamilyRun) -> tuple[int, int]:
     entering = 2 * h * (1 if narrow else size)
     if _is_chain(shape, run) and size < 4:  # what they save stands for the input and the sum
         casts = _CASTS * h * size if wide else entering
-        return (2 * h + shape.normed) * (_WIDE_NORM_SAVED if wide else _PLAIN_NORM_SAVED), casts
+        saved = (_WIDE_NORM_SAVED if wide else _PLAIN_NORM_SAVED) - (size if shape.adapters is not None else 0)
+        return (2 * h + shape.normed) * saved, casts
     if wide:
         return h * (size + 4 if run.impl.compiled else 2 * 4) + shape.normed * 4, entering
     return (2 * h + shape.normed) * size, entering

@@ -39,7 +39,14 @@ from meshwright.planner.family_ops import (
     per_op_saved,
     results_bytes,
 )
-from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters, is_stacked, outside_parameters
+from meshwright.planner.model_shapes import (
+    BLOCK,
+    Adapters,
+    Shape,
+    inside_parameters,
+    is_stacked,
+    outside_parameters,
+)
 
 _CLASSES = (BLOCK, PER_OP, ATTENTION)  # every block has one of each
 
@@ -162,11 +169,17 @@ def _in_block(work: Work, block: int) -> Work:
 
 
 def _inside_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
-    """Return the ops of one block."""
-    ops = block_ops(shape, run)
-    if shape.adapters is None:
+    """Return the ops of one block.
+
+    Recomputation runs a layer before its adapters, which save something: so the last product runs again where it has
+    some.
+    """
+    ops, adapters = block_ops(shape, run), shape.adapters
+    if adapters is None:
         return ops
-    return (*(part for op in ops for part in _frozen(op)), *_ops_of_adapters(shape.adapters, run))
+    if adapters.of_product:
+        ops = tuple(dataclasses.replace(op, needed_in=op.inside) if op.operator == PRODUCT else op for op in ops)
+    return (*(part for op in ops for part in _frozen(op)), *_ops_of_adapters(adapters, run))
 
 
 def _behind_ops(shape: Shape, run: FamilyRun, pipeline: int) -> tuple[Op, ...]:
@@ -190,22 +203,27 @@ def _frozen(op: Op) -> tuple[Op, ...]:
     return forward, dataclasses.replace(op, n=op.k, k=op.n, moment="backward")
 
 
+_FUSED = 4  # kernels of adapters into one, where they are compiled
+
+
 def _ops_of_adapters(adapters: Adapters, run: FamilyRun) -> tuple[Op, ...]:
     """Return the ops of a block's adapters: two products of each, which are scaled and added to what a layer returns.
 
-    Backward scales a gradient, and adds those of the layer's input.
+    Backward scales a gradient, and adds those of the layer's input. Under autocast that is in fp32, and cast.
     """
-    tokens, outputs, names = run.tokens, adapters.outputs // run.tensor, (BLOCK,)
-    of_token = tokens * run.itemsize // (2 * adapters.layers)
-    own = {"inside": names, "needed_in": names}
-    return (
-        Op("matmul", tokens, adapters.rank, adapters.inputs, dtype=run.wide, **own),
-        Op("matmul", tokens, outputs, adapters.rank, dtype=run.wide, **own),
-        Op(
-            "move", num_bytes=5 * outputs * of_token, backward_bytes=(2 * outputs + 3 * adapters.inputs) * of_token,
-            count=2 * adapters.layers, **own,
-        ),
+    tokens, inputs, outputs = run.tokens, adapters.inputs, adapters.outputs // run.tensor
+    forward, backward = 5 * outputs, 2 * outputs + 3 * inputs
+    if run.impl.autocasts:
+        forward, backward = forward + 3 * inputs, backward + 6 * inputs
+    kernels = 2 * adapters.layers
+    of_kernel = tokens * run.itemsize / kernels / (_FUSED if run.impl.compiled else 1)
+    down = Op("matmul", tokens, adapters.rank, inputs, dtype=run.wide, inside=(BLOCK,), needed_in=(BLOCK,))
+    up = dataclasses.replace(down, n=outputs, k=adapters.rank)
+    move = Op(
+        "move", num_bytes=round(forward * of_kernel), backward_bytes=round(backward * of_kernel), count=kernels,
+        inside=(BLOCK,), needed_in=(BLOCK,), launches=1 / _FUSED if run.impl.compiled else 1.0,
     )  # fmt: skip
+    return down, up, move
 
 
 # --- Experts over an expert axis

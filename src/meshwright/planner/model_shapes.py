@@ -34,6 +34,7 @@ class Adapters:
         inputs: Elements of a token that these layers take, all together.
         outputs: Elements that they return.
         itemsize: Bytes per element of the matrices.
+        of_product: Whether the last layer of a block is among them, so that its input is saved.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Adapters:
     inputs: int
     outputs: int
     itemsize: int = _FP32_BYTES
+    of_product: bool = True
 
 
 @dataclass(frozen=True)

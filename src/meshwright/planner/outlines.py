@@ -58,7 +58,7 @@ def outline_of(module: nn.Module, seq: int) -> Shape | None:
         "head_dim": width,
         "itemsize": _itemsize(blocks),
         "normed": max(round(normed) - 2 * hidden, 0),
-        "adapters": _adapters(trained, len(blocks)),
+        "adapters": _adapters(trained, len(blocks), hidden),
     }
     with suppress(ModelError):
         if not stacked:
@@ -140,14 +140,21 @@ def _trained(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Paramete
     return found if all(in_blocks) and are_all and are_low and is_wide else None
 
 
-def _adapters(trained: Sequence[nn.Parameter], num_blocks: int) -> Adapters | None:
+def _adapters(trained: Sequence[nn.Parameter], num_blocks: int, hidden: int) -> Adapters | None:
     """Return the adapters of a block, those of all its layers together."""
     if not trained:
         return None
     lower, upper = ([max(each.shape) for each in trained if (each.shape[0] > each.shape[1]) == up] for up in (0, 1))
     rank = sum(each.numel() for each in trained) // sum(lower + upper)
     layers = max(len(upper) // num_blocks, 1)
-    return Adapters(rank, layers, sum(lower) // num_blocks, sum(upper) // num_blocks, trained[0].element_size())
+    return Adapters(
+        rank,
+        layers,
+        sum(lower) // num_blocks,
+        sum(upper) // num_blocks,
+        itemsize=trained[0].element_size(),
+        of_product=max(lower, default=0) > hidden,
+    )
 
 
 def _matrices(blocks: Sequence[nn.Module], experts: int, adapters: Sequence[nn.Parameter]) -> tuple[float, float]:

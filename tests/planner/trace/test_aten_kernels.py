@@ -68,8 +68,14 @@ def test_compiled_blocks_save_what_is_predicted_of_them(make):
     ],
 )  # fmt: skip
 def test_other_decoders_save_what_is_predicted_of_them(name, changes, autocasts):
-    model, ids = decoder(name, **changes), torch.zeros(4, 64, dtype=torch.long)
-    model = model.float() if autocasts else model
+    model = decoder(name, **changes)
+    saved, measured = saves(model.float() if autocasts else model, autocasts)
+    assert saved == pytest.approx(measured, rel=0.01)
+
+
+def saves(model, autocasts):
+    """Return the bytes that compiled blocks save, as predicted and as measured."""
+    ids = torch.zeros(4, 64, dtype=torch.long)
 
     def run(model, ids):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
@@ -82,7 +88,17 @@ def test_other_decoders_save_what_is_predicted_of_them(name, changes, autocasts)
     compile_forward([block for _, block in find_blocks(model)], contextlib.nullcontext, backend=backend)
     with record_saved(model) as measured:
         run(model, ids)
-    assert found.fused().saved_bytes == pytest.approx(measured.bytes, rel=0.01)
+    return found.fused().saved_bytes, measured.bytes
+
+
+@pytest.mark.parametrize("targets", ["all-linear", pytest.param(["q_proj", "v_proj"], marks=pytest.mark.long)])
+@pytest.mark.parametrize("autocasts", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_compiled_adapters_save_their_sum_with_a_layers_result(targets, autocasts):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=8, target_modules=targets)
+    model = peft.get_peft_model(llama(), config, autocast_adapter_dtype=autocasts)
+    saved, measured = saves(model, autocasts)
+    assert saved == pytest.approx(measured, rel=0.01)
 
 
 def noted(fusion, name, taken, made, *, is_alone=False, dtype=torch.float32):
@@ -100,6 +116,17 @@ def test_what_fused_kernels_make_is_computed_again_from_what_lies_in_memory():
     assert fusion.fates([3, 6, 7]) == {}
 
 
+def test_what_is_made_of_two_tensors_is_kept_in_place_of_both():
+    fusion = Fusion()
+    for product in (2, 3):
+        noted(fusion, "aten.mm", [1], [product], is_alone=True)
+    noted(fusion, "aten.add", [2, 3], [4])
+    noted(fusion, "aten.silu", [4], [5])
+    noted(fusion, "aten.mul", [5, 4], [6])
+    assert fusion.fates([4, 5]) == {5: "gone"}
+    assert fusion.fates([5]) in ({}, {5: "gone", 4: "kept"})
+
+
 def test_equal_casts_are_one_and_casts_to_8_bits_are_kept():
     fusion = Fusion()
     for cast in (2, 3):
@@ -107,5 +134,9 @@ def test_equal_casts_are_one_and_casts_to_8_bits_are_kept():
         noted(fusion, "aten.mm", [cast], [cast + 10], is_alone=True)
     assert fusion.fates([2, 3]) == {3: "gone"}
     assert fusion.fates([3]) == {}  # the first is not saved
+    for cast in (20, 21):  # casts of casts
+        noted(fusion, "aten._to_copy", [cast - 18], [cast])
+        noted(fusion, "aten.mm", [cast], [cast + 10], is_alone=True)
+    assert len(fusion.fates([20, 21])) == 1
     noted(fusion, "aten._to_copy", [1], [4], dtype=torch.float8_e4m3fn)
     assert fusion.fates([4]) == {}

@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.planner.trace.aten_kernels import device_of_pass, stands_in
+from meshwright.planner.trace.aten_kernels import device_of_pass
 from meshwright.planner.trace.fake_pass import Pass
+from meshwright.planner.trace.tracer import stands_in
 
 
 def test_a_model_on_the_host_is_traced_on_the_device_that_it_will_train_on(monkeypatch):

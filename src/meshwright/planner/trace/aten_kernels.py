@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import networkx
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -433,16 +434,6 @@ def device_here(device: torch.device) -> torch.device:
     return device if device.type == "cuda" and torch.cuda.is_available() else torch.device("cpu")
 
 
-def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
-    """Return a notice on what is assumed if a pass cannot run on the device that the model will train on; else None."""
-    if wanted is None or wanted.type == (device := device_of_pass(model, wanted)).type:
-        return None
-    return (
-        f"traced as on {device.type}, for there is no {wanted.type} device here: attention is taken to be fused as on "
-        f"{wanted.type}, its rows' sums take as much, and other operators are taken to save the same"
-    )
-
-
 def kernels_of_device(wanted: torch.device | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Imitate the kernels of another device in a pass on the CPU."""
     if wanted is None or wanted.type == "cpu" or device.type != "cpu":
@@ -456,9 +447,8 @@ def kernels_of_device(wanted: torch.device | None, device: torch.device) -> cont
 class _KernelsOfCuda(TorchFunctionMode):
     """Dropout, attention and cross entropies as CUDA runs them.
 
-    Under autocast the CPU computes cross entropies in fp32; on CUDA they keep what half precision they are given.
-
-    In attention dropout is left out: the CPU has no fused kernel with it, and the one on CUDA keeps no more for it than
+    Under autocast the CPU computes cross entropies in fp32; on CUDA they keep what half precision they are given. In
+    attention dropout is left out: the CPU has no fused kernel with it, and the one on CUDA keeps no more for it than
     the state of a random generator. Elsewhere it is one kernel that keeps a byte of each element, not three with a mask
     in the type of the elements.
     """
@@ -515,10 +505,11 @@ def _is_fused(input: torch.Tensor, p: float = 0.5, training: bool = True, inplac
 
 # [Note: saves of compiled blocks] ``torch.compile`` traces forward and backward together and cuts the graph in two.
 # What is computed element by element, or summed over rows, is fused into kernels around it, and computed again in
-# backward from what is there anyway. In memory lies what products and attention read and write: they run in kernels of
-# their own, and products read their inputs again for gradients of weights. Of a block of Llama these are its input,
-# what norms return, queries, keys and values, attention's result, one residual sum or what it adds, gate, up and their
-# product; not the norms in fp32, nor the activation.
+# backward from what is there anyway; of what is not, so much is saved as has the fewest bytes (a minimum cut, as
+# torch's own). In memory lies what products and attention read and write: they run in kernels of their own, and
+# products read their inputs again for gradients of weights. Of a block of Llama these are its input, what norms return,
+# queries, keys and values, attention's result, one residual sum or what it adds, gate, up and their product; not the
+# norms in fp32, nor the activation. Of adapters it is the sum of a layer's result and theirs, and neither of the two.
 
 Fate = Literal["gone", "kept"]
 """What becomes of a storage when its block is compiled: no longer saved, or saved in place of what is gone."""
@@ -535,6 +526,7 @@ class Fusion:
     """Follow which storages of each block are made by kernels that a compiler fuses."""
 
     sources: dict[int, tuple[int, ...]] = field(default_factory=dict)  # storage -> what fused kernels made it from
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes
     in_memory: set[int] = field(default_factory=set)  # storages that other kernels read or write
     places: dict[int, int] = field(default_factory=dict)  # where each storage of ``sources`` was made
     casts: dict[tuple[Any, ...], int] = field(default_factory=dict)  # the first of equal casts
@@ -553,6 +545,7 @@ class Fusion:
             is_alone: Whether it multiplies matrices, so that no compiler fuses it with others.
         """
         read, written = dict.fromkeys(taken), [*made]
+        self.sizes.update((storage, tensor_bytes(tensor)) for storage, tensor in made.items())
         new = [storage for storage in written if storage not in read]
         if is_alone or not name.startswith("aten.") or any(word in name for word in _ALONE):
             self.in_memory.update(read, written)
@@ -568,7 +561,8 @@ class Fusion:
                 self.in_memory.add(storage)  # by products, also where a trace multiplies in a wider type
             elif name.startswith("aten._to_copy") and len(read) == 1:
                 # Under autocast each layer casts what it is given; the compiler finds that they do the same.
-                first = self.casts.setdefault((*read, tensor.dtype, tensor.numel(), place), storage)
+                of = [self.repeated.get(each, each) for each in read]
+                first = self.casts.setdefault((*of, tensor.dtype, tensor.numel(), place), storage)
                 if first != storage:
                     self.repeated[storage] = first
 
@@ -576,25 +570,29 @@ class Fusion:
         """Return what becomes of the storages that blocks save; those that stay as they are are left out."""
         known = set(saved)
         gone = {storage for storage in known if storage in self.sources and storage not in self.in_memory}
-        twins = {storage for storage in known - gone if self.repeated.get(storage) in known - gone}
-        found: dict[int, Fate] = dict.fromkeys(gone | twins, "gone")
+        # Of equal casts one is saved, and not the first where that is a frozen layer's.
+        others_first = sorted(known - gone, key=self.repeated.__contains__, reverse=True)
+        one_of = {self.repeated.get(storage, storage): storage for storage in others_first}
+        twins = known - gone - {*one_of.values()}
         by_place: dict[int, list[int]] = {}
         for storage in gone:
             by_place.setdefault(self.places[storage], []).append(storage)
-        for place, storages in by_place.items():
-            found |= dict.fromkeys(self._origins(place, storages) - known, "kept")
-        return found
+        cut = {each for place, wanted in by_place.items() for each in self._cut(place, wanted, known - gone)}
+        found: dict[int, Fate] = dict.fromkeys((gone | twins) - cut, "gone")
+        return found | dict.fromkeys(cut - gone, "kept")
 
-    def _origins(self, place: int, storages: list[int]) -> set[int]:
-        """Return the nearest storages in memory from which fused kernels of one block compute these."""
-        found, met = set[int](), set[int]()
-        while storages:
-            for source in self.sources[storages.pop()]:
-                if source in met:
-                    continue
-                met.add(source)
-                if source in self.in_memory or self.places.get(source) != place:
-                    found.add(source)
-                else:
-                    storages.append(source)
-        return found
+    def _cut(self, place: int, wanted: Sequence[int], there: Collection[int]) -> Iterator[int]:
+        """Yield the fewest bytes of one block's storages, beside those that are there, that suffice to compute some."""
+        graph, left, met = networkx.DiGraph(), list(wanted), set(wanted)
+        while left:
+            storage = left.pop()
+            graph.add_edge(storage, (storage,), capacity=0 if storage in there else self.sizes.get(storage, 0))
+            is_made = storage not in self.in_memory and self.places.get(storage) == place
+            sources = self.sources[storage] if is_made else ()
+            graph.add_edges_from(((source,), storage) for source in sources)
+            graph.add_edges_from([] if is_made else [("start", storage)])
+            left += {*sources} - met
+            met.update(sources)
+        graph.add_edges_from(((storage,), "end") for storage in wanted)
+        _, (reached, _) = networkx.minimum_cut(graph, "start", "end")
+        return (each for each in met if each in reached and (each,) not in reached and each not in there)

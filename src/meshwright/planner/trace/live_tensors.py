@@ -23,14 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import Instant, Transient, outermost_instants
 from meshwright.cost.activations import PRODUCTS
-from meshwright.methods.recompute import (
-    call_name,
-    can_keep,
-    is_recomputed,
-    keeps_results,
-    kept_now,
-    operator_name,
-)
+from meshwright.methods.recompute import call_name, can_keep, is_recomputed, keeps_results, kept_now
 from meshwright.nn import find_blocks, is_compiled, outside_compiled
 from meshwright.nn.swapped_parameters import FakeDispatchMode
 from meshwright.planner.trace.aten_kernels import Fate, FlopCount, Fusion, tensors_in
@@ -279,7 +272,7 @@ class _Recorder:
         if flops:
             saved.work.append(call)
         if 0 <= saved.place < len(self._index):
-            self._note_fused(operator_name(operator), (args, kwargs), result, is_alone=bool(flops))
+            self._note_fused(name, (args, kwargs), result, is_alone=bool(flops))
         if can_keep(operator, args, kwargs):
             for key, size in map(storage_of, tensors_in(result)):
                 made = saved.results.setdefault(key, Result(size))

@@ -23,7 +23,7 @@ from meshwright.errors import NOTE, MeshwrightError, ModelError
 from meshwright.loss.lazy_logits import LazyLogits
 from meshwright.methods.base import torch_dtype
 from meshwright.nn import widened
-from meshwright.planner.trace.aten_kernels import stands_in
+from meshwright.planner.trace.aten_kernels import device_of_pass
 from meshwright.planner.trace.fake_pass import Pass, Predicted, Trace, places_of
 from meshwright.planner.trace.repeated_blocks import FEWEST, Repeated, find_repeated
 from meshwright.runtime.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
@@ -387,6 +387,16 @@ class Tracer:
             return self._trace(now).boundaries
         finally:
             experts.stands_in = False
+
+
+def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
+    """Return a notice on what is assumed if a pass cannot run on the device that the model will train on; else None."""
+    if wanted is None or wanted.type == (device := device_of_pass(model, wanted)).type:
+        return None
+    return (
+        f"traced as on {device.type}, for there is no {wanted.type} device here: attention is taken to be fused as on "
+        f"{wanted.type}, its rows' sums take as much, and other operators are taken to save the same"
+    )
 
 
 def _replaces_layers(now: Conditions) -> bool:
