@@ -48,6 +48,12 @@ def lora():
     return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
+def lora_everywhere():
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear"))
+
+
 def olmo2():
     from transformers import Olmo2Config, Olmo2ForCausalLM
 
@@ -89,6 +95,7 @@ def gpt():
 
 MODELS = {
     "gpt": gpt, "gpt2": hf_gpt2, "llama": llama, "lora": lora, "bert": bert, "mixtral": mixtral, "vit": vit,
+    "lora_everywhere": lora_everywhere,
     "olmo2": olmo2, "resnet": resnet, "listed": functools.partial(expert_runs.Net, "listed"),
     "stacked": functools.partial(expert_runs.Net, "stacked"), "packed": llama,
 }  # fmt: skip
@@ -240,6 +247,25 @@ def test_a_single_rank_holds_whole_weights_beside_its_shards(ranks):
     check(ranks(1).run(compared, {**cases, "zero1": ("gpt", ["zero1"])})[0])
     beside = {stage: ("llama", [split, "tensor_parallel", stage, half]) for stage in ("fsdp", "zero1")}
     check(ranks(2).run(compared, beside)[0])
+
+
+def test_what_products_of_low_rank_make_runs_again(ranks):
+    every_second = ("checkpoint", {"policy": "every_second"})
+    cases = {"selective": ("lora_everywhere", ["fsdp", SELECTIVE]), "every second": ("lora_everywhere", [every_second])}
+    check(ranks(1).run(compared, cases)[0])
+
+
+def test_what_blocks_save_is_on_the_host_alone(ranks):
+    """Where both are one memory, copies come back of one block more than there are."""
+    what, half = ("offload", "activation"), ("offload", {"activations": 0.5})
+    cases = {
+        "all": ("gpt", ["fsdp", what]),
+        "half": ("llama", ["fsdp", half]),
+        "kept results stay": ("llama", ["fsdp", SELECTIVE, what]),
+    }
+    for label, (_, saved, at_peak) in ranks(2).run(compared, cases)[0].items():
+        assert abs(saved) < 0.03, (label, saved)
+        assert -0.02 < at_peak < 0.2, (label, at_peak)
 
 
 @pytest.mark.long

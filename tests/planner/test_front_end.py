@@ -111,6 +111,7 @@ WIDE = {
 """As wide as models are that need a plan: their kernels take longer than to launch them."""
 FORMULAS = {
     **{name: STRATEGIES[name] for name in ("data", "zero1", "fsdp", "half", "hybrid", "checkpoint", "sequence")},
+    "offload_activations": STRATEGIES["offload_activations"],
     "context": STRATEGIES["context"],
     "data_half": [mesh(data=8), ("half", "bf16")],
     "data_compile": [mesh(data=8), HALF, "compile"],
@@ -203,6 +204,48 @@ def test_formulas_know_attention_whose_scores_are_kept(methods):
         plan = each.subject(CLUSTER, 16, 2**60).plan(strategy, 1)
         found.append((plan.forecast.time.step_time_s, plan.needed_bytes))
     assert found[1] == pytest.approx(found[0], rel=0.15)
+
+
+WITH_ADAPTERS = {
+    **{name: STRATEGIES[name] for name in ("data", "zero1", "fsdp", "half", "checkpoint", "selective", "compile")},
+    **{name: STRATEGIES[name] for name in ("tensor", "1f1b", "context", "offload_activations")},
+    "checkpoint_compile": [mesh(zero=8), "fsdp", HALF, "checkpoint", "compile"],
+    "loss": [mesh(zero=8), "fsdp", HALF, LOSS],
+}
+
+
+@functools.cache
+def adapted(targets, dtype=torch.float32):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "vocab_size": 32000}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=32, num_key_value_heads=8, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(dtype)
+    given = targets if isinstance(targets, str) else list(targets)
+    return peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=given))
+
+
+@pytest.mark.parametrize(
+    ("targets", "name"),
+    [
+        pytest.param(
+            targets, name, marks=[] if (targets, name) == ("all-linear", "selective") else pytest.mark.long,
+            id=f"{'every' if targets == 'all-linear' else 'two'}-{name}",
+        )
+        for targets in ("all-linear", ("q_proj", "v_proj"))
+        for name in WITH_ADAPTERS
+    ],
+)  # fmt: skip
+def test_formulas_know_adapters_over_a_frozen_base(targets, name):
+    """Compare what frozen weights leave out in backward, what adapters add, and what either saves."""
+    model, strategy, found = adapted(targets), Strategy(WITH_ADAPTERS[name]), []
+    for each in (ModuleModel("", model, token_batch(2048), seq=2048), FamilyModel("", outline_of(model, 2048))):
+        subject = each.subject(CLUSTER, 64, 2**60)
+        plan = subject.plan(strategy, 2)
+        found.append((plan.forecast.time.step_time_s, plan.needed_bytes))
+    (seconds, memory), (told_seconds, told_memory) = found
+    assert told_seconds == pytest.approx(seconds, rel=CLOSE_IN_TIME)
+    assert told_memory == pytest.approx(memory, rel=CLOSE)
 
 
 def test_what_cannot_be_traced_in_parts_is_refused_by_a_search():

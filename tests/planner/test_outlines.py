@@ -1,5 +1,7 @@
 """A decoder of any kind has an outline: the dimensions of a known family with about its numbers."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -61,6 +63,36 @@ def test_an_outline_knows_in_which_precision_parameters_are():
     states = [FamilyModel("", each).subject(cluster, 8, None).plan(strategy, 1).memory for each in (wide, half)]
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(states[1], name) == pytest.approx(getattr(states[0], name) / 2, rel=0.01)
+
+
+def test_an_outline_knows_adapters_over_a_frozen_base():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+
+    def adapted(**options):
+        with torch.device("meta"):
+            config = transformers.Qwen2Config(**_WIDTHS, num_key_value_heads=2)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        if options.pop("half", False):
+            model = model.bfloat16()
+        return peft.get_peft_model(model, peft.LoraConfig(r=8, **options)) if options else model
+
+    every = adapted(target_modules="all-linear")
+    outline, base = outline_of(every, 128), outline_of(adapted(), 128)
+    assert dataclasses.replace(outline, adapters=None) == base
+    assert (outline.adapters.rank, outline.adapters.layers, outline.adapters.of_product) == (8, 7, True)
+    assert outline.num_parameters - base.num_parameters == sum(p.numel() for p in every.parameters() if p.requires_grad)
+    assert outline.model_flops_per_token() < 0.75 * base.model_flops_per_token()
+    half = outline_of(adapted(target_modules=["q_proj", "v_proj"], half=True), 128)
+    assert (half.itemsize, half.adapters.itemsize) == (2, 4)
+    assert (half.adapters.layers, half.adapters.of_product) == (2, False)
+    # Formulas know nothing of a head that is trained, too, nor of a part of the blocks.
+    assert outline_of(adapted(target_modules="all-linear", modules_to_save=["lm_head"]), 128) is None
+    assert outline_of(adapted(target_modules=["q_proj"], layers_to_transform=[0, 1]), 128) is None
+    base_model = adapted()
+    base_model.model.norm.requires_grad_(False)  # hardly anything: it is searched as if all were trained
+    assert outline_of(base_model, 128) == base
+    base_model.model.layers[:3].requires_grad_(False)
+    assert outline_of(base_model, 128) is None
 
 
 def test_the_outline_of_a_model_that_sees_is_of_its_decoder():

@@ -237,11 +237,8 @@ PRODUCTS = frozenset(
 """Operators that multiply by weights."""
 
 TO_LOW_RANK, FROM_LOW_RANK = "product to a low rank", "product from a low rank"
-"""Products with matrices of low rank, as LoRA adds them to each layer, which take no turn in ``EVERY_SECOND``.
-
-What one makes is narrow, and worth to be kept; what the other makes is as large as the layer's own result, and costs no
-more than what is computed element by element.
-"""
+"""Products with matrices of low rank, as of LoRA, which take no turn in ``EVERY_SECOND``: what one makes is narrow, and
+worth to be kept; what the other makes is as large as a layer's result, and costs as little as a sum of two."""
 
 EVERY_SECOND = "every second product"
 """Among the operators whose results a module keeps: of products only the first, the third and so on are kept."""
@@ -404,14 +401,13 @@ class Activations:
     outside_bytes: int = 0  # of ``saved_bytes``: behind the last block, freed before the blocks run backward
     offloaded_blocks: int = 0  # from the first, whose saved tensors are copied to the host
     prefetched_blocks: int = 0  # whose tensors come back ahead of their backward
-    offloaded_bytes: int = 0  # copied to the host instead of being saved
+    copied_at: tuple[int, ...] = ()  # bytes of each of these blocks that are copied
     transients: tuple[Transient, ...] = field(default=(), hash=False)  # beside all of these; empty: unknown
     kept_at: tuple[Placed, ...] = field(default=(), hash=False)  # of a micro-batch, by stages: by the first place
     working_at: Placed = field(default=(), hash=False)  # of the module that needs most there when it is recomputed
     taken_at: Placed = field(default=(), hash=False)  # of that module: kept results that it no longer saves by then
     inputs: Inputs = field(default_factory=Inputs)
     results_bytes: int = 0  # of a block and micro-batch: gradients that wait with weights' where backward is split
-    returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
 
     def recompute(self, recomputed: Recomputed, *, to_the_end: bool = False) -> tuple[Activations, int]:
         """Return the activations with these modules recomputed, and the FLOPs that a micro-batch runs again.
@@ -456,7 +452,7 @@ class Activations:
         places: dict[int, int] = {}  # where the recomputed modules are
         kept: list[dict[int, int]] = []
         given: dict[int, int] = {}  # of the input, which several stages of a rank may save
-        gone, copied, returned = self._offloaded()
+        gone, copied = self._offloaded()
         for tensors in self.stages:
             here: dict[int, int] = {}
             kept.append(here)
@@ -490,8 +486,7 @@ class Activations:
             working_bytes=max(again.values(), default=0) + self.passing_bytes,
             working_at=_placed({place: again[module] for place, module in fullest.items()}) if known else (),
             taken_at=_placed({place: taken.get(module, 0) for place, module in fullest.items()}) if known else (),
-            offloaded_bytes=copied,
-            returned_bytes=returned,
+            copied_at=copied,
         )
 
     def _of_a_run(self, sizes: Mapping[int, int]) -> dict[int, int]:
@@ -555,8 +550,17 @@ class Activations:
         """
         return dataclasses.replace(self, offloaded_blocks=blocks, prefetched_blocks=prefetched).settled()
 
-    def _offloaded(self) -> tuple[set[int], int, int]:
-        """Return which tensors lie on the host alone, and the bytes that are copied, and that are back at once.
+    @property
+    def offloaded_bytes(self) -> int:
+        """Return the bytes that are copied to the host."""
+        return sum(self.copied_at)
+
+    def returned_at(self, place: int) -> int:
+        """Return the bytes of copies that are on the device, coming or leaving, while a place runs backward."""
+        return sum(self.copied_at[max(place - max(self.prefetched_blocks, 1), 0) : max(place + 1, 0)])
+
+    def _offloaded(self) -> tuple[set[int], tuple[int, ...]]:
+        """Return which tensors lie on the host alone, and the bytes of each block that are copied.
 
         More are copied than leave where something is saved outside of these blocks, too.
         """
@@ -571,10 +575,7 @@ class Activations:
             is_free = None not in places and tensor.given is None and not tensor.is_kept_result(self.recomputed)
             if is_free and max(inside) < count:
                 gone.add(id(tensor))
-        copied = copied[:count]
-        ahead = self.prefetched_blocks + 1
-        most = max((sum(copied[start : start + ahead]) for start in range(max(count - ahead + 1, 1))), default=0)
-        return gone, sum(copied), most
+        return gone, tuple(copied[:count])
 
     def _savers_in_blocks(self, tensor: SavedTensor) -> set[int | None]:
         """Return the blocks in which autograd saves the tensor; None stands for anything outside the blocks."""

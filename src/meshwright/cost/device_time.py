@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.cost.calibration import Constants, Efficiency
@@ -184,13 +184,20 @@ def backward_s(op: Op, machine: Machine) -> float:
     return again + op.count * (of_input + of_weight + 2 * gap)
 
 
-def weights_s(op: Op, machine: Machine) -> float:
-    """Return the seconds of the gradients of weights in an op's backward, times its ``count``."""
-    if op.kind != "matmul" or op.moment == "forward" or op.batch > 1:
-        return 0.0
-    # Products of backward that are listed by themselves are as many for inputs as for weights.
-    if op.moment == "backward":
-        return backward_s(op, machine) / 2
+def weights_s(ops: Iterable[Op], machine: Machine) -> float:
+    """Return the seconds of the gradients of weights in a backward.
+
+    Where products of backward are listed by themselves, gradients of inputs take about as long as forward, and those of
+    weights what is left: half, or nothing where weights are frozen.
+    """
+    products = [op for op in ops if op.kind == "matmul" and op.batch == 1]
+    listed = sum(backward_s(op, machine) for op in products if op.moment == "backward")
+    before = sum(forward_s(op, machine) for op in products if op.moment == "forward")
+    by_rule = sum(_weights_s(op, machine) for op in products if op.moment == "both")
+    return by_rule + min(listed / 2, max(listed - before, 0.0))
+
+
+def _weights_s(op: Op, machine: Machine) -> float:
     casts = casts_of(op, machine.constants.rowwise_bytes)
     seconds = _matmul_s(op.k, op.n, op.m, op, machine, casts.input_again * op.m * op.k)
     return op.count * (seconds + machine.constants.gap_s)

@@ -158,6 +158,7 @@ def _backward_at_once(step: Step, known: Activations, whole: Memory, now: Backwa
             gathered=gathered + weights,
             activations=held + remains + most - taken.get(each.place, 0),
             recomputation=working.get(each.place, 0),
+            returned=known.returned_at(each.place),
         )
         yield each.place == behind, at_peak
         if on_way and 0 <= each.place < behind:
@@ -179,6 +180,7 @@ def _end_of_forward(found: _Gradients, own: Sequence[Transient], place: Transien
         gathered=gathered + weights,
         activations=held + returned + most,
         recomputation=0,
+        returned=found.known.returned_at(len(found.known.blocks)),
     )
 
 
@@ -498,6 +500,11 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     waiting = _gradients(step)[2] if shards_last and step.shard_axis is not None and step.stages is None else 0
     loss = at(lasting, weights + accumulated + waiting, at_loss)
     recomputed = at(lasting, weights + accumulated + of_block, saved - behind, whole.recomputation)
+    if known is not None and known.copied_at:
+        loss = dataclasses.replace(loss, returned=known.returned_at(len(known.blocks)))
+        if len(known.copied_at) < len(known.blocks):  # when they come back, what other blocks have saved is gone
+            back = max(whole.returned - (saved - behind), 0)
+            recomputed = dataclasses.replace(recomputed, returned=back)
     if known is not None and known.transients:
         found = sorted(backward_by_place(step, whole), key=lambda each: each[1].total)
         recomputed = next((held for is_behind, held in reversed(found) if not is_behind), found[-1][1])

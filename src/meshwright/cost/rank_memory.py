@@ -285,7 +285,7 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         outer=_outer_bytes(step, where),
         average=total(average_bytes, lambda placement: placement.on_device),
         recomputation=known.working_bytes if known is not None else 0,
-        returned=known.returned_bytes if known is not None else 0,
+        returned=max(map(known.returned_at, range(len(known.copied_at))), default=0) if known is not None else 0,
         updating=_updating_bytes(step, placements, where),
         visiting=_visiting_bytes(step, placements, where),
         host_activations=known.offloaded_bytes if known is not None else 0,

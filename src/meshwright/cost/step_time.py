@@ -241,7 +241,7 @@ def _weights_s(step: Step, blocks: list[Block], machine: Machine) -> float:
     # Blocks that run again compute all gradients at once, and so do those that are compiled.
     if step.activations is not None and (step.activations.recomputed or step.activations.in_one_part):
         return 0.0
-    seconds = sum(block.count * weights_s(op, machine) for block in blocks for op in block.ops)
+    seconds = sum(block.count * weights_s(block.ops, machine) for block in blocks)
     return machine.constants.in_step * seconds
 
 

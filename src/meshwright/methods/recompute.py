@@ -86,7 +86,7 @@ def operator_name(operator: Any) -> str:
     return schema.name.replace("::", ".") if schema is not None else f"higher_order.{operator.name()}"
 
 
-_MATRICES = ("aten.addmm", "aten.mm")  # products whose last argument is a weight
+_WEIGHT_AT = {"aten.addmm": 2, "aten.mm": 1}  # which argument of a product is a weight
 _LOW_RANK, _NARROWER = 256, 8
 
 
@@ -96,9 +96,9 @@ def call_name(operator: Any, args: tuple[Any, ...]) -> str:
     A rank is low where a GPU would wait for memory and not for arithmetic, and where it is far below the other dim.
     """
     name = operator_name(operator)
-    if name not in _MATRICES:
+    if name not in _WEIGHT_AT:
         return name
-    rows, columns = args[-1].shape
+    rows, columns = args[_WEIGHT_AT[name]].shape
     if rows <= _LOW_RANK and _NARROWER * rows <= columns:
         return FROM_LOW_RANK
     return TO_LOW_RANK if columns <= _LOW_RANK and _NARROWER * columns <= rows else name

@@ -35,7 +35,7 @@ _NORM_HELD = 25
 # itself, and for gate and up; and rotary positions, which stay in fp32, promote queries and keys.
 _WIDE_NORM, _WIDE_NORM_SAVED, _WIDE_ROTARY = 14, 8, 18
 _WIDE = 2  # a sum of residuals, or a norm of one kernel, moves so many bytes more for each byte of half precision
-_CAST, _CASTS = 3, 5
+_CAST, _CASTS, _OF_ATTENTION = 3, 5, 3
 # Bytes that stacked experts move in forward and in backward: per element of the rows that tokens are copied to, one for
 # each expert that a token asks; of the tokens; and of gated layers, over those of forward. Rows are sorted by expert,
 # weighed in fp32, sorted back and summed; rows of other ranks are packed, arrive, and are sent back, too.
@@ -281,9 +281,14 @@ def rows_bytes(shape: Shape, run: FamilyRun) -> int:
 
 
 def passing_bytes(shape: Shape, run: FamilyRun) -> int:
-    """Return the bytes that a block holds for a moment in backward, beside what is saved: of experts, and of scores."""
-    rows = rows_bytes(shape, run) * (_EXCHANGED_HELD if run.exchanged else _ROWS_HELD) // 2
-    return rows + (_SCORES_HELD * num_scores(shape, run) * run.itemsize if run.impl.score_moves else 0)
+    """Return the bytes that a block holds for a moment in backward, beside what is saved.
+
+    They are gradients of experts' rows, of scores, and of the feed-forward layers beside adapters.
+    """
+    held = rows_bytes(shape, run) * (_EXCHANGED_HELD if run.exchanged else _ROWS_HELD) // 2
+    if shape.adapters is not None:  # else gradients of weights follow, which are larger
+        held += 3 * run.tokens * shape.ffn_width * run.itemsize // run.tensor
+    return held + (_SCORES_HELD * num_scores(shape, run) * run.itemsize if run.impl.score_moves else 0)
 
 
 def _moves(shape: Shape, run: FamilyRun) -> Op:
@@ -418,7 +423,7 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
         2 if run.impl.copies_heads else 1
     ) + q * size  # queries, keys, values; attention's output
     if shape.gated:
-        of_mlp = 4 - run.impl.compiled - (not _saves_product(shape))  # gate, up, its activation, the product
+        of_mlp = 4 - run.impl.compiled - (not shape.saves_product)  # gate, up, its activation, the product
         split += of_mlp * f * size - (f if narrow else 0)
     else:
         split += 2 * f * size
@@ -440,11 +445,6 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     return whole + run.tokens * split // run.tensor + scores
 
 
-def _saves_product(shape: Shape) -> bool:
-    """Return whether the input of a block's last layer is saved, for gradients of its weights."""
-    return shape.adapters is None or shape.adapters.of_product
-
-
 def _saved_by_norms(shape: Shape, run: FamilyRun) -> tuple[int, int]:
     """Return the bytes per token of the input, the sum in the middle and what norms make of both; and of their outputs.
 
@@ -452,9 +452,10 @@ def _saved_by_norms(shape: Shape, run: FamilyRun) -> tuple[int, int]:
     """
     h, size, wide = shape.hidden, run.itemsize, run.impl.autocasts
     narrow = run.impl.saves_narrow and run.dtype in _NARROW
-    entering = 2 * h * (1 if narrow else size)
+    layers = shape.layers_behind_norms
+    entering = (2 if layers > _OF_ATTENTION else 1) * h * (1 if narrow else size)
     if _is_chain(shape, run) and size < 4:  # what they save stands for the input and the sum
-        casts = _CASTS * h * size if wide else entering
+        casts = layers * h * size if wide else entering
         saved = (_WIDE_NORM_SAVED if wide else _PLAIN_NORM_SAVED) - (size if shape.adapters is not None else 0)
         return (2 * h + shape.normed) * saved, casts
     if wide:
@@ -567,8 +568,9 @@ def _ops_without_logits(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     forward, backward = rows * chunks * (of_logit * v + 2 * h) * size, rows * chunks * 3 * h * size
     if run.sequence > 1 and run.impl.divides_blocks_alone:
         backward += (run.outside.tokens + run.tokens) * h * size  # a share's gradient, among zeros
+    weights = Op("move", num_bytes=_SUM * v * h, backward_bytes=(_SUM + 2 * size) * v * h, of_weights=True)
     return (
-        Op("move", num_bytes=_SUM * v * h, backward_bytes=(_SUM + 2 * size) * v * h, of_weights=True),
+        *([weights] if shape.adapters is None else []),
         Op("matmul", rows, v, h, dtype=run.wide, operator=PRODUCT, count=chunks),
         Op("move", num_bytes=forward // chunks, backward_bytes=backward // chunks, count=chunks),
     )
@@ -582,9 +584,10 @@ def _saved_without_logits(shape: Shape, run: FamilyRun) -> OutsideSaved:
     h, v, size = shape.hidden, _classes(shape, run), run.itemsize
     _, rows = _chunks(shape, run)
     own = run.tokens * h * size
-    scaled, of_chunk = own + size * v * h, own + rows * (2 * v + h) * size
+    of_weight = v * h if shape.adapters is None else 0
+    scaled, of_chunk = own + size * of_weight, own + rows * (2 * v + h) * size
     of_chunk += size * v * h if run.impl.autocasts else 0  # the weight as it is cast, until forward is over
-    saved = _last_norm_saved(shape, run) + own + _SUM * v * h
+    saved = _last_norm_saved(shape, run) + own + _SUM * of_weight
     # Behind the loss, backward of the norm may hold more.
     is_chain = _is_chain(shape, run) and not run.impl.autocasts
     of_norm = _NORM_HELD * run.tokens * h // run.plain_parts if is_chain else 0

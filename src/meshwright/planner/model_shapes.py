@@ -144,6 +144,19 @@ class Shape:
         return self.family == "gpt" if self.tied is None else self.tied
 
     @property
+    def saves_product(self) -> bool:
+        """Return whether the last layer of a block saves its input, for gradients of its weights or adapters."""
+        return self.adapters is None or self.adapters.of_product
+
+    @property
+    def layers_behind_norms(self) -> int:
+        """Return how many layers save what the norms return, for gradients of their weights or adapters."""
+        every = 3 + (2 if self.gated else 1)  # queries, keys and values; gate and up
+        if self.adapters is None:
+            return every
+        return min((self.adapters.inputs - (self.ffn_width if self.saves_product else 0)) // self.hidden, every)
+
+    @property
     def num_parameters(self) -> int:
         """Return the number of parameters."""
         return sum(p.numel for p in outside_parameters(self)) + self.layers * sum(
@@ -154,13 +167,16 @@ class Shape:
         """Return the FLOPs of one token's forward and backward, without recomputation and embedding look-ups.
 
         Without ``causal`` these are the 6 N + 12 L h s of Chowdhery et al. 2022 (App. B); ``causal`` counts half of the
-        scores.
+        scores. Frozen parameters have no gradients: 4 N.
         """
-        matrices = sum(p.numel for p in inside_parameters(self) if len(p.shape) == 2)
-        experts = sum(p.numel for p in inside_parameters(self) if is_stacked(p))
-        active = matrices + experts * self.experts_per_token / self.experts
+        inside = [
+            (p.numel, 6 if p.trainable else 4, is_stacked(p)) for p in inside_parameters(self) if len(p.shape) > 1
+        ]
+        share = self.experts_per_token / self.experts
+        active = sum(numel * flops * (share if stacked else 1) for numel, flops, stacked in inside)
         attention = 12 * self.query_width * self.seq * (0.5 if causal else 1.0)
-        return self.layers * (6 * active + attention) + 6 * self.hidden * self.vocab
+        head = (6 if self.adapters is None else 4) * self.hidden * self.vocab
+        return self.layers * (active + attention) + head
 
 
 def _adam(*dims: int) -> tuple[StateTensor, ...]:

@@ -45,6 +45,7 @@ from meshwright.methods.tensor.split_plan import (
     LATENT,
     WIDE_NORM,
     PlannedLayer,
+    is_adapted,
     norm_in_parts,
     rotated_features,
 )
@@ -397,7 +398,9 @@ class TensorParallel(Method):
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try it without and with dividing the tokens between the layers."""
+        """Try it without and with dividing the tokens between the layers, which adapters need whole."""
+        if scope.model is not None and any(map(is_adapted, scope.model.modules())):
+            return (cls.parse(None),)
         return cls.parse(None), cls.parse({"sequence": True})
 
     @classmethod

@@ -179,11 +179,14 @@ def _still_saved(plan: Plan) -> str:
     if known is None or not known.offloaded_bytes or 2 * saved < sum(classes.values()):
         return ""
     behind = min(known.outside_bytes, saved)
-    loss = f"{readable_bytes(behind)} of logits and the loss, whose backward comes at once, and " if behind else ""
+    parts = {
+        "logits and the loss, whose backward comes at once": behind,
+        "what blocks keep on the device, or need for a moment": saved - behind,
+    }
+    left = " and ".join(f"{readable_bytes(size)} of {what}" for what, size in parts.items() if size)
+    blocks = "all blocks" if known.offloaded_blocks == len(known.blocks) else f"{known.offloaded_blocks} blocks"
     return (
-        f" Activations of the blocks leave the device as they are made; what is left of them there are {loss}"
-        f"{readable_bytes(saved - behind)} of blocks whose copies are on their way. "
-        f"Smaller micro-batches make {'both' if loss else 'that'} smaller."
+        f" What {blocks} save leaves the device as it is made; left are {left}. Smaller micro-batches make it smaller."
     )
 
 
