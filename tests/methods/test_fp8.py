@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 import meshwright as mw
 from meshwright.cost import find_device, memory
 from meshwright.methods import Fp8
-from meshwright.methods.fp8 import require_layers
+from meshwright.methods.fp8 import choose_layers, require_layers
 from meshwright.nn.fp8 import Fp8Layer
 from meshwright.store import CheckpointStore, TrainingState
 from tests.methods.test_traffic import Counter
@@ -362,19 +362,31 @@ def test_what_is_said_and_refused(ranks):
         [fp8(include=("layers.1",), verbose=True)],
         [fp8(include=("nothing",))],
         [fp8(recipe="tensorwise", all_gather=True)],
-        [fp8(recipe="tensorwise", all_gather=True), "fsdp"],
+        [fp8(recipe="tensorwise", all_gather=True, include=("lm_head", "layers")), "fsdp"],
+        [fp8(include=("lm_head",), verbose=True)],
     )[0]
     assert said[0].count("fp8") == 1
     assert "fp8 is ignored: a CPU has no 8-bit matrix products" in said[0]
-    assert "3 of 3 linear layers" in said[1]
-    assert "in 8 bits: lm_head, layers.0, layers.1" in said[1]
-    assert "lm_head predicts the vocabulary" in said[1]
+    assert "2 of 3 linear layers" in said[1]
+    assert "in 8 bits: layers.0, layers.1" in said[1]
+    assert "lm_head predicts the vocabulary, and stays as it is" in said[1]
+    assert "in 8 bits: lm_head" in said[7]
+    assert "multiplying it in 8 bits hurts convergence" in said[7]
     assert "2 of 3" in said[2]
     assert "predicts" not in said[2]
     assert "in 8 bits: layers.1" in said[3]
     assert "3 left out by include and exclude" in said[4]
     assert "needs zero1 or zero2 or fsdp: no other method gathers weights" in said[5]
     assert "tied weights: lm_head" in said[6]
+
+
+def test_layers_of_low_rank_are_left_as_they_are():
+    model = nn.Sequential(nn.Linear(256, 16), nn.Linear(16, 256), nn.Linear(256, 256))
+    choice = choose_layers(model, None, None, 16)
+    assert (choice.low_rank, [*choice.layers]) == (["0", "1"], ["2"])
+    assert [*choose_layers(model, ("0", "1"), None, 16).layers] == ["0", "1"]
+    with pytest.raises(mw.ModelError, match="0, 1, which include must name"):
+        require_layers(choose_layers(model[:2], None, None, 16), 16)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from meshwright.cost import FP8, Buffer, Device, Parameter, ProductDtype, Step, 
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.methods.fp8_torchao import Fp8Trace, require_torchao, scales_ahead, to_torchao
+from meshwright.methods.recompute import is_of_low_rank
 from meshwright.nn import find_blocks
 from meshwright.nn.fp8 import BUFFERS, DelayedScaling, Fp8Options, to_fp8, update_scales
 from meshwright.nn.module_structure import features, is_linear, is_transposed
@@ -32,6 +33,8 @@ class Choice:
     misshapen: list[str] = field(default_factory=list)
     subclasses: list[str] = field(default_factory=list)
     transposed: list[str] = field(default_factory=list)
+    low_rank: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
 
     @property
     def num_weights(self) -> dict[nn.Parameter, int]:
@@ -56,7 +59,7 @@ def choose_layers(
 
     Args:
         model: A plain module.
-        include: Substrings of which a name must have one; None takes all names.
+        include: Substrings of which a name must have one; None takes all layers but heads and those of low rank.
         exclude: Substrings of which a name may have none.
         multiple: Number that must divide both dims of a weight.
         conv1d: Whether transformers' Conv1D may be among them.
@@ -70,12 +73,17 @@ def choose_layers(
             choice.excluded.append(name)
         elif type(module) is not nn.Linear and not is_transposed(module):
             choice.subclasses.append(name)  # may compute something else, which a replacement would lose
+        elif include is None and is_of_low_rank(*features(module)):
+            choice.low_rank.append(name)  # adapters: to cast would take longer than to multiply
         elif is_transposed(module) and not conv1d:
             choice.transposed.append(name)
         elif any(size % multiple for size in features(module)):
             choice.misshapen.append(name)
         else:
             choice.layers[name] = module
+    choice.heads = _heads(model, choice)
+    for name in choice.heads if include is None else ():
+        del choice.layers[name]
     return choice
 
 
@@ -93,6 +101,8 @@ def require_layers(choice: Choice, multiple: int) -> None:
         f"{join_names(choice.subclasses, 4)} of classes derived from nn.Linear" * bool(choice.subclasses),
         f"{join_names(choice.transposed, 4)} of class Conv1D, whose weights mxfp8 would have to copy"
         * bool(choice.transposed),
+        f"{join_names([*choice.heads, *choice.low_rank], 4)}, which include must name"
+        * bool(choice.heads or choice.low_rank),
     ]
     raise ModelError(
         "fp8: no layer of the model can be computed in 8 bits",
@@ -102,7 +112,7 @@ def require_layers(choice: Choice, multiple: int) -> None:
     )
 
 
-def heads(model: nn.Module, choice: Choice) -> list[str]:
+def _heads(model: nn.Module, choice: Choice) -> list[str]:
     """Return the chosen layers that predict the vocabulary: outside the blocks, with one output per embedding."""
     sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     blocks = tuple(path + "." for path, _ in find_blocks(model))
@@ -113,14 +123,28 @@ def heads(model: nn.Module, choice: Choice) -> list[str]:
     ]
 
 
+def _of_heads(choice: Choice) -> str:
+    what = f"fp8: {join_names(choice.heads)} predicts the vocabulary"
+    if choice.heads[0] in choice.layers:
+        return (
+            f"{what}, and multiplying it in 8 bits hurts convergence; exclude=({choice.heads[0]!r},) keeps it as it is"
+        )
+    return f"{what}, and stays as it is; name it in include to multiply it in 8 bits, which hurts convergence"
+
+
 def describe_choice(choice: Choice, recipe: str, multiple: int, *, verbose: bool) -> list[str]:
     """Describe a choice to the user, one sentence each."""
-    others = len(choice.excluded) + len(choice.misshapen) + len(choice.subclasses) + len(choice.transposed)
+    left = (choice.excluded, choice.misshapen, choice.subclasses, choice.transposed, choice.low_rank)
+    others = sum(map(len, left)) + sum(name not in choice.layers for name in choice.heads)
     lines = [f"fp8: {len(choice.layers)} of {len(choice.layers) + others} linear layers multiply in 8 bits ({recipe})"]
     if choice.misshapen:
         lines.append(f"fp8: left as they are, with dims not multiples of {multiple}: {join_names(choice.misshapen, 4)}")
     if choice.transposed:
         lines.append(f"fp8: left as they are, of class Conv1D, by {recipe}: {join_names(choice.transposed, 4)}")
+    if choice.low_rank:
+        lines.append(f"fp8: left as they are, of low rank: {join_names(choice.low_rank, 4)}")
+    if choice.heads:
+        lines.append(_of_heads(choice))
     if verbose:
         lines.append(f"fp8: in 8 bits: {', '.join(choice.layers)}")
     return lines
@@ -277,7 +301,7 @@ class Fp8(Method):
 
     recipe: Literal["delayed", "tensorwise", "rowwise", "mxfp8"] = "delayed"
     include: Parts | None = None
-    """Substrings of names: a layer is replaced if its name has one; None takes all."""
+    """Substrings of names: a layer is replaced if its name has one; None takes all but heads and those of low rank."""
     exclude: Parts | None = None
     """Substrings of names: a layer stays as it is if its name has one, whatever ``include`` says."""
     verbose: bool = False
@@ -378,12 +402,6 @@ class Fp8(Method):
         tensor_ranks = job.size("tensor")
         choice = self.choice(job.model, tensor_ranks)
         job.notices += describe_choice(choice, self.recipe, self._multiple * tensor_ranks, verbose=self.verbose)
-        found = heads(job.model, choice)
-        if found:
-            job.notices.append(
-                f"fp8: {join_names(found)} predicts the vocabulary, and multiplying it in 8 bits hurts convergence; "
-                f"exclude=({found[0]!r},) keeps it as it is"
-            )
         options = self.options(sharded=job.shard_axis is not None, tensor_ranks=tensor_ranks, emulate=self.emulate)
         if options is not None:
             self._delayed(job, choice, options)

@@ -91,17 +91,20 @@ _LOW_RANK, _NARROWER = 256, 8
 
 
 def call_name(operator: Any, args: tuple[Any, ...]) -> str:
-    """Return the name by which recomputation chooses a call: an operator's, or that of products of low rank.
-
-    A rank is low where a GPU would wait for memory and not for arithmetic, and where it is far below the other dim.
-    """
+    """Return the name by which recomputation chooses a call: an operator's, or that of products of low rank."""
     name = operator_name(operator)
     if name not in _WEIGHT_AT:
         return name
     rows, columns = args[_WEIGHT_AT[name]].shape
-    if rows <= _LOW_RANK and _NARROWER * rows <= columns:
-        return FROM_LOW_RANK
-    return TO_LOW_RANK if columns <= _LOW_RANK and _NARROWER * columns <= rows else name
+    if not is_of_low_rank(rows, columns):
+        return name
+    return FROM_LOW_RANK if rows < columns else TO_LOW_RANK
+
+
+def is_of_low_rank(rows: int, columns: int) -> bool:
+    """Return whether a matrix is of a rank so low that a GPU waits for memory while it multiplies with it."""
+    rank = min(rows, columns)
+    return rank <= _LOW_RANK and _NARROWER * rank <= max(rows, columns)
 
 
 def can_keep(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
