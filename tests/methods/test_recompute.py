@@ -53,6 +53,35 @@ def measured(model):
     return kept, counter.get_total_flops()
 
 
+@pytest.mark.parametrize("policy", ["selective", "every_second"])
+def test_adapters_train_alike_and_what_leads_up_from_a_low_rank_runs_again(policy):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config),
+        peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )
+    changed, ids = copy.deepcopy(plain), torch.randint(0, 64, (4, 32))
+    (checked := job(changed)), Checkpoint(policy=policy).apply(checked)
+    kept = []
+    for model in (plain, changed):
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+        for _ in range(10):
+            with record_saved(model) as saved:
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept.append(saved.bytes)
+    for (name, mine), theirs in zip(changed.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=name)
+    assert kept[1] < 0.8 * kept[0]
+
+
 @pytest.mark.parametrize("kind", CHOICES)
 def test_predicted_bytes_and_operations_are_those_measured(kind):
     torch.manual_seed(0)

@@ -58,7 +58,7 @@ def outline_of(module: nn.Module, seq: int) -> Shape | None:
         "head_dim": width,
         "itemsize": _itemsize(blocks),
         "normed": max(round(normed) - 2 * hidden, 0),
-        "adapters": _adapters(trained, len(blocks), hidden),
+        "adapters": _adapters(trained, len(blocks), {hidden, head * heads}),
     }
     with suppress(ModelError):
         if not stacked:
@@ -140,8 +140,8 @@ def _trained(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Paramete
     return found if all(in_blocks) and are_all and are_low and is_wide else None
 
 
-def _adapters(trained: Sequence[nn.Parameter], num_blocks: int, hidden: int) -> Adapters | None:
-    """Return the adapters of a block, those of all its layers together."""
+def _adapters(trained: Sequence[nn.Parameter], num_blocks: int, widths: set[int]) -> Adapters | None:
+    """Return the adapters of a block, those of all its layers together; ``widths`` are of its input and of queries."""
     if not trained:
         return None
     lower, upper = ([max(each.shape) for each in trained if (each.shape[0] > each.shape[1]) == up] for up in (0, 1))
@@ -153,7 +153,7 @@ def _adapters(trained: Sequence[nn.Parameter], num_blocks: int, hidden: int) -> 
         sum(lower) // num_blocks,
         sum(upper) // num_blocks,
         itemsize=trained[0].element_size(),
-        of_product=max(lower, default=0) > hidden,
+        of_product=not widths.issuperset(lower),
     )
 
 
