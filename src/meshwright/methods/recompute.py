@@ -87,7 +87,7 @@ def operator_name(operator: Any) -> str:
 
 
 _WEIGHT_AT = {"aten.addmm": 2, "aten.mm": 1}  # which argument of a product is a weight
-_LOW_RANK, _NARROWER = 256, 8
+_LOW_RANK, _NARROWER = 128, 8
 
 
 def call_name(operator: Any, args: tuple[Any, ...]) -> str:
