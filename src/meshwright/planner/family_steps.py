@@ -126,22 +126,24 @@ def _tensors(sizes: _Saved, run: FamilyRun, block: int) -> tuple[SavedTensor, ..
 
     These parts are the whole block, what ``PER_OP`` recomputes, and attention's scores. The policy ``selective`` saves
     the outputs of products in place of what follows them: attention's product in place of the residual sum, which is as
-    large, and the last product, which nothing else saves.
+    large where tokens are not divided, and the last product, which nothing else saves.
     """
     whole = len(_CLASSES) * block
     (around, inside, attention) = (whole,), (whole, whole + 1), (whole, whole + 1, whole + 2)
     fused = (OperatorResult(FUSED, around, 1),) if run.impl.fused_attention and not run.impl.dropout else ()
     product, last = (OperatorResult(PRODUCT, around, 1),), (OperatorResult(PRODUCT, around, 0),)
     second = (OperatorResult(PRODUCT, around, 1, turns=(1,)),)
+    summed = sizes.plain * run.plain_parts if run.plain_parts > 1 else 0  # of all tokens, before it is divided
     every = (
         SavedTensor(sizes.entering, (around,), inputs_of=(whole,), places=(block,)),
-        SavedTensor(sizes.plain, (around,), results=product, places=(block,)),
+        SavedTensor(sizes.plain, (around,), results=() if summed else product, places=(block,)),
+        SavedTensor(summed, (), results=(product[0]._replace(turns=(1,)),), places=(block,)),
         SavedTensor(sizes.attended, (around,), results=fused, places=(block,)),
         SavedTensor(sizes.selective, (around,), results=product, places=(block,)),
         SavedTensor(sizes.beside, (inside,), results=second, places=(block,)),
         SavedTensor(sizes.others, (inside,), places=(block,)),
         SavedTensor(sizes.scores, (attention,), places=(block,)),
-        SavedTensor(sizes.last, (), results=last, places=(block,)),
+        SavedTensor(sizes.last * run.plain_parts, (), results=last, places=(block,)),
     )
     return tuple(tensor for tensor in every if tensor.num_bytes)
 
