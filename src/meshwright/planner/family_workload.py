@@ -310,8 +310,7 @@ class FamilyWorkload:
         autocasts = not is_gathered and precision is not None and precision.compute_dtypes(sharded=False).autocast
         impl = dataclasses.replace(
             _with_wide_logits(self.implementation) if widens else self.implementation,
-            # Under autocast casts of gathered inputs are saved.
-            keeps_gathered=bool(autocasts) or any(each.keeps_gathered for each in in_phase_order(strategy)),
+            keeps_gathered=any(each.keeps_gathered for each in in_phase_order(strategy)),
             divides_blocks_alone=True,
             split_tokens=any(method.divides_between_layers for method in in_phase_order(strategy)),
             compiled=self.implementation.compiled

@@ -248,7 +248,8 @@ class GatheredInput:
         self._now: _Gathered | None = None  # while the layers run
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather the tokens; gradients are summed and scattered."""
+        """Gather the tokens in the precision of the layers' products; gradients are summed and scattered."""
+        part = _as_products(part)
         again = not self._keeps and torch.is_grad_enabled()
         if again and torch.compiler.is_compiling():
             marked: torch.Tensor = checkpoint(self._axis.gather_tokens, part, self._dim, use_reentrant=False)
@@ -281,6 +282,14 @@ class GatheredInput:
             now.forget()
             if now.num_saves and self._saved is not None:
                 self._saved(now.num_bytes, now.begins)
+
+
+def _as_products(part: torch.Tensor) -> torch.Tensor:
+    """Cast what norms return under autocast as each product would: half is sent then, and all tokens are cast once."""
+    device = part.device.type
+    if part.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return part
+    return part.to(torch.get_autocast_dtype(device))
 
 
 @dataclass(frozen=True, eq=False)
