@@ -455,7 +455,7 @@ def _saved_by_norms(shape: Shape, run: FamilyRun) -> tuple[int, int]:
     layers = shape.layers_behind_norms
     entering = (2 if layers > _OF_ATTENTION else 1) * h * (1 if narrow else size)
     if _is_chain(shape, run) and size < 4:  # what they save stands for the input and the sum
-        casts = layers * h * size if wide and run.plain_parts == 1 else entering  # before tokens are gathered
+        casts = layers * h * size if wide and run.tensor == 1 else entering  # once for all that a tensor axis divides
         saved = (_WIDE_NORM_SAVED if wide else _PLAIN_NORM_SAVED) - (size if shape.adapters is not None else 0)
         return (2 * h + shape.normed) * saved, casts
     if wide:

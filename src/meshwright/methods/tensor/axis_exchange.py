@@ -249,7 +249,7 @@ class GatheredInput:
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Gather the tokens in the precision of the layers' products; gradients are summed and scattered."""
-        part = _as_products(part)
+        part = as_products(part)
         again = not self._keeps and torch.is_grad_enabled()
         if again and torch.compiler.is_compiling():
             marked: torch.Tensor = checkpoint(self._axis.gather_tokens, part, self._dim, use_reentrant=False)
@@ -284,8 +284,8 @@ class GatheredInput:
                 self._saved(now.num_bytes, now.begins)
 
 
-def _as_products(part: torch.Tensor) -> torch.Tensor:
-    """Cast what norms return under autocast as each product would: half is sent then, and all tokens are cast once."""
+def as_products(part: torch.Tensor) -> torch.Tensor:
+    """Cast what norms return under autocast as each product would do: it is cast once then, and half is sent."""
     device = part.device.type
     if part.dtype != torch.float32 or not torch.is_autocast_enabled(device):
         return part

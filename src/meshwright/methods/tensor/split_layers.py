@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.loss import HeadLogits, LazyLogits, Vocabulary, VocabularyShards
-from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis
+from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis, as_products
 from meshwright.methods.tensor.model_split import Change, Split, gather_around, gathers_of, let_exchange_tokens
 from meshwright.methods.tensor.split_plan import (
     EXPERTS,
@@ -258,7 +258,11 @@ def _share_inputs(split: Split, axis: TensorAxis, gathers: Mapping[str, Gathered
             groups.setdefault(layer.group, []).append(layer)
     for name, group in groups.items():
         tokens = gathers.get(name)
-        shared = _SharedInput(axis.copy) if tokens is None else _SharedInput(tokens.gather, tokens.forget)
+        shared = (
+            _SharedInput(lambda tensor: axis.copy(as_products(tensor)))
+            if tokens is None
+            else _SharedInput(tokens.gather, tokens.forget)
+        )
         for layer in group:
             layer.module.register_forward_pre_hook(shared.enter, prepend=True)
             if tokens is not None:

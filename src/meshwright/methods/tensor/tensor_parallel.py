@@ -23,7 +23,7 @@ from meshwright.errors import StrategyError
 from meshwright.loss import Vocabulary
 from meshwright.methods.base import Job, Method, Phase
 from meshwright.methods.planner_hooks import SearchScope, within_node
-from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis, TokenWise, TracedAxis
+from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis, TokenWise, TracedAxis, as_products
 from meshwright.methods.tensor.block_trials import SampleRun, adjusted
 from meshwright.methods.tensor.model_split import (
     Split,
@@ -250,10 +250,7 @@ class SplitTrace:
             tensor, *others = args
             if self._sequence is not None and layer.path in self._sequence.scopes:
                 return (self._gathered_once(layer, tensor), *others)
-            known = self._inputs.setdefault(layer.group, [])
-            if tensor.requires_grad and not any(tensor is each for each in known):
-                known.append(tensor)
-                self._note(style.gradient, "backward", tensor, layer.path)
+            tensor = self._shared(layer, tensor)
             return (tensor.chunk(self._ranks, -1)[0] if style.splits_input else tensor, *others)
 
         return enter
@@ -265,6 +262,18 @@ class SplitTrace:
                     self._note("all_reduce", "backward", leaf, layer.path)
 
         return enter
+
+    def _shared(self, layer: PlannedLayer, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the input of several layers, whose gradients are summed or gathered once."""
+        known = self._inputs.setdefault(layer.group, [])
+        for before, shared in zip(known[::2], known[1::2], strict=True):
+            if before is tensor:
+                return shared
+        shared = as_products(tensor) if layer.style.gradient == "all_reduce" else tensor
+        if tensor.requires_grad:
+            known += [tensor, shared]
+            self._note(layer.style.gradient, "backward", shared, layer.path)
+        return shared
 
     def _gathered_once(self, layer: PlannedLayer, tensor: torch.Tensor) -> torch.Tensor:
         """Gather the tokens of an input, once for all layers that take it."""
