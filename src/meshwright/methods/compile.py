@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.cost import Block, Op, Step
 from meshwright.errors import StrategyError, did_you_mean, join_names
-from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
+from meshwright.methods.base import INNER_AXES, SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
@@ -128,6 +128,14 @@ class Compile(Method):
             return ()
         return () if any(is_compiled(each) or isinstance(each, nn.Conv1d) for each in modules) else (cls.parse(None),)
 
+    def fuses_blocks(self, sizes: Mapping[str, int], *, recomputes: bool) -> bool:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`.
+
+        Where layers or tokens are divided, graphs of blocks have breaks, or note what layers share: torch compiles no
+        such block that runs again.
+        """
+        return self.backend != "eager" and not (recomputes and any(sizes.get(axis, 1) > 1 for axis in INNER_AXES))
+
     @property
     def surcharge(self) -> float:
         """Ask for what the first step and each new shape take to compile, and for blocks that compile only in part."""
@@ -211,6 +219,8 @@ class Compile(Method):
 
     def apply(self, job: Job) -> None:
         """Compile in place; torch does the work in the first step."""
+        if self.backend != "eager" and not self.fuses_blocks(dict(job.axes), recomputes=bool(job.recomputed)):
+            job.notices.append("compile: torch compiles no block that runs again where layers or tokens are divided")
         from meshwright.runtime.torch_internals.compilers import functorch_config
 
         settings: dict[str, Any] = {}
@@ -235,9 +245,14 @@ class Compile(Method):
         A budget of 0 recomputes the blocks; else they save what lies in memory between their kernels (see
         [Note: saves of compiled blocks] in ``planner/trace/aten_kernels.py``). The backend ``eager`` fuses nothing.
         """
-        if step.activations is not None:
-            activations = step.activations.at_once()  # first: what is saved at most depends on it
-            step = step.replace(activations=activations if self.backend == "eager" else activations.fused())
+        known = step.activations
+        recomputes = known is not None and bool(known.recomputed)
+        fuses = self.fuses_blocks(dict(step.axes), recomputes=recomputes)
+        if recomputes and not fuses and self.backend != "eager":
+            return step
+        if known is not None:
+            activations = known.at_once()  # first: what is saved at most depends on it
+            step = step.replace(activations=activations.fused() if fuses else activations)
         # Compiled backward waits for what eager layers gather beside products.
         step = step.replace(traffic=tuple(dataclasses.replace(each, beside="") for each in step.traffic))
         if not step.on_cpu:

@@ -156,6 +156,15 @@ class PlannerHooks(MethodConfig):
         """Return whether the method divides the tokens between split layers over its axis."""
         return False
 
+    def fuses_blocks(self, sizes: Mapping[str, int], *, recomputes: bool) -> bool:
+        """Return whether it fuses the kernels of blocks.
+
+        Args:
+            sizes: Sizes of the mesh axes.
+            recomputes: Whether the blocks run again in backward.
+        """
+        return False
+
     @property
     def fuses_loss(self) -> bool:
         """Return whether the loss is computed from the head's input, without the logits."""

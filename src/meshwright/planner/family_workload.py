@@ -313,8 +313,7 @@ class FamilyWorkload:
             keeps_gathered=any(each.keeps_gathered for each in in_phase_order(strategy)),
             divides_blocks_alone=True,
             split_tokens=any(method.divides_between_layers for method in in_phase_order(strategy)),
-            compiled=self.implementation.compiled
-            or find_method(strategy, lambda each: each.role is Role.KERNELS) is not None,
+            compiled=self.implementation.compiled or _fuses_blocks(strategy, dict(resolved.axes)),
             fused_loss=self.implementation.fused_loss or self.fused_loss,
             omits_logits=any(each.fuses_loss for each in in_phase_order(strategy)),
             scaling=narrow.recipe if narrow is not None else self.implementation.scaling,
@@ -378,6 +377,11 @@ def _experts_here(shape: Shape, sizes: Mapping[str, int]) -> int:
     """Return the number of stacked experts on a rank, which beside an axis of experts a tensor axis divides, too."""
     ranks = sizes.get("expert", 1)
     return 0 if shape.experts == 1 else max(shape.experts // (ranks * sizes.get("tensor", 1) if ranks > 1 else 1), 1)
+
+
+def _fuses_blocks(strategy: Strategy, sizes: Mapping[str, int]) -> bool:
+    recomputes = find_method(strategy, lambda each: each.role is Role.RECOMPUTATION) is not None
+    return any(each.fuses_blocks(sizes, recomputes=recomputes) for each in in_phase_order(strategy))
 
 
 def _run_again(strategy: Strategy, layers: int) -> float:

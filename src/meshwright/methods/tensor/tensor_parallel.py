@@ -269,10 +269,11 @@ class SplitTrace:
         for before, shared in zip(known[::2], known[1::2], strict=True):
             if before is tensor:
                 return shared
-        shared = as_products(tensor) if layer.style.gradient == "all_reduce" else tensor
-        if tensor.requires_grad:
+        kind = layer.style.gradient
+        shared = as_products(tensor) if kind == "all_reduce" else tensor
+        if tensor.requires_grad and kind != "nothing":
             known += [tensor, shared]
-            self._note(layer.style.gradient, "backward", shared, layer.path)
+            self._note(kind, "backward", shared, layer.path)
         return shared
 
     def _gathered_once(self, layer: PlannedLayer, tensor: torch.Tensor) -> torch.Tensor:
