@@ -11,8 +11,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import meshwright as mw
+from meshwright.cost import find_cluster
 from meshwright.methods import Compile, SearchScope
 from meshwright.nn import compile_forward, find_blocks
+from meshwright.planner.family_workload import FamilyModel
+from meshwright.planner.model_shapes import parse_family
 from meshwright.strategy import Strategy
 from tests import tiny
 from tests.methods import split_runs
@@ -208,6 +211,51 @@ def test_a_search_leaves_compiled_modules_and_state_spaces_alone():
     scope = dataclasses.replace(scope, model=tiny.build("plain"))
     compile_forward([find_blocks(scope.model)[0][1]], contextlib.nullcontext, backend="eager")
     assert Compile.search_options(scope) == ()
+
+
+def captured(cases):
+    """Of every case: the operators that torch has captured of blocks, what is said, and whether plans count a gain."""
+    from torch._dynamo.utils import counters
+
+    found = {}
+    for name, (build, strategy) in cases.items():
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        result = split_runs.accelerated(build, [*strategy, ("compile", EAGER)], "sgd")
+        result.step(next(iter(result.dataloader)))
+        told = any("no block that runs again" in line for line in result._job.notices)
+        found[name] = counters["stats"]["calls_captured"], told
+    return found
+
+
+@pytest.mark.long
+def test_blocks_that_run_again_are_compiled_where_nothing_divides_them(ranks):
+    mesh = {axis: ("parallel_mode", {axis: 2}) for axis in ("tensor", "sequence", "context")}
+    cases = {
+        "fsdp": ("llama", ["fsdp", "checkpoint"]),
+        "tensor": ("llama", [mesh["tensor"], "tensor_parallel"]),
+        **{axis: ("llama", [mesh[axis], f"{axis}_parallel", "checkpoint"]) for axis in mesh},
+    }
+    for name, (operators, told) in ranks(2).run(captured, cases)[0].items():
+        assert (operators > 0) is (name == "fsdp" or cases[name][1][-1] != "checkpoint"), name
+        assert told is (operators == 0), name
+
+
+def test_plans_count_no_gain_where_no_block_is_compiled():
+    subject = FamilyModel("", parse_family("llama-3-8b:seq=4096")).subject(find_cluster("h100x8"), 16, None)
+    for axes, again, gains in (
+        ([("zero", 8)], ["checkpoint"], True),
+        ([("tensor", 2), ("zero", 4)], ["tensor_parallel"], True),
+        ([("tensor", 2), ("zero", 4)], ["tensor_parallel", "checkpoint"], False),
+        ([("context", 2), ("zero", 4)], ["context_parallel", "checkpoint"], False),
+    ):
+        methods = [("parallel_mode", {"axes": axes}), "fsdp", ("amp_native", "bf16"), *again]
+        plain, compiled = (
+            subject.plan(Strategy([*methods, *more]), 1).forecast.time.step_time_s for more in ([], ["compile"])
+        )
+        assert (compiled < 0.95 * plain) is gains
+        assert gains or compiled == plain
 
 
 def test_a_machine_without_compiler_and_a_model_without_blocks_are_told():
