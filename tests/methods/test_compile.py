@@ -37,6 +37,20 @@ CASES = {
         [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True}), "checkpoint"],
         1,
     ),
+    "tokens, kept": (
+        2, "llama",
+        [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True}), SELECTIVE], 2,
+    ),
+    "tensor, again": (
+        2, "llama",
+        [("compile", EAGER), ("parallel_mode", {"tensor": 2}), "tensor_parallel", ("checkpoint", {"every": 2})], 2,
+    ),
+    "tokens, sharded": (
+        4, "llama",
+        [("compile", EAGER), ("parallel_mode", {"axes": [["tensor", 2], ["zero", 2]]}),
+         ("tensor_parallel", {"sequence": True}), "fsdp", "checkpoint"],
+        2,
+    ),
     "tokens gathered again": (
         2, "llama", [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True})], 2,
     ),
@@ -230,15 +244,25 @@ def captured(cases):
 
 
 @pytest.mark.long
-def test_blocks_that_run_again_are_compiled_where_nothing_divides_them(ranks):
+def test_blocks_that_run_again_are_compiled_where_they_send_nothing_else(ranks):
     mesh = {axis: ("parallel_mode", {axis: 2}) for axis in ("tensor", "sequence", "context")}
     cases = {
         "fsdp": ("llama", ["fsdp", "checkpoint"]),
-        "tensor": ("llama", [mesh["tensor"], "tensor_parallel"]),
+        "tensor alone": ("llama", [mesh["tensor"], "tensor_parallel"]),
+        "tokens": ("llama", [mesh["tensor"], ("tensor_parallel", {"sequence": True}), SELECTIVE]),
+        "tokens, fsdp": (
+            "llama",
+            [
+                ("parallel_mode", {"axes": [["tensor", 2], ["zero", 1]]}),
+                ("tensor_parallel", {"sequence": True}),
+                "fsdp",
+                "checkpoint",
+            ],
+        ),
         **{axis: ("llama", [mesh[axis], f"{axis}_parallel", "checkpoint"]) for axis in mesh},
     }
     for name, (operators, told) in ranks(2).run(captured, cases)[0].items():
-        assert (operators > 0) is (name == "fsdp" or cases[name][1][-1] != "checkpoint"), name
+        assert (operators > 0) is (name not in ("sequence", "context")), name
         assert told is (operators == 0), name
 
 
@@ -247,7 +271,7 @@ def test_plans_count_no_gain_where_no_block_is_compiled():
     for axes, again, gains in (
         ([("zero", 8)], ["checkpoint"], True),
         ([("tensor", 2), ("zero", 4)], ["tensor_parallel"], True),
-        ([("tensor", 2), ("zero", 4)], ["tensor_parallel", "checkpoint"], False),
+        ([("tensor", 2), ("zero", 4)], ["tensor_parallel", "checkpoint"], True),
         ([("context", 2), ("zero", 4)], ["context_parallel", "checkpoint"], False),
     ):
         methods = [("parallel_mode", {"axes": axes}), "fsdp", ("amp_native", "bf16"), *again]

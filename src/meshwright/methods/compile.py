@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.cost import Block, Op, Step
 from meshwright.errors import StrategyError, did_you_mean, join_names
-from meshwright.methods.base import INNER_AXES, SHARDING, Conflict, Job, Method, Phase
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes in which torch captures CUDA graphs
 _MODES = ("default", *_CAPTURING, "max-autotune-no-cudagraphs")
@@ -40,6 +42,32 @@ def _fused(block: Block) -> Block:
         )
 
     return dataclasses.replace(block, ops=tuple(map(fused, block.ops)))
+
+
+# [Note: compiled blocks that run again] Torch compiles a block that is recomputed as a graph within a graph, and does not
+# if that has a break, or changes what lies outside: attention over a context axis sends, experts ask how many rows they
+# get. Layers that a tensor axis splits note an input that they share while they run, which recomputation need not do
+# again (``_IN_FORWARD_ALONE``); and where a DTensor is taken apart inside, torch fails to save its mesh. So DTensors are
+# taken apart before.
+
+_BREAKING = ("sequence", "context", "expert")  # axes over which blocks send what torch cannot capture
+_IN_FORWARD_ALONE = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # a setting of dynamo
+
+
+@contextlib.contextmanager
+def _own_parts(module: nn.Module) -> Iterator[None]:
+    """Let a module compute with this rank's parts in place of DTensors; gradients pass through."""
+    swapped: list[tuple[dict[str, Any], str, DTensor]] = []
+    for each in module.modules():
+        parameters = parameters_of(each)
+        swapped += ((parameters, name, p) for name, p in parameters.items() if isinstance(p, DTensor))
+    for parameters, name, parameter in swapped:
+        parameters[name] = parameter.to_local()
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in swapped:
+            parameters[name] = parameter
 
 
 class Compile(Method):
@@ -131,10 +159,9 @@ class Compile(Method):
     def fuses_blocks(self, sizes: Mapping[str, int], *, recomputes: bool) -> bool:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`.
 
-        Where layers or tokens are divided, graphs of blocks have breaks, or note what layers share: torch compiles no
-        such block that runs again.
+        See [Note: compiled blocks that run again].
         """
-        return self.backend != "eager" and not (recomputes and any(sizes.get(axis, 1) > 1 for axis in INNER_AXES))
+        return self.backend != "eager" and not (recomputes and any(sizes.get(axis, 1) > 1 for axis in _BREAKING))
 
     @property
     def surcharge(self) -> float:
@@ -220,15 +247,26 @@ class Compile(Method):
     def apply(self, job: Job) -> None:
         """Compile in place; torch does the work in the first step."""
         if self.backend != "eager" and not self.fuses_blocks(dict(job.axes), recomputes=bool(job.recomputed)):
-            job.notices.append("compile: torch compiles no block that runs again where layers or tokens are divided")
-        from meshwright.runtime.torch_internals.compilers import functorch_config
+            job.notices.append(
+                "compile: torch compiles no block that runs again beside a sequence, context or expert axis"
+            )
+        from meshwright.runtime.torch_internals.compilers import dynamo, functorch_config
 
-        settings: dict[str, Any] = {}
+        patches: list[tuple[Any, dict[str, Any]]] = []
         if self.activation_budget is not None:
-            settings["activation_memory_budget"] = self.activation_budget
+            patches.append((functorch_config, {"activation_memory_budget": self.activation_budget}))
+        is_split = job.size("tensor") > 1 and bool(job.recomputed)
+        if is_split and hasattr(dynamo.config, _IN_FORWARD_ALONE):
+            patches.append((dynamo.config, {_IN_FORWARD_ALONE: True}))
 
-        def context() -> contextlib.AbstractContextManager[Any]:
-            return functorch_config.patch(**settings) if settings else contextlib.nullcontext()
+        @contextlib.contextmanager
+        def context(module: nn.Module) -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                for settings, changes in patches:
+                    stack.enter_context(settings.patch(**changes))
+                if is_split:
+                    stack.enter_context(_own_parts(module))
+                yield
 
         options = {"backend": self.backend, "dynamic": self.dynamic, "fullgraph": self.fullgraph}
         if self.mode is not None:

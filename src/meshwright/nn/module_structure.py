@@ -306,7 +306,7 @@ _MARK = "_forward_is_compiled"
 
 
 def compile_forward(
-    modules: Iterable[nn.Module], context: Callable[[], contextlib.AbstractContextManager[Any]], **options: Any
+    modules: Iterable[nn.Module], context: Callable[[nn.Module], contextlib.AbstractContextManager[Any]], **options: Any
 ) -> None:
     """Compile the forwards of modules in place; modules of one class share the compiled code.
 
@@ -315,7 +315,7 @@ def compile_forward(
 
     Args:
         modules: Not inside each other.
-        context: Makes a context that is entered around every call: torch compiles in the first ones.
+        context: Makes a context that is entered around every call of a module: torch compiles in the first ones.
         options: Keyword arguments of ``torch.compile``.
     """
     from meshwright.runtime.torch_internals.compilers import dynamo
@@ -333,12 +333,14 @@ def compile_forward(
 
 
 def _compiled_class(
-    cls: type[nn.Module], context: Callable[[], contextlib.AbstractContextManager[Any]], options: dict[str, Any]
+    cls: type[nn.Module],
+    context: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
+    options: dict[str, Any],
 ) -> type[nn.Module]:
     compiled = torch.compile(cls.forward, **options)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with context():
+        with context(self):
             return compiled(self, *args, **kwargs)
 
     subclass = class_with(cls, "forward", forward)
