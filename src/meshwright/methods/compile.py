@@ -44,11 +44,11 @@ def _fused(block: Block) -> Block:
     return dataclasses.replace(block, ops=tuple(map(fused, block.ops)))
 
 
-# [Note: compiled blocks that run again] Torch compiles a block that is recomputed as a graph within a graph, and does not
-# if that has a break, or changes what lies outside: attention over a context axis sends, experts ask how many rows they
-# get. Layers that a tensor axis splits note an input that they share while they run, which recomputation need not do
-# again (``_IN_FORWARD_ALONE``); and where a DTensor is taken apart inside, torch fails to save its mesh. So DTensors are
-# taken apart before.
+# [Note: compiled blocks that run again] Torch compiles a block that is recomputed as a graph within a graph, and does
+# not if that has a break, or changes what lies outside: attention over a context axis sends, experts ask how many rows
+# they get. Layers that a tensor axis splits note an input that they share while they run, which recomputation need not
+# do again (``_IN_FORWARD_ALONE``); and where a DTensor is taken apart inside, torch fails to save its mesh. So DTensors
+# are taken apart before.
 
 _BREAKING = ("sequence", "context", "expert")  # axes over which blocks send what torch cannot capture
 _IN_FORWARD_ALONE = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # a setting of dynamo
