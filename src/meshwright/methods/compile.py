@@ -157,10 +157,7 @@ class Compile(Method):
         return () if any(is_compiled(each) or isinstance(each, nn.Conv1d) for each in modules) else (cls.parse(None),)
 
     def fuses_blocks(self, sizes: Mapping[str, int], *, recomputes: bool) -> bool:
-        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`.
-
-        See [Note: compiled blocks that run again].
-        """
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`, and [Note: compiled blocks that run again]."""
         return self.backend != "eager" and not (recomputes and any(sizes.get(axis, 1) > 1 for axis in _BREAKING))
 
     @property
@@ -255,7 +252,9 @@ class Compile(Method):
         patches: list[tuple[Any, dict[str, Any]]] = []
         if self.activation_budget is not None:
             patches.append((functorch_config, {"activation_memory_budget": self.activation_budget}))
-        is_split = job.size("tensor") > 1 and bool(job.recomputed)
+        is_split = (
+            job.size("tensor") > 1 and bool(job.recomputed) and not self.whole
+        )  # whose parts are sharded as it begins
         if is_split and hasattr(dynamo.config, _IN_FORWARD_ALONE):
             patches.append((dynamo.config, {_IN_FORWARD_ALONE: True}))
 
