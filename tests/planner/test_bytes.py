@@ -256,7 +256,7 @@ def test_what_products_of_low_rank_make_runs_again(ranks):
 
 
 def test_what_blocks_save_is_on_the_host_alone(ranks):
-    """Where both are one memory, copies come back of one block more than there are."""
+    """Count device and host as one memory, as they are here: predicted are copies of one block more than come back."""
     what, half = ("offload", "activation"), ("offload", {"activations": 0.5})
     cases = {
         "all": ("gpt", ["fsdp", what]),

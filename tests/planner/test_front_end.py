@@ -117,6 +117,7 @@ FORMULAS = {
     "data_compile": [mesh(data=8), HALF, "compile"],
     "fsdp_compile": STRATEGIES["compile"],
     "tensor_tokens": STRATEGIES["tensor_tokens"],
+    "tensor_selective": [mesh(tensor=4, zero=2), SPLIT, "fsdp", HALF, ("checkpoint", "selective")],
     "fp8": [mesh(zero=8), "fsdp", HALF, ("fp8", {"recipe": "tensorwise", "exclude": "lm_head"})],
     **{f"{name}_loss": [*STRATEGIES[name], LOSS] for name in ("data", "fsdp", "half", "context", "sequence")},
     "tensor_tokens_loss": [*STRATEGIES["tensor_tokens"], LOSS],
@@ -145,6 +146,15 @@ def test_formulas_say_what_traces_do(kind, name):
     (seconds, memory), (told_seconds, told_memory) = found
     assert told_seconds == pytest.approx(seconds, rel=CLOSE_IN_TIME)
     assert told_memory == pytest.approx(memory, rel=CLOSE)
+
+
+def test_tokens_are_sent_in_half_precision_under_autocast():
+    model = named_model(WIDE["llama"], None, CLUSTER)
+    for method in (SPLIT, "tensor_parallel"):
+        step = model.subject(CLUSTER, 8, 2**60).plan(Strategy([mesh(tensor=8), method, HALF]), 1).step
+        inside = [each for each in step.boundaries if "self_attn" in each.path or "mlp" in each.path]
+        sent = {each.num_bytes // each.count for each in inside}
+        assert sent == {8 * 2048 * 4096 * 2}
 
 
 @pytest.mark.parametrize("half", [HALF, ("half", "bf16")], ids=["autocast", "half"])

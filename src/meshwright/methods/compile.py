@@ -17,6 +17,7 @@ from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.planner_hooks import Role, SearchScope
+from meshwright.methods.tensor.split_layers import local, swapped_parameters
 from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
 from meshwright.runtime.torch_internals.modules import parameters_of
 
@@ -57,17 +58,13 @@ _IN_FORWARD_ALONE = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # a setting
 @contextlib.contextmanager
 def _own_parts(module: nn.Module) -> Iterator[None]:
     """Let a module compute with this rank's parts in place of DTensors; gradients pass through."""
-    swapped: list[tuple[dict[str, Any], str, DTensor]] = []
-    for each in module.modules():
-        parameters = parameters_of(each)
-        swapped += ((parameters, name, p) for name, p in parameters.items() if isinstance(p, DTensor))
-    for parameters, name, parameter in swapped:
-        parameters[name] = parameter.to_local()
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in module.modules():
+            parts: dict[str, torch.Tensor | None] = {
+                name: local(p) for name, p in parameters_of(each).items() if isinstance(p, DTensor)
+            }
+            stack.enter_context(swapped_parameters(each, parts))
         yield
-    finally:
-        for parameters, name, parameter in swapped:
-            parameters[name] = parameter
 
 
 class Compile(Method):

@@ -365,8 +365,8 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
             ),
         )  # fmt: skip
     products = tuple(
-        Op("matmul", *dims, batch=batch, dtype=run.wide, inside=names, needed_in=names)  # type: ignore[arg-type]
-        for dims in ((queries, keys, width), (queries, width, keys))
+        Op("matmul", queries, n, k, batch=batch, dtype=run.wide, inside=names, needed_in=names)
+        for n, k in ((keys, width), (width, keys))
     )
     # The causally masked softmax reads one half and writes all; dropout reads and writes all, and writes its mask. In
     # backward softmax reads one half of two tensors and writes one.

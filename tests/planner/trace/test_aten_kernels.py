@@ -127,6 +127,13 @@ def test_what_is_made_of_two_tensors_is_kept_in_place_of_both():
     assert fusion.fates([5]) in ({}, {5: "gone", 4: "kept"})
 
 
+def test_what_is_made_of_nothing_is_made_again():
+    fusion = Fusion()
+    noted(fusion, "aten.arange", [], [1])
+    noted(fusion, "aten.cos", [1], [2])
+    assert fusion.fates([2]) == {2: "gone"}
+
+
 def test_equal_casts_are_one_and_casts_to_8_bits_are_kept():
     fusion = Fusion()
     for cast in (2, 3):

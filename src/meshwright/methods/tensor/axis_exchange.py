@@ -284,12 +284,15 @@ class GatheredInput:
                 self._saved(now.num_bytes, now.begins)
 
 
-def as_products(part: torch.Tensor) -> torch.Tensor:
-    """Cast what norms return under autocast as each product would do: it is cast once then, and half is sent."""
-    device = part.device.type
-    if part.dtype != torch.float32 or not torch.is_autocast_enabled(device):
-        return part
-    return part.to(torch.get_autocast_dtype(device))
+def as_products(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast a tensor to the precision in which autocast would run products and attention.
+
+    What is cast before it is sent is cast once, and half is sent.
+    """
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshwright.methods.tensor.axis_exchange import as_products
 from meshwright.methods.tokens.token_order import TokenOrder
 from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
@@ -446,17 +447,9 @@ def attend_in_ring(
         mask = with_four_dims(mask)
     elif is_causal:
         table = causal_table(ring.order)
-    query, key, value = _as_autocast(query, key, value)
+    query, key, value = map(as_products, (query, key, value))
     out: torch.Tensor = RingAttention.apply(query, key, value, mask, ring, table, is_causal, scale, tokens, sinks)
     return out
-
-
-def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast tensors to the precision in which autocast would run attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
 class Alone:

@@ -584,13 +584,14 @@ class Fusion:
     def _cut(self, place: int, wanted: Sequence[int], there: Collection[int]) -> Iterator[int]:
         """Yield the fewest bytes of one block's storages, beside those that are there, that suffice to compute some."""
         graph, left, met = networkx.DiGraph(), list(wanted), set(wanted)
+        graph.add_node("start")
         while left:
             storage = left.pop()
             graph.add_edge(storage, (storage,), capacity=0 if storage in there else self.sizes.get(storage, 0))
             is_made = storage not in self.in_memory and self.places.get(storage) == place
             sources = self.sources[storage] if is_made else ()
             graph.add_edges_from(((source,), storage) for source in sources)
-            graph.add_edges_from([] if is_made else [("start", storage)])
+            graph.add_edges_from([] if is_made else [("start", storage)])  # what is made of nothing costs nothing
             left += {*sources} - met
             met.update(sources)
         graph.add_edges_from(((storage,), "end") for storage in wanted)
