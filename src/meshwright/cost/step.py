@@ -226,6 +226,7 @@ class Op:
     recomputed: float = 0.0  # runs a second time, in backward: in this share of the blocks that it stands for
     traced: bool = False  # one operator of a model that ran; else one of a module's few kernels, as families have them
     launches: float = 1.0  # by the host, each time it runs: a share where several are fused into one
+    when_fused: tuple[int, float] | None = None  # of a traced move: its bytes and launches where its block is compiled
     on_rank: int | None = None  # outside the blocks of a pipeline: the rank that runs it; None: all
     moment: Literal["both", "forward", "backward"] = "both"  # both: backward follows by rule
 

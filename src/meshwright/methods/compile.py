@@ -35,12 +35,10 @@ def _fused(block: Block) -> Block:
     """Return a traced block whose kernels between products are fused; those of a family are counted as they run."""
 
     def fused(op: Op) -> Op:
-        if op.kind != "move" or not op.traced:
+        if op.when_fused is None:
             return op
-        behind = None if op.backward_bytes is None else round(op.backward_bytes * _FUSED)
-        return dataclasses.replace(
-            op, num_bytes=round(op.num_bytes * _FUSED), backward_bytes=behind, launches=op.launches * _FUSED
-        )
+        moved, launches = op.when_fused
+        return dataclasses.replace(op, num_bytes=moved, launches=launches)
 
     return dataclasses.replace(block, ops=tuple(map(fused, block.ops)))
 

@@ -41,7 +41,8 @@ def _op(op: Op, samples: int) -> Op:
         return op
     if op.kind == "move":
         backward = None if op.backward_bytes is None else op.backward_bytes * samples
-        return dataclasses.replace(op, num_bytes=op.num_bytes * samples, backward_bytes=backward)
+        fused = None if op.when_fused is None else (op.when_fused[0] * samples, op.when_fused[1])
+        return dataclasses.replace(op, num_bytes=op.num_bytes * samples, backward_bytes=backward, when_fused=fused)
     if op.kind == "attention" or (op.batch > 1 and op.operator not in PRODUCTS):
         return dataclasses.replace(op, batch=op.batch * samples)
     return dataclasses.replace(op, m=op.m * samples)

@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-import networkx
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.cost import HALF, Op, ProductDtype
 from meshwright.nn.swapped_parameters import FakeDispatchMode
 from meshwright.runtime import imitated_gpu
-from meshwright.runtime.torch_internals.fake_tensors import disable_current_modes
+from meshwright.runtime.torch_internals.fake_tensors import disable_current_modes, is_traceable_wrapper_subclass
 from meshwright.runtime.torch_internals.operators import (
     COMPOSITE,
     efficient_attention,
@@ -35,6 +34,7 @@ from meshwright.runtime.torch_internals.operators import (
     schema_of,
 )
 from meshwright.runtime.torch_internals.pytree import tree_leaves
+from meshwright.runtime.torch_internals.tensors import storage_identity
 
 # --- FLOPs, by torch's own formulas.
 
@@ -146,7 +146,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 # Calls that launch nothing, beside those that return views.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 # These read as many elements of their first argument as they return, however large it is.
-_PICKING = {"embedding", "gather", "index", "index_select", "_unsafe_index", "nll_loss_forward"}
+PICKING = {"embedding", "gather", "index", "index_select", "_unsafe_index", "nll_loss_forward"}
 # What takes a CPU longer than the bytes: times as long as a normalisation (see ``Constants.function_s``).
 _FUNCTIONS = {
     "gelu": 1, "gelu_backward": 1, "native_layer_norm": 1, "native_layer_norm_backward": 1, "_fused_rms_norm": 1,
@@ -311,7 +311,7 @@ def _moved_bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
     written = sum(map(tensor_bytes, made))
     if name in _FILLING:
         read = sum(map(tensor_bytes, tensors_in((args[1:], kwargs))))
-    elif name in _PICKING:
+    elif name in PICKING:
         read = sum(map(tensor_bytes, tensors_in((args[1:], kwargs)))) + written
     else:
         read = sum(map(tensor_bytes, tensors_in((args, kwargs))))
@@ -347,6 +347,23 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements in memory; broadcast elements count once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return int(math.prod(sizes)) * tensor.element_size()
+
+
+def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return a key for a tensor's storage, unique among those alive, and its bytes."""
+    storage = _plain(tensor).untyped_storage()
+    return storage_identity(storage), storage.nbytes()
+
+
+def reference(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return a weak reference to a tensor's storage, while which exists no other storage has its key."""
+    return StorageWeakRef(_plain(tensor).untyped_storage())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    while is_traceable_wrapper_subclass(tensor):  # a DTensor, a weight gathered in 8 bits: what they wrap is held
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor
 
 
 # --- Workspaces that fake tensors lack or size wrongly.
@@ -499,101 +516,3 @@ def _cross_entropy_of_cuda(input: torch.Tensor, target: torch.Tensor, *args: Any
 def _is_fused(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     """Return whether torch runs ``torch.nn.functional.dropout`` of these arguments as one kernel on CUDA."""
     return training and not inplace and 0 < p < 1 and input.numel() > 0
-
-
-# --- What compiled blocks save
-
-# [Note: saves of compiled blocks] ``torch.compile`` traces forward and backward together and cuts the graph in two.
-# What is computed element by element, or summed over rows, is fused into kernels around it, and computed again in
-# backward from what is there anyway; of what is not, so much is saved as has the fewest bytes (a minimum cut, as
-# torch's own). In memory lies what products and attention read and write: they run in kernels of their own, and
-# products read their inputs again for gradients of weights. Of a block of Llama these are its input, what norms return,
-# queries, keys and values, attention's result, one residual sum or what it adds, gate, up and their product; not the
-# norms in fp32, nor the activation. Of adapters it is the sum of a layer's result and theirs, and neither of the two.
-
-Fate = Literal["gone", "kept"]
-"""What becomes of a storage when its block is compiled: no longer saved, or saved in place of what is gone."""
-
-_DRAWS = ("dropout", "bernoulli", "rand")  # a mask is not drawn twice
-# Operators that run by themselves; and the hyperbolic tangent inside GPT-2's activation, which torch 2.13 keeps.
-_ALONE = (
-    "sort", "topk", "cumsum", "scatter", "index_put", "index_add", "histc", "bincount", "nonzero", "grouped_mm", "tanh"
-)  # fmt: skip
-
-
-@dataclass
-class Fusion:
-    """Follow which storages of each block are made by kernels that a compiler fuses."""
-
-    sources: dict[int, tuple[int, ...]] = field(default_factory=dict)  # storage -> what fused kernels made it from
-    sizes: dict[int, int] = field(default_factory=dict)  # bytes
-    in_memory: set[int] = field(default_factory=set)  # storages that other kernels read or write
-    places: dict[int, int] = field(default_factory=dict)  # where each storage of ``sources`` was made
-    casts: dict[tuple[Any, ...], int] = field(default_factory=dict)  # the first of equal casts
-    repeated: dict[int, int] = field(default_factory=dict)  # other casts -> the first
-
-    def note(
-        self, name: str, taken: Iterable[int], made: Mapping[int, torch.Tensor], place: int, *, is_alone: bool
-    ) -> None:
-        """Note an operator of forward.
-
-        Args:
-            name: Its name without overload.
-            taken: Storages of its arguments, weights left out.
-            made: Its results, by their storages.
-            place: The block where it ran.
-            is_alone: Whether it multiplies matrices, so that no compiler fuses it with others.
-        """
-        read, written = dict.fromkeys(taken), [*made]
-        self.sizes.update((storage, tensor_bytes(tensor)) for storage, tensor in made.items())
-        new = [storage for storage in written if storage not in read]
-        if is_alone or not name.startswith("aten.") or any(word in name for word in _ALONE):
-            self.in_memory.update(read, written)
-            return
-        if any(word in name for word in _DRAWS):
-            masks, new = new[1:], new[:1]
-            self.in_memory.update(masks)
-            read |= dict.fromkeys(masks)
-        for storage in new:
-            self.sources[storage], self.places[storage] = (*read,), place
-            tensor = made[storage]
-            if tensor.is_floating_point() and tensor.itemsize == 1:
-                self.in_memory.add(storage)  # by products, also where a trace multiplies in a wider type
-            elif name.startswith("aten._to_copy") and len(read) == 1:
-                # Under autocast each layer casts what it is given; the compiler finds that they do the same.
-                of = [self.repeated.get(each, each) for each in read]
-                first = self.casts.setdefault((*of, tensor.dtype, tensor.numel(), place), storage)
-                if first != storage:
-                    self.repeated[storage] = first
-
-    def fates(self, saved: Iterable[int]) -> dict[int, Fate]:
-        """Return what becomes of the storages that blocks save; those that stay as they are are left out."""
-        known = set(saved)
-        gone = {storage for storage in known if storage in self.sources and storage not in self.in_memory}
-        # Of equal casts one is saved, and not the first where that is a frozen layer's.
-        others_first = sorted(known - gone, key=self.repeated.__contains__, reverse=True)
-        one_of = {self.repeated.get(storage, storage): storage for storage in others_first}
-        twins = known - gone - {*one_of.values()}
-        by_place: dict[int, list[int]] = {}
-        for storage in gone:
-            by_place.setdefault(self.places[storage], []).append(storage)
-        cut = {each for place, wanted in by_place.items() for each in self._cut(place, wanted, known - gone)}
-        found: dict[int, Fate] = dict.fromkeys((gone | twins) - cut, "gone")
-        return found | dict.fromkeys(cut - gone, "kept")
-
-    def _cut(self, place: int, wanted: Sequence[int], there: Collection[int]) -> Iterator[int]:
-        """Yield the fewest bytes of one block's storages, beside those that are there, that suffice to compute some."""
-        graph, left, met = networkx.DiGraph(), list(wanted), set(wanted)
-        graph.add_node("start")
-        while left:
-            storage = left.pop()
-            graph.add_edge(storage, (storage,), capacity=0 if storage in there else self.sizes.get(storage, 0))
-            is_made = storage not in self.in_memory and self.places.get(storage) == place
-            sources = self.sources[storage] if is_made else ()
-            graph.add_edges_from(((source,), storage) for source in sources)
-            graph.add_edges_from([] if is_made else [("start", storage)])  # what is made of nothing costs nothing
-            left += {*sources} - met
-            met.update(sources)
-        graph.add_edges_from(((storage,), "end") for storage in wanted)
-        _, (reached, _) = networkx.minimum_cut(graph, "start", "end")
-        return (each for each in met if each in reached and (each,) not in reached and each not in there)

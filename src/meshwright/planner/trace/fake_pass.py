@@ -27,7 +27,7 @@ from meshwright.methods.checkpoint import find_parts
 from meshwright.methods.replace.model_changes import packed_as
 from meshwright.nn import FakeTensors, caches_off, find_blocks, run_with
 from meshwright.nn.batches import cast_floating, map_tree
-from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, tensors_in
+from meshwright.planner.trace.aten_kernels import FlopCount, device_of_pass, kernels_of_device, storage_of, tensors_in
 from meshwright.planner.trace.continued_blocks import (
     Copies,
     NotRepeatedError,
@@ -35,7 +35,7 @@ from meshwright.planner.trace.continued_blocks import (
     continued_boundaries,
     continued_ops,
 )
-from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved, storage_of
+from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved
 from meshwright.planner.trace.op_recording import (
     BlockEnds,
     ModelOps,

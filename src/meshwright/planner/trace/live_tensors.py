@@ -26,9 +26,9 @@ from meshwright.cost.activations import PRODUCTS
 from meshwright.methods.recompute import call_name, can_keep, is_recomputed, keeps_results, kept_now
 from meshwright.nn import find_blocks, is_compiled, outside_compiled
 from meshwright.nn.swapped_parameters import FakeDispatchMode
-from meshwright.planner.trace.aten_kernels import Fate, FlopCount, Fusion, tensors_in
-from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode, is_traceable_wrapper_subclass
-from meshwright.runtime.torch_internals.tensors import storage_identity
+from meshwright.planner.trace.aten_kernels import FlopCount, reference, storage_of, tensors_in
+from meshwright.planner.trace.fused_kernels import Fate, Fusion, Moved
+from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 
 if TYPE_CHECKING:
     from meshwright.cost.activations import Given
@@ -77,6 +77,7 @@ class SavedTensors:
     work: list[Call] = field(default_factory=list)  # calls of operators in order, where they are recorded
     fates: dict[int, Fate] = field(default_factory=dict)  # storage -> see there
     fusion: Fusion = field(default_factory=Fusion)
+    moved: list[Moved | None] = field(default_factory=list)  # by operators: what each moves in compiled blocks
     running: list[nn.Module] = field(default_factory=list)  # the modules that run now, outermost first
     place: int = -1  # where in the list of blocks
     complete: bool = False  # whether forward has run: what runs again in backward saves nothing more
@@ -100,6 +101,7 @@ class SavedTensors:
     def note_needed(self) -> None:
         """Note of every call how many modules around it save something after it, and what compiled blocks save."""
         self.fates = self.fusion.fates(self.sizes.keys() - self.weights - self.given.keys())
+        self.moved = self.fusion.moved(self.sizes.keys(), self.fates)
         last: dict[nn.Module, int] = {}  # the number of the last tensor saved while it ran
         for position, stack in enumerate(self.log):
             last.update(dict.fromkeys(stack, position))
@@ -187,6 +189,7 @@ class _Recorder:
         self, counter: FlopCount | None, blocks: Sequence[nn.Module], whole: set[nn.Module], *, detaches: bool
     ) -> None:
         self.saved = SavedTensors()
+        self.saved.fusion = Fusion(self.saved.weights, len(blocks))
         self._detaches, self._counter, self._whole = detaches, counter, whole
         self._index = {block: number for number, block in enumerate(blocks)}
         self._stack = self.saved.running
@@ -271,8 +274,6 @@ class _Recorder:
         call = Call(name, tuple(self._stack), position, flops, saved.place, turns=turns)
         if flops:
             saved.work.append(call)
-        if 0 <= saved.place < len(self._index):
-            self._note_fused(name, (args, kwargs), result, is_alone=bool(flops))
         if can_keep(operator, args, kwargs):
             for key, size in map(storage_of, tensors_in(result)):
                 made = saved.results.setdefault(key, Result(size))
@@ -280,12 +281,6 @@ class _Recorder:
                 made.places.add(saved.place)
                 saved.met.extend(map(reference, tensors_in(result)))
         return result
-
-    def _note_fused(self, name: str, given: Any, result: Any, *, is_alone: bool) -> None:
-        saved, made = self.saved, [*tensors_in(result)]
-        saved.met.extend(map(reference, made))
-        read = {storage_of(each)[0] for each in tensors_in(given)} - saved.weights
-        saved.fusion.note(name, read, {storage_of(each)[0]: each for each in made}, saved.place, is_alone=is_alone)
 
 
 class _Operators(TorchDispatchMode):
@@ -305,23 +300,6 @@ class _WithoutData(_Operators, FakeDispatchMode):
     # Defined again: torch puts its guard around the method when a class that defines it is made.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._around(func, args, kwargs or {})
-
-
-def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a key for a tensor's storage, unique among those alive, and its bytes."""
-    storage = _plain(tensor).untyped_storage()
-    return storage_identity(storage), storage.nbytes()
-
-
-def reference(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a weak reference to a tensor's storage, while which exists no other storage has its key."""
-    return StorageWeakRef(_plain(tensor).untyped_storage())
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    while is_traceable_wrapper_subclass(tensor):  # a DTensor, a weight gathered in 8 bits: what they wrap is held
-        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-    return tensor
 
 
 # --- The bytes that a pass without data holds, operator by operator, as one with data would.

@@ -28,7 +28,7 @@ from meshwright.optim import CUTTABLE, average_of, guard_of, local_tensor
 from meshwright.optim.guarded_step import is_outer, use_fused
 from meshwright.optim.mixed_precision import MASTER
 from meshwright.planner.trace.aten_kernels import device_here, tensors_in
-from meshwright.planner.trace.live_tensors import storage_of
+from meshwright.planner.trace.aten_kernels import storage_of
 from meshwright.runtime import preserved_rng
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 from meshwright.runtime.torch_internals.optim import FOREACH_DEVICES

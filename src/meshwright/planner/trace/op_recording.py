@@ -23,12 +23,14 @@ from meshwright.cost.activations import OperatorResult, Running
 from meshwright.methods.recompute import call_name
 from meshwright.nn import class_names, find_blocks
 from meshwright.nn.swapped_parameters import FakeDispatchMode, view_of
-from meshwright.planner.trace.aten_kernels import FlopCount, kernels_of, tensors_in, with_workspace
+from meshwright.planner.trace.aten_kernels import FlopCount, kernels_of, reference, storage_of, tensors_in, with_workspace
+from meshwright.planner.trace.fused_kernels import CAST
 from meshwright.runtime.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 
 if TYPE_CHECKING:
     from meshwright.cost import Placed, Scaling
+    from meshwright.planner.trace.fused_kernels import Moved
     from meshwright.planner.trace.live_tensors import Call, LiveBytes, SavedTensors
 
 
@@ -52,6 +54,7 @@ class Kernel(NamedTuple):
     position: int  # among the forward calls
     num_saved_before: int  # tensors that forward had saved by then
     needs_grad: bool  # whether an argument did
+    call: int  # the number of its operator
 
 
 class OpRecorder(FakeDispatchMode):
@@ -78,6 +81,8 @@ class OpRecorder(FakeDispatchMode):
         self._nodes: list[int] = []  # numbers of autograd nodes, rising
         self._made: list[tuple[_Stack, int, int]] = []  # for each: the modules that ran, the position, and the place
         self._latest: tuple[_Stack, int, int] = ((), 0, -1)
+        self._casts: set[int] = set()  # numbers of the nodes that cast weights
+        self._call = -1
         self._calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -90,40 +95,55 @@ class OpRecorder(FakeDispatchMode):
             result = with_workspace(func, args, func(*args, **given))
         if func.namespace == "prim":
             return result
-        node = current_node()
+        node, tensors, made = current_node(), tensors_in((args, given)), tensors_in(result)
+        ops, name = kernels_of(func, args, given, result), call_name(func, args)
+        self._saved.met.extend(map(reference, made))  # no other storage may have the address of one that is gone
+        multiplies = any(op.kind != "move" for op in ops)
+        how = {"in_backward": node is not None, "multiplies": multiplies, "runs": bool(ops)}
         if node is None:
-            ops = kernels_of(func, args, given, result)
-            name = call_name(func, args)
-            self._note_forward(tuple(dataclasses.replace(op, operator=name, traced=True) for op in ops), (args, given))
-            self._held.note(result, (args, given), self._saved.place, "forward" if self._saved.running else "loss")
+            casts = name == CAST and storage_of(args[0])[0] in self._saved.weights
+            self._call = self._saved.fusion.note(name, tensors, made, self._saved.place, of_weights=casts, **how)
+            self._note_forward(
+                tuple(dataclasses.replace(op, operator=name, traced=True, of_weights=casts) for op in ops), tensors
+            )
+            self._held.note(result, tensors, self._saved.place, "forward" if self._saved.running else "loss")
         else:
-            self._note_backward(kernels_of(func, args, given, result), sequence_number_of(node))
-            made = next_sequence_number() - 1
-            if self._nodes and made > self._nodes[-1]:  # a part of forward runs again in backward, at its place
-                self._nodes.append(made)
+            casts = self._begin_backward(sequence_number_of(node))
+            self._call = self._saved.fusion.note(name, tensors, made, self._latest[2], of_weights=casts, **how)
+            self._note_backward(ops, of_weights=casts)
+            number = next_sequence_number() - 1
+            if self._nodes and number > self._nodes[-1]:  # a part of forward runs again in backward, at its place
+                self._nodes.append(number)
                 self._made.append(self._latest)
-            self._held.note(result, (args, given), self._latest[2], self._held.backward_part)
+            self._held.note(result, tensors, self._latest[2], self._held.backward_part)
         if self._held.num_operators % _BETWEEN_INTERRUPTS == 0:
             for interrupt in interrupts:
                 interrupt()
         return result
 
-    def _note_forward(self, kernels: tuple[Op, ...], given: Any) -> None:
+    def _note_forward(self, kernels: tuple[Op, ...], given: Sequence[torch.Tensor]) -> None:
         number, running = next_sequence_number() - 1, tuple(self._saved.running)
         if not self._nodes or number > self._nodes[-1]:
             self._nodes.append(number)
             self._made.append((running, self._calls, self._saved.place))
+            self._casts |= {number for op in kernels if op.of_weights}
         self._calls += 1
         if kernels:
-            needs_grad = any(each.requires_grad for each in tensors_in(given))
+            needs_grad = any(each.requires_grad for each in given)
             self.forward += self._kernels(kernels, running, self._calls, needs_grad=needs_grad)
 
-    def _note_backward(self, kernels: tuple[Op, ...], number: int) -> None:
+    def _begin_backward(self, number: int) -> bool:
+        """Find whose backward runs, and return whether it is that of a cast of weights."""
         if number != _NO_NUMBER and self._nodes:
             self._latest = self._made[max(bisect.bisect_right(self._nodes, number) - 1, 0)]
+        return number in self._casts
+
+    def _note_backward(self, kernels: tuple[Op, ...], *, of_weights: bool) -> None:
         if kernels:
             running, position, _ = self._latest
-            ops = tuple(dataclasses.replace(op, moment="backward", traced=True) for op in kernels)
+            ops = tuple(
+                dataclasses.replace(op, moment="backward", traced=True, of_weights=of_weights) for op in kernels
+            )
             self.backward += self._kernels(ops, running, position + 1, needs_grad=True)
 
     def _kernels(self, ops: tuple[Op, ...], running: _Stack, position: int, *, needs_grad: bool) -> list[Kernel]:
@@ -131,7 +151,7 @@ class OpRecorder(FakeDispatchMode):
         if self._fp8 and not self._fp8.isdisjoint(running):
             narrow = (op for op in ops if op.kind == "matmul")
             ops = tuple(dataclasses.replace(op, dtype=FP8, scaling=self._scaling) for op in narrow)
-        return [Kernel(op, running, position, saved, needs_grad) for op in ops]
+        return [Kernel(op, running, position, saved, needs_grad, self._call) for op in ops]
 
 
 class Ops(NamedTuple):
@@ -157,7 +177,7 @@ def sort_kernels(recorder: OpRecorder, blocks: Sequence[nn.Module], saved: Saved
         last.update(dict.fromkeys(stack, number))
     listed, names = set(blocks), _Names(last)
     inside: dict[nn.Module | None, list[Op]] = {}
-    every = [*_as_moments(recorder, has_backward=has_backward)]
+    every = [*_as_moments(recorder, saved.moved, has_backward=has_backward)]
     owners = [next((module for module in kernel.running if module in listed), None) for kernel in every]
     end = max((k.position for k, owner in zip(every, owners, strict=True) if owner is not None), default=0)
     behind: list[Op] = []
@@ -169,13 +189,13 @@ def sort_kernels(recorder: OpRecorder, blocks: Sequence[nn.Module], saved: Saved
     return Ops(found, {module: saved.runs[module] for module in found}, outside, tuple(behind))
 
 
-def _as_moments(recorder: OpRecorder, *, has_backward: bool) -> list[Kernel]:
-    if has_backward:
-        return [*recorder.forward, *recorder.backward]
-    return [
-        kernel._replace(op=dataclasses.replace(kernel.op, moment="both")) if kernel.needs_grad else kernel
-        for kernel in recorder.forward
-    ]
+def _as_moments(recorder: OpRecorder, moved: Sequence[Moved | None], *, has_backward: bool) -> Iterator[Kernel]:
+    passes = (*recorder.forward, *recorder.backward) if has_backward else recorder.forward
+    for kernel in passes:
+        op = dataclasses.replace(kernel.op, when_fused=moved[kernel.call])
+        yield kernel._replace(
+            op=op if has_backward or not kernel.needs_grad else dataclasses.replace(op, moment="both")
+        )
 
 
 class _Names:
