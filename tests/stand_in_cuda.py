@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshwright.loss import lazy_logits
+from meshwright.methods.tensor import axis_exchange
 from meshwright.planner.trace import aten_kernels, model_state
 
 _aten = torch.ops.aten
@@ -643,7 +644,8 @@ def stand_in_cuda(local_rank: int = 0) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()))
         # Traces hold tensors without numbers, whose autograd would ask CUDA: they run as on a machine without it.
-        stack.enter_context(mock.patch.object(lazy_logits, "make_wrapper", _wrapper_on_cpu))
+        for module in (lazy_logits, axis_exchange):
+            stack.enter_context(mock.patch.object(module, "make_wrapper", _wrapper_on_cpu))
         for module in (aten_kernels, model_state):
             stack.enter_context(mock.patch.object(module, "device_here", return_value=torch.device("cpu")))
         for name in ("_ddp_init_helper", "_pre_forward"):

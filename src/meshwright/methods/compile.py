@@ -25,14 +25,11 @@ _CAPTURING = ("reduce-overhead", "max-autotune")  # modes in which torch capture
 _MODES = ("default", *_CAPTURING, "max-autotune-no-cudagraphs")
 
 
-# Bytes and launches of the kernels between a block's products, fused over those one by one: norms, rotary positions,
-# residuals and activations of Llama 3 8B's blocks move 78 k elements a token as one kernel each where these are chains,
-# and 305 k in torch's own kernels (counted in ``planner/family_ops.py``).
-_FUSED = 0.25
-
-
 def _fused(block: Block) -> Block:
-    """Return a traced block whose kernels between products are fused; those of a family are counted as they run."""
+    """Return a traced block whose kernels between products are fused; those of a family are counted as they run.
+
+    See [Note: kernels of compiled blocks] in ``planner/trace/fused_kernels.py``.
+    """
 
     def fused(op: Op) -> Op:
         if op.when_fused is None:
@@ -275,7 +272,7 @@ class Compile(Method):
         """Fuse what runs between products, and run backward in one part.
 
         A budget of 0 recomputes the blocks; else they save what lies in memory between their kernels (see
-        [Note: saves of compiled blocks] in ``planner/trace/aten_kernels.py``). The backend ``eager`` fuses nothing.
+        [Note: saves of compiled blocks] in ``planner/trace/fused_kernels.py``). The backend ``eager`` fuses nothing.
         """
         known = step.activations
         recomputes = known is not None and bool(known.recomputed)

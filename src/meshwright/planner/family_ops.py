@@ -96,6 +96,8 @@ class Implementation:
             reaches their share, or that goes beyond it; or so that the slowest has least ``work``, as ours.
         divides_blocks_alone: Whether tokens are divided between the first block and the last norm alone, as our methods
             do, so that every rank embeds all tokens and has the loss of all; and whether exchanges of tokens are ours.
+        launches_operators: Whether the host launches as many operators as traces of our engine have, and not a module
+            for each kernel that is listed.
     """
 
     attention: Literal["torch", "scores", "flash1", "flash2"] = "torch"
@@ -122,6 +124,7 @@ class Implementation:
     scatters_boundary: bool = False
     balances_head: Literal["", "reaching", "beyond", "work"] = ""
     divides_blocks_alone: bool = False
+    launches_operators: bool = False
 
     @property
     def fused_attention(self) -> bool:
@@ -146,6 +149,7 @@ OWN = Implementation(
     logit_moves=(20, 28),
     one_pass_loss=True,
     balances_head="work",
+    launches_operators=True,
 )
 """What our engine runs by itself for a known family: eager norms and rotary positions in fp32, and its own loss."""
 OWN_EAGER = dataclasses.replace(OWN, attention="scores", score_moves=(22, 32))
@@ -168,6 +172,8 @@ class FamilyRun:
             plain layers.
         exchanged: Whether ranks send each other what their experts are asked.
         again: Share of the blocks' forward that recomputation runs again, by which pipelines are cut.
+        whole_vocabulary: Whether the tensor axis leaves the embedding and the head whole, as ours one that does not
+            divide the classes.
         impl: Which kernels run, and what they save.
     """
 
@@ -181,6 +187,7 @@ class FamilyRun:
     stacked: int = 0
     exchanged: bool = False
     again: float = 0.0
+    whole_vocabulary: bool = False
     impl: Implementation = PYTORCH
 
     @property
@@ -203,7 +210,13 @@ class FamilyRun:
         """Return the run of what lies outside of the blocks."""
         if not self.impl.divides_blocks_alone:
             return self
-        return dataclasses.replace(self, sequence=1, impl=dataclasses.replace(self.impl, split_tokens=False))
+        impl = dataclasses.replace(self.impl, split_tokens=False)
+        return dataclasses.replace(self, sequence=1, tensor=self.vocabulary_parts, impl=impl)
+
+    @property
+    def vocabulary_parts(self) -> int:
+        """Return over how many ranks the classes are divided."""
+        return 1 if self.whole_vocabulary else self.tensor
 
     @property
     def plain_parts(self) -> int:
@@ -384,7 +397,7 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
     plain = 2 * normed + 2 * 3 * h  # norms (read, write), two residual sums (read two, write)
     activation = (3 if run.impl.compiled else 5) * f if shape.gated else 2 * f
     if run.impl.compiled:
-        plain = 2 * normed + 2 * h
+        plain = 2 * normed + (5 if run.impl.launches_operators else 2) * h
     elif _is_chain(shape, run):
         plain += ((_WIDE_NORM if run.impl.autocasts else _PLAIN_NORM) - 2) * normed
     if run.impl.autocasts and not run.impl.compiled:
@@ -556,7 +569,7 @@ def _chunks(shape: Shape, run: FamilyRun) -> tuple[int, int]:
 
 def _classes(shape: Shape, run: FamilyRun) -> int:
     """Return the most classes that a rank of the tensor axis has: it need not divide them evenly."""
-    return -(-shape.vocab // run.tensor)
+    return -(-shape.vocab // run.vocabulary_parts)
 
 
 def _ops_without_logits(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
@@ -564,7 +577,7 @@ def _ops_without_logits(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     chunks, rows = _chunks(shape, run)
     # One kernel reads the logits twice and writes their gradient; of divided classes three do, between which numbers of
     # rows are reduced. The gradient of hidden states is copied to its place, and scaled.
-    of_logit = 3 if run.tensor == 1 else 4
+    of_logit = 3 if run.vocabulary_parts == 1 else 4
     forward, backward = rows * chunks * (of_logit * v + 2 * h) * size, rows * chunks * 3 * h * size
     if run.sequence > 1 and run.impl.divides_blocks_alone:
         backward += (run.outside.tokens + run.tokens) * h * size  # a share's gradient, among zeros

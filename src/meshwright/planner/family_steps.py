@@ -177,11 +177,58 @@ def _inside_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     some.
     """
     ops, adapters = block_ops(shape, run), shape.adapters
-    if adapters is None:
-        return ops
-    if adapters.of_product:
+    if adapters is not None and adapters.of_product:
         ops = tuple(dataclasses.replace(op, needed_in=op.inside) if op.operator == PRODUCT else op for op in ops)
-    return (*(part for op in ops for part in _frozen(op)), *_ops_of_adapters(adapters, run))
+    if adapters is not None:
+        ops = (*(part for op in ops for part in _frozen(op)), *_ops_of_adapters(adapters, run))
+    return _as_operators(ops, shape, run) if run.impl.launches_operators else ops
+
+
+# Operators that the host launches for a block in forward and in backward, counted in traces: of GPT's, of Llama's, and
+# more for each of these.
+_OF_PLAIN, _OF_GATED = (10, 19), (38, 71)
+_OF_NORMS = (12, 24)  # for each element of those beside the usual two, over the hidden size
+_OF_AUTOCAST, _OF_DIVIDED, _OF_STACKED, _OF_EXCHANGED = (10, 14), (4, 6), (19, 24), (14, 3)
+_OF_RING, _OF_RING_STEP, _OF_TOKENS = (-6, 5), (11, 5), (10, 10)
+_OF_ADAPTERS = (4, 4)  # for each layer
+# The same where a compiler fuses what is between products.
+_COMPILED = {
+    _OF_PLAIN: (9, 17), _OF_GATED: (13, 22), _OF_NORMS: (0, 0), _OF_AUTOCAST: (7, 7), _OF_DIVIDED: (0, 0),
+    _OF_STACKED: (10, 6), _OF_ADAPTERS: (2, 3),
+}  # fmt: skip
+
+
+def _num_operators(shape: Shape, run: FamilyRun) -> list[float]:
+    """Return how many operators the host launches for a block in forward and in backward."""
+    in_ring, exchanged = run.ring > 1, run.sequence > run.ring
+    parts: list[tuple[tuple[int, int], float]] = [
+        (_OF_GATED if shape.gated else _OF_PLAIN, 1),
+        (_OF_NORMS, shape.normed / shape.hidden),
+        (_OF_AUTOCAST, run.impl.autocasts),
+        (_OF_DIVIDED, run.plain_parts > 1),
+        (_OF_STACKED, run.stacked > 0),
+        (_OF_EXCHANGED, run.exchanged),
+        (_OF_RING, in_ring),
+        (_OF_RING_STEP, run.ring if in_ring else 0),
+        (_OF_TOKENS, exchanged),
+        (_OF_ADAPTERS, shape.adapters.layers if shape.adapters is not None else 0),
+    ]
+    every = [(_COMPILED.get(each, each) if run.impl.compiled else each, times) for each, times in parts]
+    return [sum(each[way] * times for each, times in every) for way in (0, 1)]
+
+
+def _as_operators(ops: Sequence[Op], shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
+    """Return ops with launches that are operators', and those beside that move nothing to speak of."""
+    listed = [sum(op.count for op in ops if op.launches and op.moment != other) for other in ("backward", "forward")]
+    wanted = _num_operators(shape, run)
+    share = min(1.0, *(some / most for some, most in zip(wanted, listed, strict=True)))
+    known = (dataclasses.replace(op, traced=True, launches=op.launches * share) for op in ops)
+    more = (
+        Op("move", count=count, inside=(BLOCK, PER_OP), needed_in=(BLOCK, PER_OP), traced=True, moment=moment)
+        for some, most, moment in zip(wanted, listed, ("forward", "backward"), strict=True)
+        if (count := round(some - share * most)) > 0
+    )
+    return (*known, *more)
 
 
 def _behind_ops(shape: Shape, run: FamilyRun, pipeline: int) -> tuple[Op, ...]:
@@ -311,13 +358,16 @@ def family_step(
     ranks = stage_ranks or tuple(range(pipeline))
     _check(shape, tensor, len(ranks), run)
     ring = sizes.get("context", 1)
-    run = dataclasses.replace(run, tensor=tensor, sequence=sizes.get("sequence", 1) * ring, ring=ring)
+    is_whole = run.impl.divides_blocks_alone and shape.vocab % tensor > 0
+    run = dataclasses.replace(
+        run, tensor=tensor, sequence=sizes.get("sequence", 1) * ring, ring=ring, whole_vocabulary=is_whole
+    )
     inside_ops, behind_ops = _inside_ops(shape, run), _behind_ops(shape, run, pipeline)
     counts = _stage_counts(shape, run, len(ranks), inside_ops, behind_ops)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, inside_ops)
-    outside = Block("outside", 1, outside_parameters(shape, pipeline), (), behind_ops)
+    outside = Block("outside", 1, outside_parameters(shape, pipeline, divided=not is_whole), (), behind_ops)
     outside = _ending_on(ranks[-1], pipeline - 1, outside)
     step = Step(
         blocks=(inside, outside),
@@ -472,9 +522,9 @@ def _outside_boundaries(
     whole, part = (each.tokens * shape.hidden * each.itemsize for each in (run.outside, run))
     # The words that are looked up are summed, and so are gradients of the head's input. Tokens are cut before the
     # blocks, and gathered behind them.
-    if run.tensor > 1 and first:
+    if run.vocabulary_parts > 1 and first:
         yield Boundary("all_reduce", "forward", whole)
-    if run.tensor > 1 and last:
+    if run.vocabulary_parts > 1 and last:
         yield Boundary("all_reduce", "backward", whole)
     if run.tensor > 1 and run.impl.split_tokens and first:
         yield Boundary("all_gather", "backward", part)

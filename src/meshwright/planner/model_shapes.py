@@ -232,19 +232,26 @@ def _of_adapters(adapters: Adapters | None) -> tuple[Parameter, ...]:
     return tuple(_in_bytes(each, adapters.itemsize) for each in (down, up))
 
 
-def outside_parameters(shape: Shape, pipeline: int = 1) -> tuple[Parameter, ...]:
-    """Return the embedding, positions, last norm and head, with the pipeline ranks that train them."""
+def outside_parameters(shape: Shape, pipeline: int = 1, *, divided: bool = True) -> tuple[Parameter, ...]:
+    """Return the embedding, positions, last norm and head, with the pipeline ranks that train them.
+
+    Args:
+        shape: The model.
+        pipeline: Ranks of that axis.
+        divided: Whether a tensor axis divides the embedding and the head.
+    """
+    dim = 0 if divided else None
     first = (0,) if pipeline > 1 else None
     last = (pipeline - 1,) if pipeline > 1 else None
     both = (0, pipeline - 1) if pipeline > 1 and shape.is_tied else first
-    found = [_parameter("embedding", shape.vocab, shape.hidden, tensor_dim=0, trained_on=both)]
+    found = [_parameter("embedding", shape.vocab, shape.hidden, tensor_dim=dim, trained_on=both)]
     if shape.family == "gpt":
         found.append(_parameter("positions", shape.positions or shape.seq, shape.hidden, trained_on=first))
     found.append(_parameter("norm", shape.hidden, trained_on=last))
     if shape.family == "gpt":
         found.append(_parameter("norm.bias", shape.hidden, trained_on=last))
     if not shape.is_tied:
-        found.append(_parameter("head", shape.vocab, shape.hidden, tensor_dim=0, trained_on=last))
+        found.append(_parameter("head", shape.vocab, shape.hidden, tensor_dim=dim, trained_on=last))
     return _stored(found, shape)
 
 

@@ -1,4 +1,4 @@
-"""Find what compiled blocks save and move: their kernels between products are fused, and much is computed again."""
+"""Find what compiled blocks save, and what their kernels move: a compiler fuses what runs between products."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 
 from meshwright.planner.trace.aten_kernels import PICKING, storage_of, tensor_bytes
 
-# --- What they save.
-
 # [Note: saves of compiled blocks] ``torch.compile`` traces forward and backward together and cuts the graph in two.
 # What is computed element by element, or summed over rows, is fused into kernels around it, and computed again in
 # backward from what is there anyway; of what is not, so much is saved as has the fewest bytes (a minimum cut, as
@@ -22,35 +20,37 @@ from meshwright.planner.trace.aten_kernels import PICKING, storage_of, tensor_by
 # queries, keys and values, attention's result, one residual sum or what it adds, gate, up and their product; not the
 # norms in fp32, nor the activation. Of adapters it is the sum of a layer's result and theirs, and neither of the two.
 
+# [Note: kernels of compiled blocks] What runs between two products is taken as one kernel: it reads once what lies in
+# memory, and writes what others read. What is no longer saved is computed again in backward, from what is. A sum over
+# rows, as gradients of biases and of norms' weights, runs by itself, and reads what its summands are made of; so do
+# casts of weights, which products read in half precision. Of blocks of six families, in bf16 and under autocast, this
+# is what inductor counts of its own graphs (``tests/planner/trace/test_fused_kernels.py``).
+
 Fate = Literal["gone", "kept"]
 """What becomes of a storage when its block is compiled: no longer saved, or saved in place of what is gone."""
+CAST = "aten._to_copy"
 
 _DRAWS = ("dropout", "bernoulli", "rand")  # a mask is not drawn twice
 # Operators that run by themselves.
 _ALONE = (
     "sort", "topk", "cumsum", "scatter", "index_put", "index_add", "histc", "bincount", "nonzero", "grouped_mm"
 )  # fmt: skip
-CAST = "aten._to_copy"
 _SUMS = ("aten.sum", "aten.mean")
 
-
-class Moved(NamedTuple):
-    """What an operator moves where a compiler fuses it with others."""
-
-    num_bytes: int  # that it is the first of its kernel to read, and what it writes to memory
-    launches: float  # its share of the kernel
+Moved = tuple[int, float]
+"""Bytes that an operator adds to what its kernel moves, and its share of the launch."""
+_Views = dict[tuple[int, int], int]  # of a storage: offset and elements of each -> bytes
 
 
 class _Call(NamedTuple):
     """An operator of either pass."""
 
-    name: str
     place: int  # the block where it ran, or whose backward it is
     in_backward: bool
-    reads: dict[int, dict[tuple[int, int], int]]  # storage -> offset and elements of each view of it -> bytes
+    reads: dict[int, _Views]  # by storages
     made: dict[int, int]  # storage -> bytes
     is_alone: bool
-    sums_rows: bool  # over the tokens, as gradients of biases and of norms' weights are
+    sums_rows: bool
 
 
 @dataclass
@@ -58,11 +58,11 @@ class Fusion:
     """Follow which storages are made, and which are read, by kernels that a compiler fuses.
 
     Args:
-        num_blocks: Blocks of the list whose places are followed: what is before them and behind them is not compiled
-            with them.
+        weights: Storages of parameters and buffers; the set may grow.
+        num_blocks: Blocks of the list that are places. What is before them and behind them saves what it saves.
     """
 
-    weights: Collection[int] = ()  # storages
+    weights: Collection[int] = ()
     num_blocks: int = 0
     calls: list[_Call] = field(default_factory=list)
     sources: dict[int, tuple[int, ...]] = field(default_factory=dict)  # storage -> what fused kernels made it from
@@ -73,39 +73,49 @@ class Fusion:
     repeated: dict[int, int] = field(default_factory=dict)  # other casts -> the first
 
     def note(
-        self, name: str, given: Sequence[torch.Tensor], result: Sequence[torch.Tensor], place: int, **how: bool
+        self,
+        name: str,
+        given: Sequence[torch.Tensor],
+        result: Sequence[torch.Tensor],
+        place: int,
+        *,
+        in_backward: bool = False,
+        multiplies: bool = False,
+        of_weights: bool = False,
+        runs: bool = True,
     ) -> int:
-        """Note an operator, and return its number among those of both passes.
+        """Note an operator, and return its number among those of both passes; -1 if it launches nothing.
 
         Args:
             name: Its name without overload.
             given: Its arguments.
             result: Its results.
             place: The block where it ran, or whose backward it is.
-            how: ``in_backward``, and whether it ``multiplies`` or casts weights (``of_weights``): then no compiler
-                fuses it with others.
+            in_backward: Whether it is backward's.
+            multiplies: Whether it multiplies matrices, so that no compiler fuses it with others.
+            of_weights: Whether it casts weights, or their gradients.
+            runs: Whether it launches a kernel.
         """
         made = {storage_of(tensor)[0]: tensor for tensor in result}
-        alone = how["multiplies"] or how["of_weights"] or not name.startswith("aten.")
-        if not how["in_backward"] and 0 <= place < self.num_blocks:
-            self._note_sources(name, given, made, place, is_alone=how["multiplies"])
-        sizes = {storage: tensor_bytes(tensor) for storage, tensor in made.items()}
-        is_alone = alone or any(word in name for word in _ALONE)
-        rows = name in _SUMS and given[0].shape[-1:] == result[0].shape[-1:] and given[0].dim() > 1
-        if not how["runs"]:
+        is_alone = multiplies or not name.startswith("aten.") or any(word in name for word in _ALONE)
+        if not in_backward and 0 <= place < self.num_blocks:
+            self._note_sources(name, given, made, place, is_alone=is_alone)
+        if not runs:
             return -1
-        self.calls.append(_Call(name, place, how["in_backward"], _views(name, given, sizes), sizes, is_alone, rows))
+        sizes = {storage: tensor_bytes(tensor) for storage, tensor in made.items()}
+        sums_rows = name in _SUMS and given[0].dim() > 1 and given[0].shape[-1:] == result[0].shape[-1:]
+        reads = _views(name, given, sizes)
+        self.calls.append(_Call(place, in_backward, reads, sizes, is_alone or of_weights, sums_rows))
         return len(self.calls) - 1
 
     def _note_sources(
         self, name: str, given: Sequence[torch.Tensor], made: Mapping[int, torch.Tensor], place: int, *, is_alone: bool
     ) -> None:
         read = dict.fromkeys(storage for storage, _ in map(storage_of, given) if storage not in self.weights)
-        written = [*made]
         self.sizes.update((storage, tensor_bytes(tensor)) for storage, tensor in made.items())
-        new = [storage for storage in written if storage not in read]
-        if is_alone or not name.startswith("aten.") or any(word in name for word in _ALONE):
-            self.in_memory.update(read, written)
+        new = [storage for storage in made if storage not in read]
+        if is_alone:
+            self.in_memory.update(read, made)
             return
         if any(word in name for word in _DRAWS):
             masks, new = new[1:], new[:1]
@@ -156,86 +166,83 @@ class Fusion:
         return (each for each in met if each in reached and (each,) not in reached and each not in there)
 
     def moved(self, saved: Collection[int], fates: Mapping[int, Fate]) -> list[Moved | None]:
-        """Return what each operator moves if all are compiled; None for those that are fused with nothing.
+        """Return what each operator moves where blocks are compiled; None for those that are fused with nothing.
 
         Args:
             saved: Storages saved for backward.
             fates: What becomes of them.
         """
-        makers: dict[int, int] = {}
-        for number, call in enumerate(self.calls):
-            for storage in call.made:
-                makers.setdefault(storage, number)
-        in_memory = self._in_memory(makers, saved, fates)
-        kernels = self._kernels(makers)
-        sizes, known = Counter(kernels), _Known(self.calls, makers, in_memory, kernels)
-        return [
-            None if call.is_alone else Moved(known.bytes_of(number), 1 / sizes[kernels[number]])
-            for number, call in enumerate(self.calls)
-        ]
+        in_memory = {storage for storage in saved if fates.get(storage) != "gone"}
+        in_memory |= {storage for storage, fate in fates.items() if fate == "kept"}
+        kernels = _Kernels(self.calls, (self.in_memory | in_memory) - self.repeated.keys(), self.repeated.keys())
+        return [None if call.is_alone else kernels.moved(number) for number, call in enumerate(self.calls)]
 
-    def _in_memory(self, makers: Mapping[int, int], saved: Collection[int], fates: Mapping[int, Fate]) -> set[int]:
-        """Return the storages that are written to memory, where every kernel that can be is fused."""
-        found = self.in_memory | {s for s in saved if fates.get(s) != "gone"} | {s for s in fates if fates[s] == "kept"}
-        read: set[int] = set()
-        for call in self.calls:
+
+class _Kernels:
+    """Fused kernels; see [Note: kernels of compiled blocks].
+
+    Args:
+        calls: Operators of both passes, in order.
+        in_memory: Storages of forward that are written to memory.
+        never_made: Storages of which another has the same.
+    """
+
+    def __init__(self, calls: Sequence[_Call], in_memory: set[int], never_made: Collection[int]) -> None:
+        self._calls = calls
+        self._makers: dict[int, int] = {}
+        for number, call in enumerate(calls):
+            for storage in call.made:
+                self._makers.setdefault(storage, number)
+        self._in_memory = in_memory | self._read_elsewhere() - set(never_made)
+        self._kernel = self._by_products()
+        self._sizes = Counter(self._kernel)
+        self._met: set[tuple[Any, ...]] = set()  # what each kernel has read and written
+
+    def _read_elsewhere(self) -> set[int]:
+        """Return the storages that kernels of products, of sums or of other blocks read or make, or that nothing reads."""
+        found, read = set[int](), set[int]()
+        for call in self._calls:
             read.update(call.reads)
             found.update(call.made if call.is_alone or call.sums_rows else (), call.reads if call.is_alone else ())
-            makes = ((storage, self.calls[makers[storage]]) for storage in call.reads if storage in makers)
-            found.update(s for s, by in makes if by.in_backward == call.in_backward and by.place != call.place)
-        return found | (makers.keys() - read)
+            made = ((each, self._calls[self._makers[each]]) for each in call.reads if each in self._makers)
+            found.update(each for each, by in made if by.in_backward == call.in_backward and by.place != call.place)
+        return found | (self._makers.keys() - read)
 
-    def _kernels(self, makers: Mapping[int, int]) -> list[tuple[int, ...]]:
-        """Return the kernel of every operator: one for all of a block between the same products.
-
-        A sum over rows is a kernel of its own.
-        """
+    def _by_products(self) -> list[tuple[int, ...]]:
+        """Return the kernel of every operator: one for all of a block between the same products."""
         found: list[tuple[int, ...]] = []
-        depths: dict[tuple[int, bool], int] = {}  # how many products are behind each storage of a block
-        for number, call in enumerate(self.calls):
-            own = (s for s in call.reads if s in makers and self.calls[makers[s]].place == call.place)
-            depth = max((depths.get((s, call.in_backward), 0) for s in own), default=0)
+        behind: dict[tuple[int, bool], int] = {}  # storage of a pass -> how many kernels it waits for
+        for number, call in enumerate(self._calls):
+            own = (s for s in call.reads if s in self._makers and self._calls[self._makers[s]].place == call.place)
+            depth = max((behind.get((storage, call.in_backward), 0) for storage in own), default=0)
             apart = call.is_alone or call.sums_rows
             found.append((number,) if apart else (call.in_backward, call.place, depth))
-            depths.update(((s, call.in_backward), depth + apart) for s in call.made)
+            behind.update(((storage, call.in_backward), depth + apart) for storage in call.made)
         return found
 
+    def moved(self, number: int) -> Moved:
+        """Return what an operator adds to its kernel; asked in the order in which they run."""
+        call, kernel = self._calls[number], self._kernel[number]
+        found = dict(self._read(call, kernel, set()))
+        found |= {(storage,): size for storage, size in call.made.items() if storage in self._in_memory}
+        new = {key: size for key, size in found.items() if (kernel, *key) not in self._met}
+        self._met.update((kernel, *key) for key in new)
+        return sum(new.values()), 1 / self._sizes[kernel]
 
-class _Known:
-    """Count the bytes of fused operators: what one of its kernel has read before is not read again."""
-
-    def __init__(
-        self, calls: Sequence[_Call], makers: Mapping[int, int], in_memory: Collection[int], kernels: Sequence[Any]
-    ) -> None:
-        self._calls, self._makers, self._in_memory, self._kernels = calls, makers, in_memory, kernels
-        self._met: set[Any] = set()
-
-    def bytes_of(self, number: int) -> int:
-        """Return what an operator adds to what its kernel moves; asked in the order in which they run."""
-        call, kernel = self._calls[number], self._kernels[number]
-        written = {(kernel, s): size for s, size in call.made.items() if s in self._in_memory}
-        return sum(self._new(dict(self._read(call, kernel, set())))) + sum(self._new(written))
-
-    def _read(self, call: _Call, kernel: Any, passed: set[int]) -> Iterator[tuple[Any, int]]:
+    def _read(self, call: _Call, kernel: tuple[int, ...], passed: set[int]) -> Iterator[tuple[tuple[Any, ...], int]]:
         for storage, views in call.reads.items():
             maker = self._makers.get(storage)
-            if maker is not None and self._kernels[maker] == kernel:
+            if maker is not None and self._kernel[maker] == kernel:
                 continue
             if maker is None or storage in self._in_memory:
-                yield from (((kernel, storage, view), size) for view, size in views.items())
+                yield from (((storage, view), size) for view, size in views.items())
             elif maker not in passed:  # computed again, from what is in memory
                 passed.add(maker)
                 yield from self._read(self._calls[maker], kernel, passed)
 
-    def _new(self, found: Mapping[Any, int]) -> Iterator[int]:
-        for key, size in found.items():
-            if key not in self._met:
-                self._met.add(key)
-                yield size
 
-
-def _views(name: str, given: Sequence[torch.Tensor], made: Mapping[int, int]) -> dict[int, dict[tuple[int, int], int]]:
-    found: dict[int, dict[tuple[int, int], int]] = {}
+def _views(name: str, given: Sequence[torch.Tensor], made: Mapping[int, int]) -> dict[int, _Views]:
+    found: dict[int, _Views] = {}
     for number, tensor in enumerate(given):
         picks = number == 0 and name.removeprefix("aten.") in PICKING
         size = sum(made.values()) if picks else tensor_bytes(tensor)

@@ -98,8 +98,7 @@ class OpRecorder(FakeDispatchMode):
         node, tensors, made = current_node(), tensors_in((args, given)), tensors_in(result)
         ops, name = kernels_of(func, args, given, result), call_name(func, args)
         self._saved.met.extend(map(reference, made))  # no other storage may have the address of one that is gone
-        multiplies = any(op.kind != "move" for op in ops)
-        how = {"in_backward": node is not None, "multiplies": multiplies, "runs": bool(ops)}
+        how = {"multiplies": any(op.kind != "move" for op in ops), "runs": bool(ops)}
         if node is None:
             casts = name == CAST and storage_of(args[0])[0] in self._saved.weights
             self._call = self._saved.fusion.note(name, tensors, made, self._saved.place, of_weights=casts, **how)
@@ -109,7 +108,7 @@ class OpRecorder(FakeDispatchMode):
             self._held.note(result, tensors, self._saved.place, "forward" if self._saved.running else "loss")
         else:
             casts = self._begin_backward(sequence_number_of(node))
-            self._call = self._saved.fusion.note(name, tensors, made, self._latest[2], of_weights=casts, **how)
+            self._call = self._saved.fusion.note(name, tensors, made, self._latest[2], in_backward=True, of_weights=casts, **how)
             self._note_backward(ops, of_weights=casts)
             number = next_sequence_number() - 1
             if self._nodes and number > self._nodes[-1]:  # a part of forward runs again in backward, at its place
