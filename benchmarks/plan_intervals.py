@@ -25,7 +25,7 @@ from published_runs.cases import Case, NotCovered, case_of
 from published_runs.scores import predict_case, published_tokens_per_s
 
 from meshwright.errors import MeshwrightError
-from meshwright.planner.explain.intervals import ANY, FEWEST, kinds_of, layout_kind
+from meshwright.planner.explain.plan_figures import ANY, FEWEST, kinds_of, layout_kind
 from published_runs import read_rows
 
 DATA = Path(__file__).parent / "data"

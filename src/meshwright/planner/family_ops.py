@@ -45,9 +45,6 @@ _ROWS, _EXCHANGED_ROWS, _OF_TOKENS, _GATED_AGAIN = (22, 56), (50, 60), (10, 16),
 # between the products; less, in forward, per element of the tokens, whose sums are in fp32 already.
 _CAST_ROWS, _CAST_EXCHANGED, _CAST_BETWEEN, _OF_SUMMED = 10, 12, 12, 8
 _EXPERT_KERNELS = 20
-# Bytes per element of rows that are held for a moment in backward, beside what is saved.
-_ROWS_HELD, _EXCHANGED_HELD = 14, 11
-_SCORES_HELD = 2  # gradients of scores, where kernels pass them on one by one
 _NARROW = (FP8, "fp4")
 
 
@@ -291,17 +288,6 @@ def _expert_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
 def rows_bytes(shape: Shape, run: FamilyRun) -> int:
     """Return the bytes of what one grouped product of stacked experts takes or gives."""
     return run.num_rows(shape) * shape.hidden * run.itemsize if run.stacked else 0
-
-
-def passing_bytes(shape: Shape, run: FamilyRun) -> int:
-    """Return the bytes that a block holds for a moment in backward, beside what is saved.
-
-    They are gradients of experts' rows, of scores, and of the feed-forward layers beside adapters.
-    """
-    held = rows_bytes(shape, run) * (_EXCHANGED_HELD if run.exchanged else _ROWS_HELD) // 2
-    if shape.adapters is not None:  # else gradients of weights follow, which are larger
-        held += 3 * run.tokens * shape.ffn_width * run.itemsize // run.tensor
-    return held + (_SCORES_HELD * num_scores(shape, run) * run.itemsize if run.impl.score_moves else 0)
 
 
 def _moves(shape: Shape, run: FamilyRun) -> Op:

@@ -35,9 +35,9 @@ from meshwright.planner.family_ops import (
     num_scores,
     outside_ops,
     outside_saved,
-    passing_bytes,
     per_op_saved,
     results_bytes,
+    rows_bytes,
 )
 from meshwright.planner.model_shapes import (
     BLOCK,
@@ -73,17 +73,33 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         loss_bytes=behind.loss_bytes,
         outside_bytes=behind.saved_bytes,
         results_bytes=results_bytes(shape, run),
-        working_bytes=passing_bytes(shape, run),
-        passing_bytes=passing_bytes(shape, run),
+        working_bytes=_passing_bytes(shape, run),
+        passing_bytes=_passing_bytes(shape, run),
         holds_messages=run.impl.divides_blocks_alone and run.stacked > 0,
         # The head and the loss are nearly all of what is outside of blocks.
         flops_at=(*(((block,), _flops(ops)) for block in range(count)), ((count,), outside)),
     )
 
 
+# Bytes per element of rows that are held for a moment in backward, beside what is saved.
+_ROWS_HELD, _EXCHANGED_HELD = 14, 11
+_SCORES_HELD = 2  # gradients of scores, where kernels pass them on one by one
+
+
+def _passing_bytes(shape: Shape, run: FamilyRun) -> int:
+    """Return the bytes that a block holds for a moment in backward, beside what is saved.
+
+    They are gradients of experts' rows, of scores, and of the feed-forward layers beside adapters.
+    """
+    held = rows_bytes(shape, run) * (_EXCHANGED_HELD if run.exchanged else _ROWS_HELD) // 2
+    if shape.adapters is not None:  # else gradients of weights follow, which are larger
+        held += 3 * run.tokens * shape.ffn_width * run.itemsize // run.tensor
+    return held + (_SCORES_HELD * num_scores(shape, run) * run.itemsize if run.impl.score_moves else 0)
+
+
 def _modules(shape: Shape, run: FamilyRun, block: int) -> tuple[TracedModule, ...]:
     # Backward needs the gradients of the scores and of their softmax beside the saved tensors, and a gathered input.
-    # Where kernels pass these gradients on one by one, they are held in any case (``passing_bytes``).
+    # Where kernels pass these gradients on one by one, they are held in any case (``_passing_bytes``).
     is_held = run.impl.fused_attention or run.impl.score_moves
     working = 0 if is_held else 2 * num_scores(shape, run) * run.itemsize
     if run.impl.gathers_again:
@@ -223,9 +239,10 @@ def _as_operators(ops: Sequence[Op], shape: Shape, run: FamilyRun) -> tuple[Op, 
     wanted = _num_operators(shape, run)
     share = min(1.0, *(some / most for some, most in zip(wanted, listed, strict=True)))
     known = (dataclasses.replace(op, traced=True, launches=op.launches * share) for op in ops)
+    ways: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
     more = (
-        Op("move", count=count, inside=(BLOCK, PER_OP), needed_in=(BLOCK, PER_OP), traced=True, moment=moment)
-        for some, most, moment in zip(wanted, listed, ("forward", "backward"), strict=True)
+        Op("move", count=count, inside=(BLOCK, PER_OP), needed_in=(BLOCK, PER_OP), traced=True, moment=way)
+        for some, most, way in zip(wanted, listed, ways, strict=True)
         if (count := round(some - share * most)) > 0
     )
     return (*known, *more)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.nn import compile_forward, find_blocks
-from meshwright.planner.trace.fused_kernels import Fusion
 from meshwright.planner.trace.fake_pass import Pass
+from meshwright.planner.trace.fused_kernels import Fusion
 from meshwright.planner.trace.live_tensors import record_saved
 
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,6 @@ from meshwright.cost import Cluster, moments
 from meshwright.errors import MeshwrightError, readable_bytes
 from meshwright.methods import SAMPLED, Method, Role, SearchScope, find_method, mesh_method, methods_for
 from meshwright.methods.composition import conflicts_of, known_methods
-from meshwright.planner.explain.intervals import step_interval
 from meshwright.planner.explain.plan_figures import (
     MOMENTS,
     RunLength,
@@ -23,6 +22,7 @@ from meshwright.planner.explain.plan_figures import (
     published_mfu,
     short,
     slowest_link,
+    step_interval,
     whole_run,
     with_faster_link,
     with_micro_batches,

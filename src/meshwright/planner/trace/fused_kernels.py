@@ -199,7 +199,7 @@ class _Kernels:
         self._met: set[tuple[Any, ...]] = set()  # what each kernel has read and written
 
     def _read_elsewhere(self) -> set[int]:
-        """Return the storages that kernels of products, of sums or of other blocks read or make, or that nothing reads."""
+        """Return the storages that products, sums or other blocks read or make, and those that nothing reads."""
         found, read = set[int](), set[int]()
         for call in self._calls:
             read.update(call.reads)
@@ -246,5 +246,5 @@ def _views(name: str, given: Sequence[torch.Tensor], made: Mapping[int, int]) ->
     for number, tensor in enumerate(given):
         picks = number == 0 and name.removeprefix("aten.") in PICKING
         size = sum(made.values()) if picks else tensor_bytes(tensor)
-        found.setdefault(storage_of(tensor)[0], {})[tensor.storage_offset(), tensor.numel()] = size
+        found.setdefault(storage_of(tensor)[0], {})[int(tensor.storage_offset()), tensor.numel()] = size
     return found

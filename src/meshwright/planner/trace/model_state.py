@@ -27,8 +27,7 @@ from meshwright.nn import class_name, class_names, find_blocks
 from meshwright.optim import CUTTABLE, average_of, guard_of, local_tensor
 from meshwright.optim.guarded_step import is_outer, use_fused
 from meshwright.optim.mixed_precision import MASTER
-from meshwright.planner.trace.aten_kernels import device_here, tensors_in
-from meshwright.planner.trace.aten_kernels import storage_of
+from meshwright.planner.trace.aten_kernels import device_here, storage_of, tensors_in
 from meshwright.runtime import preserved_rng
 from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 from meshwright.runtime.torch_internals.optim import FOREACH_DEVICES

@@ -23,7 +23,14 @@ from meshwright.cost.activations import OperatorResult, Running
 from meshwright.methods.recompute import call_name
 from meshwright.nn import class_names, find_blocks
 from meshwright.nn.swapped_parameters import FakeDispatchMode, view_of
-from meshwright.planner.trace.aten_kernels import FlopCount, kernels_of, reference, storage_of, tensors_in, with_workspace
+from meshwright.planner.trace.aten_kernels import (
+    FlopCount,
+    kernels_of,
+    reference,
+    storage_of,
+    tensors_in,
+    with_workspace,
+)
 from meshwright.planner.trace.fused_kernels import CAST
 from meshwright.runtime.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
@@ -98,22 +105,19 @@ class OpRecorder(FakeDispatchMode):
         node, tensors, made = current_node(), tensors_in((args, given)), tensors_in(result)
         ops, name = kernels_of(func, args, given, result), call_name(func, args)
         self._saved.met.extend(map(reference, made))  # no other storage may have the address of one that is gone
-        how = {"multiplies": any(op.kind != "move" for op in ops), "runs": bool(ops)}
+        fusion, multiplies = self._saved.fusion, any(op.kind != "move" for op in ops)
+        how = {"multiplies": multiplies, "runs": bool(ops), "in_backward": node is not None}
         if node is None:
             casts = name == CAST and storage_of(args[0])[0] in self._saved.weights
-            self._call = self._saved.fusion.note(name, tensors, made, self._saved.place, of_weights=casts, **how)
+            self._call = fusion.note(name, tensors, made, self._saved.place, of_weights=casts, **how)
             self._note_forward(
                 tuple(dataclasses.replace(op, operator=name, traced=True, of_weights=casts) for op in ops), tensors
             )
             self._held.note(result, tensors, self._saved.place, "forward" if self._saved.running else "loss")
         else:
             casts = self._begin_backward(sequence_number_of(node))
-            self._call = self._saved.fusion.note(name, tensors, made, self._latest[2], in_backward=True, of_weights=casts, **how)
+            self._call = fusion.note(name, tensors, made, self._latest[2], of_weights=casts, **how)
             self._note_backward(ops, of_weights=casts)
-            number = next_sequence_number() - 1
-            if self._nodes and number > self._nodes[-1]:  # a part of forward runs again in backward, at its place
-                self._nodes.append(number)
-                self._made.append(self._latest)
             self._held.note(result, tensors, self._latest[2], self._held.backward_part)
         if self._held.num_operators % _BETWEEN_INTERRUPTS == 0:
             for interrupt in interrupts:
@@ -144,6 +148,10 @@ class OpRecorder(FakeDispatchMode):
                 dataclasses.replace(op, moment="backward", traced=True, of_weights=of_weights) for op in kernels
             )
             self.backward += self._kernels(ops, running, position + 1, needs_grad=True)
+        made = next_sequence_number() - 1
+        if self._nodes and made > self._nodes[-1]:  # a part of forward runs again in backward, at its place
+            self._nodes.append(made)
+            self._made.append(self._latest)
 
     def _kernels(self, ops: tuple[Op, ...], running: _Stack, position: int, *, needs_grad: bool) -> list[Kernel]:
         saved = len(self._saved.log)

@@ -19,8 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import Instant, SplitBackward, outermost_instants
-from meshwright.planner.trace.aten_kernels import tensors_in
-from meshwright.planner.trace.aten_kernels import reference, storage_of
+from meshwright.planner.trace.aten_kernels import reference, storage_of, tensors_in
 from meshwright.runtime.torch_internals.pytree import tree_map
 
 if TYPE_CHECKING:

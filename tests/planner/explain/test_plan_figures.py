@@ -8,8 +8,7 @@ import pytest
 from meshwright.cost import find_cluster
 from meshwright.planner import FamilyWorkload, parse_family
 from meshwright.planner.explain import mfu
-from meshwright.planner.explain.intervals import highest_mfu, layout_kind, step_interval
-from meshwright.planner.explain.plan_figures import published_mfu, time_entry
+from meshwright.planner.explain.plan_figures import highest_mfu, layout_kind, published_mfu, step_interval, time_entry
 from meshwright.planner.explain.plan_reasons import why
 from meshwright.planner.search import Found
 from meshwright.strategy import Strategy
