@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError, StrategyError, readable_bytes
-from meshwright.methods import SAMPLED, method_of_axes, num_micro_batches
+from meshwright.methods import SAMPLED, Role, find_method, method_of_axes, num_micro_batches
 from meshwright.planner.config_models import (
     config_path,
     model_of_shape,
@@ -41,7 +41,8 @@ from meshwright.planner.search import (
     search_and_trace,
     search_in_stages,
 )
-from meshwright.planner.search.search_state import Objective, Rank, rank_of_plan
+from meshwright.planner.search.search_space import Family
+from meshwright.planner.search.search_state import Objective, Rank, family_of_plan, rank_of_plan
 from meshwright.planner.search.within_time import worth_its_kernels
 from meshwright.planner.workload import ModuleModel, NeverTracedError, Workload, token_batch
 from meshwright.strategy import Strategy, read_size
@@ -150,6 +151,32 @@ class PlanRequest:
         return found
 
     def _searched(self, progress: Callable[[int, int], None] | None) -> Found:
+        """Search, for a small model in its own precision, too.
+
+        Autocast casts every weight: of a small model, that takes longer to launch than it saves.
+        """
+        found = self._search(progress)
+        best = found.plans[0] if found.plans else None
+        lowers = None if best is None else find_method(best.strategy, lambda each: each.role is Role.PRECISION)
+        given = read_constraints(self.excluded, self.included)
+        if best is None or lowers is None or lowers.method_name in given or not _is_small(best):
+            return found
+        try:
+            wider = dataclasses.replace(self, excluded=(*self.excluded, lowers.method_name))._search(None)
+        except MeshwrightError:
+            return found
+        firsts: dict[Family, Plan] = {}
+        for plan in sorted((*found.plans, *wider.plans), key=self._rank):
+            firsts.setdefault(family_of_plan(plan), plan)
+        return dataclasses.replace(
+            found,
+            plans=tuple([*firsts.values()][: self.top]),
+            num_considered=found.num_considered + wider.num_considered,
+            num_predicted=found.num_predicted + wider.num_predicted,
+            is_complete=found.is_complete and wider.is_complete,
+        )
+
+    def _search(self, progress: Callable[[int, int], None] | None) -> Found:
         """Search: by formulas first where the model is of a known family or resembles one, else by traces."""
         options: dict[str, Any] = {
             "objective": self.objective,
@@ -362,6 +389,14 @@ def _contradiction(what: str, why: str) -> ConfigError:
     return ConfigError(
         "The options contradict each other", got=what, expected=f"one or the other: {why}", fix="drop one"
     )
+
+
+def _is_small(plan: Plan) -> bool:
+    """Return whether all products would take less than the step in full precision, too, at their peak."""
+    known = plan.forecast
+    if known is None or plan.model_flops is None:
+        return False
+    return plan.model_flops < known.cluster.device.peak_flops_per_s("fp32") * known.time.step_time_s
 
 
 def _check_traced(plan: Plan) -> None:

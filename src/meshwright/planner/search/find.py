@@ -439,7 +439,7 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
     A model that is traced takes seconds for every way to divide its layers or tokens, where one of a known family takes
     milliseconds. So data and tensor parallelism come first, then divided experts, and pipelines next. Tokens are
     divided between the layers where the best so far divides these, has to offload, or recomputes where a tensor axis
-    lacked memory; and inside attention where nothing has fitted.
+    lacked memory; and inside attention where nothing has fitted, or where there are more devices than samples.
     What is included by name is tried from the first.
 
     Args:
@@ -460,12 +460,18 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
         loss=((),),
     )
     asked = options.get("excluded", ()), options.get("included", ())
-    follow_ups = (*divided_next(small, subject, *asked), *_follow_ups(small, space, *asked))
+    is_scarce = subject.batch_size is not None and subject.batch_size < subject.world
+    follow_ups = (*divided_next(small, subject, *asked), *_follow_ups(small, space, *asked, is_scarce=is_scarce))
     return search(subject, space=small, follow_ups=follow_ups, growing=small, **options)
 
 
-def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[FollowUp]:
-    """Yield the spaces beyond the small one, without what has been tried there or is excluded."""
+def _follow_ups(
+    small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any], *, is_scarce: bool
+) -> Iterator[FollowUp]:
+    """Yield the spaces beyond the small one, without what has been tried there or is excluded.
+
+    Where samples are fewer than devices (``is_scarce``), ranks have to share them: that is always tried.
+    """
     required = Strategy([*read_constraints(excluded, included).values()])
     mesh = dict(getattr(find_method(required, lambda each: each.phase == Phase.MESH), "axes", ()))
     pipeline = find_method(required, lambda each: each.axis == "pipeline")
@@ -482,7 +488,8 @@ def _follow_ups(small: Space, whole: Space, excluded: Sequence[str], included: S
     if sizes and may_divide and not is_decided and (not mesh or mesh.get("tensor", 1) > 1):
         yield FollowUp(_on(small, "tensor", sizes, between), "divided")
     yield from with_other_loss(small, whole, (*excluded, *required.names))
-    yield FollowUp(whole.replace(axis_methods={**whole.axis_methods, "pipeline": pipelines}), "nothing")
+    all_of_it = whole.replace(axis_methods={**whole.axis_methods, "pipeline": pipelines})
+    yield FollowUp(all_of_it, "always" if is_scarce else "nothing")
 
 
 def _is_allowed(axis: str, excluded: Sequence[str], included: Sequence[Any]) -> bool:
