@@ -148,6 +148,46 @@ def test_formulas_say_what_traces_do(kind, name):
     assert told_memory == pytest.approx(memory, rel=CLOSE)
 
 
+LAUNCHED = {
+    "fsdp": STRATEGIES["fsdp"],
+    "context": STRATEGIES["context"],
+    "data": STRATEGIES["data"],
+    "checkpoint": STRATEGIES["checkpoint"],
+    "data_compile": FORMULAS["data_compile"],
+    "fsdp_compile": STRATEGIES["compile"],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "name"),
+    [
+        pytest.param(text, batch, name, marks=[] if (text[:4], name) == ("gpt2", "context") else pytest.mark.long)
+        for text, batch in (("gpt2-xl", 16), ("llama-3-8b:seq=512", 8))
+        for name in LAUNCHED
+    ],
+)
+def test_formulas_launch_what_traces_launch(text, batch, name):
+    # Of few tokens, kernels take less than their launches: modules and kernels are no measure of these.
+    seconds, told = [
+        PlanRequest(model, CLUSTER, batch, strategy=Strategy(LAUNCHED[name]), num_micro_batches=1).found().plans[0]
+        for model in (named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text)))
+    ]
+    assert told.forecast.time.step_time_s == pytest.approx(seconds.forecast.time.step_time_s, rel=0.06)
+    assert told.needed_bytes == pytest.approx(seconds.needed_bytes, rel=CLOSE)
+
+
+@pytest.mark.parametrize("methods", [["tensor_parallel"], [SPLIT]], ids=["tokens", "divided"])
+def test_formulas_leave_a_vocabulary_whole_that_an_axis_does_not_divide(methods):
+    strategy = Strategy([mesh(tensor=2, zero=4), *methods, "zero1", HALF])
+    known, told = [
+        PlanRequest(model, CLUSTER, BATCH, strategy=strategy, num_micro_batches=1).found().plans[0]
+        for model in (named_model("gpt2", None, CLUSTER), FamilyModel("gpt2", parse_family("gpt2")))
+    ]
+    assert told.memory.parameters == known.memory.parameters
+    assert told.needed_bytes == pytest.approx(known.needed_bytes, rel=CLOSE)
+    assert told.forecast.time.step_time_s == pytest.approx(known.forecast.time.step_time_s, rel=0.06)
+
+
 def test_tokens_are_sent_in_half_precision_under_autocast():
     model = named_model(WIDE["llama"], None, CLUSTER)
     for method in (SPLIT, "tensor_parallel"):

@@ -502,6 +502,10 @@ def _boundaries(shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: i
             # Inputs of layers split by columns, again; and beside the products of those split by rows.
             again = Boundary("all_gather", "backward", whole * calls, (BLOCK,), axis="tensor", count=calls, beside=True)
             found += [again] * 2
+        if run.impl.split_tokens and run.impl.divides_blocks_alone:
+            # Gradients of norms, and of the biases behind sums, are of a rank's tokens: each is summed.
+            vectors = 2 if shape.gated else 6
+            add("all_reduce", "backward", vectors * shape.hidden * run.itemsize * calls, "tensor", vectors * calls)
     if sequence > 1:
         # Ranks exchange tokens for heads (Jacobs et al. 2023): queries, keys and values go out, and attention's output
         # comes back; their gradients do in backward.
