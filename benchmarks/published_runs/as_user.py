@@ -22,7 +22,7 @@ from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.plan_request import HEADROOM
 from meshwright.planner.plans import CONTEXT_BYTES, Plan, usable_bytes
 from meshwright.strategy import Strategy
-from published_runs.cases import Case, NotCovered, RankMemory, case_of
+from published_runs.cases import Case, NotCovered, RankMemory, case_of, padded
 from published_runs.conventions import OTHER
 from published_runs.strategies import (
     PER_OP,
@@ -106,7 +106,9 @@ def _planned(case: Case, impl: Implementation, recomputed: str, *, keeps: bool =
     plain = make_cluster(cluster.device, cluster.num_devices, cluster.devices_per_node)
     inter = dataclasses.replace(plain.inter, bytes_per_s=cluster.inter.bytes_per_s)
     cluster = dataclasses.replace(cluster, inter=inter)
-    subject = FamilyModel(case.row.text("model"), case.shape, impl).subject(cluster, _samples(case), None)
+    # Engines with a tensor axis pad the vocabulary of the model that they are given: such is the model that ran.
+    shape = padded(case.shape, dict(case.strategy.get("parallel_mode").axes).get("tensor", 1))  # type: ignore[union-attr]
+    subject = FamilyModel(case.row.text("model"), shape, impl).subject(cluster, _samples(case), None)
     strategy = user_strategy(case, recomputed, keeps=keeps, compiled=compiled)
     return subject.plan(strategy, case.run.num_micro_batches)
 

@@ -264,8 +264,8 @@ def _case(
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
     stage_ranks = tuple(range(sizes["pp"])) * virtual
-    padded = _padded(shape, sizes["tp"])
-    steps = family_step(padded, run, axes, shard_axis=shard_axis_of(stage), stage_ranks=stage_ranks)
+    whole = padded(shape, sizes["tp"])
+    steps = family_step(whole, run, axes, shard_axis=shard_axis_of(stage), stage_ranks=stage_ranks)
     if cluster.device.efficiency in convention.early_on:
         steps = [_with_early_products(step) for step in steps]
     if micro_batch * shape.heads // sizes["tp"] % convention.softmax_of:
@@ -289,7 +289,7 @@ def _case(
     return Case(row, convention, shape, run, cluster, strategy, stage, every, global_batch, tuple(assumed))
 
 
-def _padded(shape: Shape, tensor: int) -> Shape:
+def padded(shape: Shape, tensor: int) -> Shape:
     """Return the shape with a vocabulary that its engine can divide: into parts whose rows are aligned."""
     multiple = 8 * tensor
     return dataclasses.replace(shape, vocab=-(-shape.vocab // multiple) * multiple) if tensor > 1 else shape

@@ -1,8 +1,7 @@
 """The simulated step: what one training step computes, holds and sends on one rank, as plain immutable data.
 
 Methods change it by replacement (``cost(step) -> step``) in the way their ``apply`` changes the real job. Sizes are
-bytes, counts are numbers, and shapes are those of the whole tensor before data-parallel sharding (under
-``tensor_parallel``: of one tensor rank's part).
+bytes, and shapes those of the whole tensor before data-parallel sharding (under ``tensor_parallel``: of a rank's part).
 """
 
 from __future__ import annotations

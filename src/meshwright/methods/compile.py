@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.cost import Block, Op, Step
+from meshwright.cost.calibration import COMPILED_CALL, COMPILED_KERNEL
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
@@ -32,12 +33,18 @@ def _fused(block: Block) -> Block:
     """
 
     def fused(op: Op) -> Op:
-        if op.when_fused is None:
-            return op
-        moved, launches = op.when_fused
-        return dataclasses.replace(op, num_bytes=moved, launches=launches)
+        moved, share = (op.num_bytes, 1.0) if op.when_fused is None else op.when_fused
+        return dataclasses.replace(op, num_bytes=moved, launches=share * COMPILED_KERNEL)
 
-    return dataclasses.replace(block, ops=tuple(map(fused, block.ops)))
+    if all(op.when_fused is None for op in block.ops):
+        return block
+    names = (block.name,)
+    ways: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+    calls = (
+        Op("move", traced=True, moment=way, launches=launches, inside=names, needed_in=names)
+        for way, launches in zip(ways, COMPILED_CALL, strict=True)
+    )
+    return dataclasses.replace(block, ops=(*map(fused, block.ops), *calls))
 
 
 # [Note: compiled blocks that run again] Torch compiles a block that is recomputed as a graph within a graph, and does

@@ -23,6 +23,7 @@ from meshwright.cost import (
     Work,
 )
 from meshwright.cost.activations import OperatorResult, Running
+from meshwright.cost.calibration import host_launches
 from meshwright.errors import ModelError
 from meshwright.planner.family_ops import (
     ATTENTION,
@@ -200,24 +201,25 @@ def _inside_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     return _as_operators(ops, shape, run) if run.impl.launches_operators else ops
 
 
-# Operators that the host launches for a block in forward and in backward, counted in traces: of GPT's, of Llama's, and
-# more for each of these.
-_OF_PLAIN, _OF_GATED = (10, 19), (38, 71)
-_OF_NORMS = (12, 24)  # for each element of those beside the usual two, over the hidden size
-_OF_AUTOCAST, _OF_DIVIDED, _OF_STACKED, _OF_EXCHANGED = (10, 14), (4, 6), (19, 24), (14, 3)
-_OF_RING, _OF_RING_STEP, _OF_TOKENS = (-6, 5), (11, 5), (10, 10)
-_OF_ADAPTERS = (4, 4)  # for each layer
+# Operators of a block in forward and in backward, and modules that are called: of GPT's, of Llama's, and more for each
+# of the others. Counted in traces.
+_Counts = tuple[int, int, int]
+_OF_PLAIN, _OF_GATED = (10, 19, 13), (38, 71, 13)
+_OF_NORMS = (12, 24, 1)  # for each element of those beside the usual two, over the hidden size
+_OF_AUTOCAST, _OF_DIVIDED, _OF_STACKED, _OF_EXCHANGED = (10, 14, 0), (4, 6, 0), (19, 24, -1), (14, 3, 0)
+_OF_RING, _OF_RING_STEP, _OF_TOKENS = (-6, 5, 0), (11, 5, 0), (10, 10, 0)
+_OF_ADAPTERS = (4, 4, 4)  # for each layer
 # The same where a compiler fuses what is between products.
-_COMPILED = {
-    _OF_PLAIN: (9, 17), _OF_GATED: (13, 22), _OF_NORMS: (0, 0), _OF_AUTOCAST: (7, 7), _OF_DIVIDED: (0, 0),
-    _OF_STACKED: (10, 6), _OF_ADAPTERS: (2, 3),
+_COMPILED: dict[_Counts, _Counts] = {
+    _OF_PLAIN: (9, 17, 0), _OF_GATED: (13, 22, 0), _OF_NORMS: (0, 0, 0), _OF_AUTOCAST: (7, 7, 0),
+    _OF_DIVIDED: (0, 0, 0), _OF_STACKED: (10, 6, 0), _OF_ADAPTERS: (2, 3, 0),
 }  # fmt: skip
 
 
 def _num_operators(shape: Shape, run: FamilyRun) -> list[float]:
-    """Return how many operators the host launches for a block in forward and in backward."""
+    """Return the operators of a block in forward and in backward, and the modules that are called."""
     in_ring, exchanged = run.ring > 1, run.sequence > run.ring
-    parts: list[tuple[tuple[int, int], float]] = [
+    parts: list[tuple[_Counts, float]] = [
         (_OF_GATED if shape.gated else _OF_PLAIN, 1),
         (_OF_NORMS, shape.normed / shape.hidden),
         (_OF_AUTOCAST, run.impl.autocasts),
@@ -230,22 +232,24 @@ def _num_operators(shape: Shape, run: FamilyRun) -> list[float]:
         (_OF_ADAPTERS, shape.adapters.layers if shape.adapters is not None else 0),
     ]
     every = [(_COMPILED.get(each, each) if run.impl.compiled else each, times) for each, times in parts]
-    return [sum(each[way] * times for each, times in every) for way in (0, 1)]
+    return [sum(each[which] * times for each, times in every) for which in range(3)]
 
 
 def _as_operators(ops: Sequence[Op], shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
-    """Return ops with launches that are operators', and those beside that move nothing to speak of."""
-    listed = [sum(op.count for op in ops if op.launches and op.moment != other) for other in ("backward", "forward")]
-    wanted = _num_operators(shape, run)
-    share = min(1.0, *(some / most for some, most in zip(wanted, listed, strict=True)))
-    known = (dataclasses.replace(op, traced=True, launches=op.launches * share) for op in ops)
-    ways: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
-    more = (
-        Op("move", count=count, inside=(BLOCK, PER_OP), needed_in=(BLOCK, PER_OP), traced=True, moment=way)
-        for some, most, way in zip(wanted, listed, ways, strict=True)
-        if (count := round(some - share * most)) > 0
-    )
-    return (*known, *more)
+    """Return ops with as many operators, and as many launches, as traces have."""
+    forward, backward, modules = _num_operators(shape, run)
+    launched = host_launches(forward, backward, modules, compiled=run.impl.compiled)
+    ways: tuple[tuple[Literal["forward", "backward"], float, str], ...] = (
+        ("forward", forward, "backward"), ("backward", backward, "forward"),
+    )  # fmt: skip
+    names = (BLOCK, PER_OP)
+    more = []
+    for (way, wanted, other), launches in zip(ways, launched, strict=True):
+        count = max(1, round(wanted - sum(op.count for op in ops if op.launches and op.moment != other)))
+        more.append(
+            Op("move", count=count, inside=names, needed_in=names, traced=True, launches=launches / count, moment=way)
+        )
+    return (*(dataclasses.replace(op, launches=0.0) for op in ops), *more)
 
 
 def _behind_ops(shape: Shape, run: FamilyRun, pipeline: int) -> tuple[Op, ...]:

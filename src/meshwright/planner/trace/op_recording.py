@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import FP8, Activations, Op, SavedTensor, TracedModule, Transient, Work, pass_flops
 from meshwright.cost.activations import OperatorResult, Running
+from meshwright.cost.calibration import BACKWARD, FORWARD, MODULE
 from meshwright.methods.recompute import call_name
 from meshwright.nn import class_names, find_blocks
 from meshwright.nn.swapped_parameters import FakeDispatchMode, view_of
@@ -89,7 +90,7 @@ class OpRecorder(FakeDispatchMode):
         self._made: list[tuple[_Stack, int, int]] = []  # for each: the modules that ran, the position, and the place
         self._latest: tuple[_Stack, int, int] = ((), 0, -1)
         self._casts: set[int] = set()  # numbers of the nodes that cast weights
-        self._call = -1
+        self._call, self._entered = -1, 0
         self._calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -132,8 +133,12 @@ class OpRecorder(FakeDispatchMode):
             self._casts |= {number for op in kernels if op.of_weights}
         self._calls += 1
         if kernels:
+            launches = FORWARD + MODULE * (self._saved.entered - self._entered)
+            self._entered = self._saved.entered
+            first, *others = (dataclasses.replace(op, launches=FORWARD) for op in kernels)
             needs_grad = any(each.requires_grad for each in given)
-            self.forward += self._kernels(kernels, running, self._calls, needs_grad=needs_grad)
+            every = (dataclasses.replace(first, launches=launches), *others)
+            self.forward += self._kernels(every, running, self._calls, needs_grad=needs_grad)
 
     def _begin_backward(self, number: int) -> bool:
         """Find whose backward runs, and return whether it is that of a cast of weights."""
@@ -145,7 +150,8 @@ class OpRecorder(FakeDispatchMode):
         if kernels:
             running, position, _ = self._latest
             ops = tuple(
-                dataclasses.replace(op, moment="backward", traced=True, of_weights=of_weights) for op in kernels
+                dataclasses.replace(op, moment="backward", traced=True, of_weights=of_weights, launches=BACKWARD)
+                for op in kernels
             )
             self.backward += self._kernels(ops, running, position + 1, needs_grad=True)
         made = next_sequence_number() - 1
