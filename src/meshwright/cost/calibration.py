@@ -355,21 +355,26 @@ def positive_number(value: Any, name: str) -> float:
 # Host times of blocks of seven decoders and encoders with tiny layers (``benchmarks/host_time.py``), with the times of
 # others (docs/predictions.md): of a forward operator and the views around it, of a module's call, of an operator of
 # backward, which runs in C++; of a compiled block's kernels, and of its call in either pass, in which guards are
-# checked and tensors unpacked.
+# checked and tensors unpacked; of a layer over a tensor axis, beside its collectives (``--tensor``).
 FORWARD, MODULE, BACKWARD = 0.8, 2.0, 0.7
 COMPILED_KERNEL, COMPILED_CALL = 0.6, (12.0, 8.0)
+SPLIT_LAYER = (2.7, 1.5)
 
 
-def host_launches(forward: float, backward: float, modules: float, *, compiled: bool) -> tuple[float, float]:
+def host_launches(
+    forward: float, backward: float, modules: float, split: float = 0, *, compiled: bool
+) -> tuple[float, float]:
     """Return the launches of a block's forward and backward.
 
     Args:
         forward: Operators of forward, or kernels where the block is compiled.
         backward: The same of backward.
         modules: Modules that are called, the block among them.
+        split: Those of them that a tensor axis splits.
         compiled: Whether the block is compiled.
     """
     if compiled:
         of_forward, of_backward = COMPILED_CALL
         return COMPILED_KERNEL * forward + of_forward, COMPILED_KERNEL * backward + of_backward
-    return FORWARD * forward + MODULE * modules, BACKWARD * backward
+    beside = [split * each for each in SPLIT_LAYER]
+    return FORWARD * forward + MODULE * modules + beside[0], BACKWARD * backward + beside[1]

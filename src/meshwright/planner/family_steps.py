@@ -238,7 +238,8 @@ def _num_operators(shape: Shape, run: FamilyRun) -> list[float]:
 def _as_operators(ops: Sequence[Op], shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     """Return ops with as many operators, and as many launches, as traces have."""
     forward, backward, modules = _num_operators(shape, run)
-    launched = host_launches(forward, backward, modules, compiled=run.impl.compiled)
+    split = (5 if run.stacked else 7 if shape.gated else 4) if run.tensor > 1 else 0
+    launched = host_launches(forward, backward, modules, split, compiled=run.impl.compiled)
     ways: tuple[tuple[Literal["forward", "backward"], float, str], ...] = (
         ("forward", forward, "backward"), ("backward", backward, "forward"),
     )  # fmt: skip

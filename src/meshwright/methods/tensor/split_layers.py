@@ -32,6 +32,7 @@ from meshwright.methods.tensor.split_plan import (
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, part_of
 from meshwright.nn import RankOrder, is_transposed, keep_rank_order, move_to, without_fast_path, wrap_method
+from meshwright.runtime.torch_internals.dtensor import dtensor_of, local_shard, spec_of
 from meshwright.runtime.torch_internals.modules import PARAMETERS
 from meshwright.runtime.torch_internals.pytree import tree_map
 
@@ -116,7 +117,7 @@ def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callabl
     whole = functools.partial(axis.gather, dim=-1)
 
     def around(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        with swapped_parameters(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
+        with swapped_parameters(module, _local_parts(module)):
             output = forward(*args, **kwargs)
         if wanted == "logits" and torch.is_grad_enabled():
             part = output.shape[-1]
@@ -158,7 +159,7 @@ def _summing_experts(module: nn.Module, axis: TensorAxis) -> Callable[..., Any]:
 
     def around(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs = tree_map(enter, (args, kwargs))
-        with swapped_parameters(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
+        with swapped_parameters(module, _local_parts(module)):
             return axis.add(forward(*args, **kwargs))
 
     return around
@@ -219,7 +220,29 @@ def share_key(latent: torch.Tensor, features: int, axis: TensorAxis) -> torch.Te
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor; gradients pass through it. Other tensors are returned as they are."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return _LocalPart.apply(parameter) if isinstance(parameter, DTensor) else parameter  # type: ignore[no-any-return]
+
+
+def _local_parts(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: local(p) for name, p in getattr(module, PARAMETERS).items() if p is not None}
+
+
+class _LocalPart(torch.autograd.Function):
+    """Take a parameter's local part; its gradient has the layout of the parameter, as FSDP2's have.
+
+    ``to_local`` derives that layout again in every backward, which takes the host as long as two products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        part = local_shard(parameter)
+        ctx.spec, ctx.stride = spec_of(parameter), part.stride()
+        return part.view_as(part)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        laid_out = gradient if gradient.stride() == ctx.stride else gradient.contiguous()
+        return dtensor_of(laid_out, ctx.spec)
 
 
 @contextlib.contextmanager

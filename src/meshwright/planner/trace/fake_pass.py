@@ -45,6 +45,7 @@ from meshwright.planner.trace.op_recording import (
     model_ops,
     sort_kernels,
     summarise,
+    with_split_layers,
 )
 from meshwright.planner.trace.repeated_blocks import Indices, Repeated
 from meshwright.planner.trace.split_backward import BackwardInParts
@@ -333,6 +334,7 @@ class Pass:
             transients = ends.in_forward(transients, saved)
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
+        ops = ops if self.split is None else with_split_layers(ops, set(self.split.dims))
         idle = _idle(state) if has_run else ()
         recorded = _Recorded(saved, boundaries, ops, blocks, placed, transients, idle, inputs.sizes)
         if parts is None or not has_run:

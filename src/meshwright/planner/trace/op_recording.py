@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.cost import FP8, Activations, Op, SavedTensor, TracedModule, Transient, Work, pass_flops
 from meshwright.cost.activations import OperatorResult, Running
-from meshwright.cost.calibration import BACKWARD, FORWARD, MODULE
+from meshwright.cost.calibration import BACKWARD, FORWARD, MODULE, SPLIT_LAYER
 from meshwright.methods.recompute import call_name
 from meshwright.nn import class_names, find_blocks
 from meshwright.nn.swapped_parameters import FakeDispatchMode, view_of
@@ -200,6 +200,23 @@ def sort_kernels(recorder: OpRecorder, blocks: Sequence[nn.Module], saved: Saved
     outside = tuple(inside.pop(None, ()))
     found = {module: tuple(ops) for module, ops in inside.items() if module is not None}
     return Ops(found, {module: saved.runs[module] for module in found}, outside, tuple(behind))
+
+
+def with_split_layers(ops: Ops, split: Container[nn.Parameter]) -> Ops:
+    """Return the ops with the host's time for layers that a tensor axis splits, beside their collectives.
+
+    Args:
+        ops: The ops of a pass.
+        split: The parameters that are split.
+    """
+
+    def launched(block: nn.Module, ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        count = sum(any(p in split for p in module.parameters(recurse=False)) for module in block.modules())
+        left = dict(zip(("forward", "backward"), SPLIT_LAYER, strict=True))
+        more = (left.pop(op.moment, 0.0) * count for op in ops)  # at the first of each pass
+        return tuple(dataclasses.replace(op, launches=op.launches + each) for op, each in zip(ops, more, strict=True))
+
+    return ops._replace(inside={block: launched(block, each) for block, each in ops.inside.items()})
 
 
 def _as_moments(recorder: OpRecorder, moved: Sequence[Moved | None], *, has_backward: bool) -> Iterator[Kernel]:

@@ -2,7 +2,9 @@
 
 from operator import attrgetter, methodcaller
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import (
     # Layouts of whole tensors are computed and compared before there is any DTensor, and DTensors are made of shards
     # whose global shape is known; ``DTensor.from_local`` would derive it with a collective. Replaced by a public spec.
@@ -21,6 +23,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "clear_sharding_cache",
+    "dtensor_of",
     "flattened",
     "local_shard",
     "side_by_side",
@@ -35,6 +38,12 @@ LOCAL_SHARD = "_local_tensor"
 
 # Mesh and placements, compared by identity: FSDP2 gives a gradient the spec of its parameter.
 spec_of = attrgetter("_spec")
+
+
+def dtensor_of(shard: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a shard as a DTensor of a known layout; ``DTensor.from_local`` would derive and check it."""
+    return DTensor(shard, spec, requires_grad=shard.requires_grad)
+
 
 # One axis out of several: a mesh's ``[...]`` takes several names, but has no group of all their ranks.
 flattened = methodcaller("_flatten")
