@@ -355,7 +355,7 @@ def positive_number(value: Any, name: str) -> float:
 # Host times of blocks of seven decoders and encoders with tiny layers (``benchmarks/host_time.py``), with the times of
 # others (docs/predictions.md): of a forward operator and the views around it, of a module's call, of an operator of
 # backward, which runs in C++; of a compiled block's kernels, and of its call in either pass, in which guards are
-# checked and tensors unpacked; of a layer over a tensor axis, beside its collectives (``--tensor``).
+# checked and tensors unpacked; of a layer over a tensor axis, by two ranks whose all-reduces did nothing.
 FORWARD, MODULE, BACKWARD = 0.8, 2.0, 0.7
 COMPILED_KERNEL, COMPILED_CALL = 0.6, (12.0, 8.0)
 SPLIT_LAYER = (2.7, 1.5)

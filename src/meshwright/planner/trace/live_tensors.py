@@ -79,7 +79,7 @@ class SavedTensors:
     fusion: Fusion = field(default_factory=Fusion)
     moved: list[Moved | None] = field(default_factory=list)  # by operators: what each moves in compiled blocks
     running: list[nn.Module] = field(default_factory=list)  # the modules that run now, outermost first
-    entered: int = 0  # modules that have begun to run
+    entered: int = 0  # modules that have begun to run since the last kernel, in the same block
     place: int = -1  # where in the list of blocks
     complete: bool = False  # whether forward has run: what runs again in backward saves nothing more
 
@@ -217,7 +217,7 @@ class _Recorder:
         """Note that a module begins to run."""
         saved = self.saved
         self._stack.append(module)
-        saved.entered += 1
+        saved.entered = 1 if module in self._index else saved.entered + 1
         self._products.append(0)
         if saved.complete:
             return

@@ -90,7 +90,7 @@ class OpRecorder(FakeDispatchMode):
         self._made: list[tuple[_Stack, int, int]] = []  # for each: the modules that ran, the position, and the place
         self._latest: tuple[_Stack, int, int] = ((), 0, -1)
         self._casts: set[int] = set()  # numbers of the nodes that cast weights
-        self._call, self._entered = -1, 0
+        self._call = -1
         self._calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -133,8 +133,7 @@ class OpRecorder(FakeDispatchMode):
             self._casts |= {number for op in kernels if op.of_weights}
         self._calls += 1
         if kernels:
-            launches = FORWARD + MODULE * (self._saved.entered - self._entered)
-            self._entered = self._saved.entered
+            launches, self._saved.entered = FORWARD + MODULE * self._saved.entered, 0
             first, *others = (dataclasses.replace(op, launches=FORWARD) for op in kernels)
             needs_grad = any(each.requires_grad for each in given)
             every = (dataclasses.replace(first, launches=launches), *others)
