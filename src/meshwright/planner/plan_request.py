@@ -24,10 +24,10 @@ from meshwright.planner.config_models import (
     transformers_model,
     why_formulas,
 )
-from meshwright.planner.explain import RunLength, WhatIf, found_document, what_if
+from meshwright.planner.explain import RunLength, SubjectOf, WhatIf, found_document, what_if
 from meshwright.planner.family_ops import OWN, OWN_EAGER
 from meshwright.planner.family_workload import FamilyModel
-from meshwright.planner.model_shapes import parse_family
+from meshwright.planner.model_shapes import Shape, parse_family
 from meshwright.planner.outlines import is_eager, outline_of
 from meshwright.planner.plans import Plan, PlannedModel, Subject, usable_bytes
 from meshwright.planner.search import (
@@ -53,6 +53,7 @@ HEADROOM = 0.06
 Peaks of published runs are some 5 to 8 % off their predictions, and a run that is out of memory in its third hour has
 lost them.
 """
+_VOCABULARY_PARTS = 64  # words: rows of logits are aligned in parts, too, over axes up to 8
 _ALTERNATIVES = 3  # fewest families that formulas find, each with a runner-up: by traces the best may not fit
 _REACH = 1.3  # times worse than the best: so far the best plan of another family is shown
 
@@ -303,7 +304,20 @@ class PlanRequest:
             return dataclasses.replace(subject, limit_bytes=round(subject.limit_bytes * room))
 
         found = dataclasses.replace(found, plans=before)
-        return what_if(subject_of, found, objective, limit_s=limit_s, slower=slower)
+        others = self._padded(formulas.shape, subject_of)
+        return what_if(subject_of, found, objective, limit_s=limit_s, slower=slower, others=others)
+
+    def _padded(self, shape: Shape, subject_of: SubjectOf) -> tuple[tuple[str, SubjectOf], ...]:
+        """Return the model with a vocabulary that products, and tensor axes, divide; nothing where it is so."""
+        vocab = -(-shape.vocab // _VOCABULARY_PARTS) * _VOCABULARY_PARTS
+        if vocab == shape.vocab:
+            return ()
+
+        def padded_of(where: Cluster, samples: int) -> Subject:
+            subject: Any = subject_of(where, samples)
+            return dataclasses.replace(subject, shape=dataclasses.replace(shape, vocab=vocab))
+
+        return ((f"the vocabulary padded from {shape.vocab:,} to {vocab:,} words", padded_of),)
 
     def _by_formulas_again(self, found: Found, formulas: FamilyModel) -> tuple[Plan, ...]:
         """Return what the formulas say of the plans that were found; nothing where they do not know the best.

@@ -15,6 +15,8 @@ from meshwright.planner.workload import Workload
 from meshwright.strategy import Strategy
 from tests.planner.explain.found import found, subject_of
 
+CLUSTER = make_cluster("H100", 8)
+
 
 def test_more_never_hurts():
     known = {each.change: each for each in what_if(subject_of, found())}
@@ -54,6 +56,18 @@ def test_methods_that_are_used_only_by_name_are_asked_for():
     assert {"compile", "half"} <= set(known)
     assert "compile" in known["compile"].plan.strategy
     assert "amp_native" not in known["half"].plan.strategy
+
+
+@pytest.mark.parametrize(("model", "pads"), [("gpt2", True), ("llama-3-1b", False)])
+def test_a_vocabulary_that_products_do_not_divide_is_padded(model, pads):
+    request = PlanRequest(named_model(model, 1024, CLUSTER), CLUSTER, 64, top=2)
+    answer = request.found()
+    padded = [each for each in request.what_ifs(answer) if "vocabulary" in each.change]
+    assert len(padded) == pads
+    for each in padded:
+        assert each.change == "the vocabulary padded from 50,257 to 50,304 words"
+        assert each.speed_up > 1.1
+        assert any(p.shape[:1] == (50304,) for block in each.plan.step.blocks for p in block.parameters)
 
 
 def test_what_ifs_end_when_the_time_is_up():

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
         short as short,
         whole_run as whole_run,
     )
-    from meshwright.planner.explain.plan_reasons import WhatIf as WhatIf, Why as Why, what_if as what_if, why as why
+    from meshwright.planner.explain.plan_reasons import (
+        SubjectOf as SubjectOf,
+        WhatIf as WhatIf,
+        Why as Why,
+        what_if as what_if,
+        why as why,
+    )
     from meshwright.planner.explain.ranking import (
         changed_circumstances as changed_circumstances,
         difference_table as difference_table,

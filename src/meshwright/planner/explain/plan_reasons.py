@@ -298,6 +298,7 @@ SubjectOf = Callable[[Cluster, int], Subject]
 """``subject_of(cluster, samples)`` returns the subject to predict for, with so many samples per step."""
 
 _NOTHING = 5e-4  # relative change of speed that counts as none
+_WORTH = 0.01  # by how much another model has to be faster
 _FARTHEST = 2  # times the devices, up to which the next number of devices is tried
 
 
@@ -328,6 +329,7 @@ def what_if(
     objective: Objective = "tokens_per_s",
     limit_s: float | None = None,
     slower: float = 1.0,
+    others: Sequence[tuple[str, SubjectOf]] = (),
 ) -> tuple[WhatIf, ...]:
     """Predict the strategies that were found, and those that did not fit, under changed circumstances.
 
@@ -340,16 +342,31 @@ def what_if(
         objective: The objective that ranks its plans, and those under each change.
         limit_s: Seconds of processor time after which no other change is tried; None: no limit.
         slower: Seconds of a step over those that the subjects predict.
+        others: Models to compare with, by what is changed about them; those that are no faster are left out.
     """
     if found.plans[0].forecast is None:
         return ()
     limit, every = TimeLimit(limit_s), []
     with limit.watched(), contextlib.suppress(OutOfTimeError):
-        for change, plan in _changes(subject_of, found, objective):
-            every.append(_outcome(change, found.plans[0], plan, slower))
+        for words, of_other in others:
+            (changed,) = _outcomes(((words, _then(of_other, found, objective)),), found, slower)
+            every += [changed] if changed.speed_up is not None and changed.speed_up > 1 + _WORTH else []
+        for each in _outcomes(_changes(subject_of, found, objective), found, slower):
+            every.append(each)
             if limit.is_over:
                 break
     return tuple(sorted(every, key=_change, reverse=True))
+
+
+def _outcomes(changes: Iterable[_Change], found: Found, slower: float) -> Iterator[WhatIf]:
+    return (_outcome(change, found.plans[0], plan, slower) for change, plan in changes)
+
+
+def _then(subject_of: SubjectOf, found: Found, objective: Objective) -> Plan | None:
+    """Return the best of what was found for another model, on the same cluster."""
+    known = found.plans[0].forecast
+    assert known is not None
+    return _best(_replanned(subject_of(known.cluster, known.samples), found, known.samples), objective)
 
 
 def _changes(subject_of: SubjectOf, found: Found, objective: Objective) -> Iterator[_Change]:
