@@ -23,8 +23,8 @@ from meshwright.planner.trace.aten_kernels import PICKING, storage_of, tensor_by
 # [Note: kernels of compiled blocks] What runs between two products is taken as one kernel: it reads once what lies in
 # memory, and writes what others read. What is no longer saved is computed again in backward, from what is. A sum over
 # rows, as gradients of biases and of norms' weights, runs by itself, and reads what its summands are made of; so do
-# casts of weights, which products read in half precision. Of blocks of six families, in bf16 and under autocast, this
-# is what inductor counts of its own graphs (``tests/planner/trace/test_fused_kernels.py``).
+# casts of weights, which products read in half precision. Of blocks of four families, in bf16 and under autocast,
+# this is within 6 % of what inductor counts of its own graphs (``tests/planner/trace/test_fused_kernels.py``).
 
 Fate = Literal["gone", "kept"]
 """What becomes of a storage when its block is compiled: no longer saved, or saved in place of what is gone."""
