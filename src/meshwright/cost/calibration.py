@@ -352,7 +352,7 @@ def positive_number(value: Any, name: str) -> float:
 
 # --- Launches by the host, over those of an operator that Python calls by itself (``Constants.operator_s``).
 
-# Host times of blocks of seven decoders and encoders with tiny layers (``benchmarks/host_time.py``), with the times of
+# Host times of blocks of six decoders and encoders with tiny layers (``benchmarks/host_time.py``), with the times of
 # others (docs/predictions.md): of a forward operator and the views around it, of a module's call, of an operator of
 # backward, which runs in C++; of a compiled block's kernels, and of its call in either pass, in which guards are
 # checked and tensors unpacked; of a layer over a tensor axis, by two ranks whose all-reduces did nothing.

@@ -223,7 +223,7 @@ class Op:
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
     operator: str = ""  # as recomputation names it, without the overload, such as ``aten.mm``; "": it is never kept
     recomputed: float = 0.0  # runs a second time, in backward: in this share of the blocks that it stands for
-    traced: bool = False  # one operator of a model that ran; else one of a module's few kernels, as families have them
+    traced: bool = False  # launched as operators of our engine are; else one of a module's few kernels, as in families
     launches: float = 1.0  # by the host, each time it runs: a share where several are fused into one
     when_fused: tuple[int, float] | None = None  # of a traced move: its bytes and launches where its block is compiled
     on_rank: int | None = None  # outside the blocks of a pipeline: the rank that runs it; None: all

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from pydantic import Field
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.cost import Block, Op, Step
 from meshwright.cost.calibration import COMPILED_CALL, COMPILED_KERNEL
@@ -18,9 +17,8 @@ from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.planner_hooks import Role, SearchScope
-from meshwright.methods.tensor.split_layers import local, swapped_parameters
+from meshwright.methods.tensor.split_layers import local_parts, swapped_parameters
 from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
-from meshwright.runtime.torch_internals.modules import parameters_of
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes in which torch captures CUDA graphs
 _MODES = ("default", *_CAPTURING, "max-autotune-no-cudagraphs")
@@ -62,10 +60,7 @@ def _own_parts(module: nn.Module) -> Iterator[None]:
     """Let a module compute with this rank's parts in place of DTensors; gradients pass through."""
     with contextlib.ExitStack() as stack:
         for each in module.modules():
-            parts: dict[str, torch.Tensor | None] = {
-                name: local(p) for name, p in parameters_of(each).items() if isinstance(p, DTensor)
-            }
-            stack.enter_context(swapped_parameters(each, parts))
+            stack.enter_context(swapped_parameters(each, local_parts(each)))
         yield
 
 

@@ -379,17 +379,13 @@ def family_step(
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
     ranks = stage_ranks or tuple(range(pipeline))
     _check(shape, tensor, len(ranks), run)
-    ring = sizes.get("context", 1)
-    is_whole = run.impl.divides_blocks_alone and shape.vocab % tensor > 0
-    run = dataclasses.replace(
-        run, tensor=tensor, sequence=sizes.get("sequence", 1) * ring, ring=ring, whole_vocabulary=is_whole
-    )
+    run = _over(sizes, shape, run)
     inside_ops, behind_ops = _inside_ops(shape, run), _behind_ops(shape, run, pipeline)
     counts = _stage_counts(shape, run, len(ranks), inside_ops, behind_ops)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, inside_ops)
-    outside = Block("outside", 1, outside_parameters(shape, pipeline, divided=not is_whole), (), behind_ops)
+    outside = Block("outside", 1, outside_parameters(shape, pipeline, divided=not run.whole_vocabulary), (), behind_ops)
     outside = _ending_on(ranks[-1], pipeline - 1, outside)
     step = Step(
         blocks=(inside, outside),
@@ -419,6 +415,15 @@ def family_step(
         )
         for rank in range(pipeline)
     ]
+
+
+def _over(sizes: Mapping[str, int], shape: Shape, run: FamilyRun) -> FamilyRun:
+    """Return the run of one rank of the axes that divide layers and tokens."""
+    tensor, ring = sizes.get("tensor", 1), sizes.get("context", 1)
+    is_whole = run.impl.divides_blocks_alone and shape.vocab % tensor > 0
+    return dataclasses.replace(
+        run, tensor=tensor, sequence=sizes.get("sequence", 1) * ring, ring=ring, whole_vocabulary=is_whole
+    )
 
 
 def _stage_counts(

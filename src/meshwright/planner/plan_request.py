@@ -160,10 +160,14 @@ class PlanRequest:
         best = found.plans[0] if found.plans else None
         lowers = None if best is None else find_method(best.strategy, lambda each: each.role is Role.PRECISION)
         given = read_constraints(self.excluded, self.included)
-        if best is None or lowers is None or lowers.method_name in given or not _is_small(best):
+        if best is None or lowers is None or found.out_of_time:
             return found
+        if lowers.method_name in given or not _is_small(best):
+            return found
+        left_s = None if self.limit_s is None else max(self.limit_s - found.seconds, 1.0)
+        plainer = dataclasses.replace(self, excluded=(*self.excluded, lowers.method_name), limit_s=left_s)
         try:
-            wider = dataclasses.replace(self, excluded=(*self.excluded, lowers.method_name))._search(None)
+            wider = plainer._search(None)
         except MeshwrightError:
             return found
         firsts: dict[Family, Plan] = {}
@@ -174,6 +178,7 @@ class PlanRequest:
             plans=tuple([*firsts.values()][: self.top]),
             num_considered=found.num_considered + wider.num_considered,
             num_predicted=found.num_predicted + wider.num_predicted,
+            seconds=found.seconds + wider.seconds,
             is_complete=found.is_complete and wider.is_complete,
         )
 

@@ -1,4 +1,4 @@
-"""What compiled blocks save and move: measured, beside what a pass without data says of them."""
+"""Compare what compiled blocks save and move, as measured, with what a pass without data says of them."""
 
 import contextlib
 import functools

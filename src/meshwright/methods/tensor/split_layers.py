@@ -109,15 +109,15 @@ def _let_exchange(layer: PlannedLayer, axis: TensorAxis, scatter: Change | None)
     elif style.output == "all_reduce":
         wrap_method(module, "forward", _adding_up(module, style.splits_input, scatter, axis))
     elif style.dims:
-        wrap_method(module, "forward", _of_local_parts(module, style.output, axis))
+        wrap_method(module, "forward", _oflocal_parts(module, style.output, axis))
 
 
-def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callable[..., Any]:
+def _oflocal_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callable[..., Any]:
     """Return the forward of a layer split by columns: its output is this rank's part, gathered if ``wanted``."""
     whole = functools.partial(axis.gather, dim=-1)
 
     def around(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        with swapped_parameters(module, _local_parts(module)):
+        with swapped_parameters(module, local_parts(module)):
             output = forward(*args, **kwargs)
         if wanted == "logits" and torch.is_grad_enabled():
             part = output.shape[-1]
@@ -159,7 +159,7 @@ def _summing_experts(module: nn.Module, axis: TensorAxis) -> Callable[..., Any]:
 
     def around(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs = tree_map(enter, (args, kwargs))
-        with swapped_parameters(module, _local_parts(module)):
+        with swapped_parameters(module, local_parts(module)):
             return axis.add(forward(*args, **kwargs))
 
     return around
@@ -223,7 +223,8 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return _LocalPart.apply(parameter) if isinstance(parameter, DTensor) else parameter  # type: ignore[no-any-return]
 
 
-def _local_parts(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def local_parts(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a module's own parameters by name, with this rank's parts in place of DTensors."""
     return {name: local(p) for name, p in getattr(module, PARAMETERS).items() if p is not None}
 
 

@@ -349,17 +349,13 @@ def what_if(
     limit, every = TimeLimit(limit_s), []
     with limit.watched(), contextlib.suppress(OutOfTimeError):
         for words, of_other in others:
-            (changed,) = _outcomes(((words, _then(of_other, found, objective)),), found, slower)
+            changed = _outcome(words, found.plans[0], _then(of_other, found, objective), slower)
             every += [changed] if changed.speed_up is not None and changed.speed_up > 1 + _WORTH else []
-        for each in _outcomes(_changes(subject_of, found, objective), found, slower):
-            every.append(each)
+        for change, plan in _changes(subject_of, found, objective):
+            every.append(_outcome(change, found.plans[0], plan, slower))
             if limit.is_over:
                 break
     return tuple(sorted(every, key=_change, reverse=True))
-
-
-def _outcomes(changes: Iterable[_Change], found: Found, slower: float) -> Iterator[WhatIf]:
-    return (_outcome(change, found.plans[0], plan, slower) for change, plan in changes)
 
 
 def _then(subject_of: SubjectOf, found: Found, objective: Objective) -> Plan | None:
