@@ -8,6 +8,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.cost import memory
 from meshwright.methods import gradient_averaging as replicas
+from meshwright.methods.tensor.axis_exchange import TensorAxis
 from meshwright.planner import measured_state
 from meshwright.store import CheckpointStore, TrainingState, load_optimizer, save_optimizer
 from tests import tiny
@@ -224,6 +225,20 @@ def _check_wire_and_activations(result, batch, predicted):
     assert predicted.activations == measured["activations"] or (
         abs(predicted.activations / measured["activations"] - 1) < 0.1  # as without an axis: see test_checkpoint
     )
+
+
+def exchanged_sums(name, methods):
+    """Numbers in every all-reduce of one step over the tensor axis, and how many all-reduces are predicted."""
+    result = accelerated(name, methods, "sgd")
+    batch, sizes, reduce = next(iter(result.dataloader)), [], TensorAxis._all_reduce
+
+    def counted(axis, tensor, operation):
+        sizes.append(tensor.numel())
+        reduce(axis, tensor, operation)
+
+    with mock.patch.object(TensorAxis, "_all_reduce", counted):
+        result.step(batch)
+    return sizes, sum(each.count for each in result.plan.step.boundaries if each.kind == "all_reduce")
 
 
 STATE = {"mode": "adamw"}

@@ -131,6 +131,21 @@ def test_fused_projections_are_stored_in_the_models_own_order(ranks, tmp_path):
         assert "multiple of 2 tokens. Got 11" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "methods", "size"),
+    [
+        ("gpt2", [SEQUENCE, MESH], 6 * 20),  # two norms' weights and biases, and two biases behind sums
+        ("qwen3", ["tensor_parallel", MESH], 2 * 6),  # norms of queries and of keys
+        ("llama", [SEQUENCE, MESH, ("compile", {"backend": "aot_eager", "fullgraph": True})], 2 * 24),
+        ("qwen3", ["tensor_parallel", MESH, ("compile", {"backend": "aot_eager", "fullgraph": True})], 2 * 6),
+        ("gpt2", [SEQUENCE, MESH, ("checkpoint", {"no_reentrant": False})], 6 * 20),
+    ],
+)
+def test_a_block_sums_the_gradients_of_what_is_whole_at_once(ranks, name, methods, size):
+    for sizes, predicted in ranks(2).run(split_runs.exchanged_sums, name, methods):
+        assert (sizes.count(size), len(sizes)) == (2, predicted)
+
+
 def test_ranks_of_a_tensor_group_stay_equal(ranks):
     """Rank 0's weights and one stream of dropout: whole parameters agree after steps, bit for bit."""
     for first, *others in zip(*ranks(2).run(split_runs.mlp_everywhere), strict=True):

@@ -48,8 +48,8 @@ def _fused(block: Block) -> Block:
 # [Note: compiled blocks that run again] Torch compiles a block that is recomputed as a graph within a graph, and does
 # not if that has a break, or changes what lies outside: attention over a context axis sends, experts ask how many rows
 # they get. Layers that a tensor axis splits note an input that they share while they run, which recomputation need not
-# do again (``_IN_FORWARD_ALONE``); and where a DTensor is taken apart inside, torch fails to save its mesh. So DTensors
-# are taken apart before.
+# do again (``_IN_FORWARD_ALONE``); and where a DTensor is taken apart inside, torch fails to save its mesh, and without
+# recomputation the graph breaks. So DTensors are always taken apart before.
 
 _BREAKING = ("sequence", "context", "expert")  # axes over which blocks send what torch cannot capture
 _IN_FORWARD_ALONE = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # a setting of dynamo
@@ -246,10 +246,8 @@ class Compile(Method):
         patches: list[tuple[Any, dict[str, Any]]] = []
         if self.activation_budget is not None:
             patches.append((functorch_config, {"activation_memory_budget": self.activation_budget}))
-        is_split = (
-            job.size("tensor") > 1 and bool(job.recomputed) and not self.whole
-        )  # whose parts are sharded as it begins
-        if is_split and hasattr(dynamo.config, _IN_FORWARD_ALONE):
+        is_split = job.size("tensor") > 1 and not self.whole  # whose parts are sharded as it begins
+        if is_split and job.recomputed and hasattr(dynamo.config, _IN_FORWARD_ALONE):
             patches.append((dynamo.config, {_IN_FORWARD_ALONE: True}))
 
         @contextlib.contextmanager

@@ -71,6 +71,7 @@ class Implementation:
         split_tokens: Whether activations between split layers are divided over the tensor axis, too (sequence
             parallelism of Korthikanti et al. 2022).
         keeps_gathered: Whether the gathered input of a split layer is saved, instead of gathered again in backward.
+        sums_apart: Whether gradients of a block's norms are summed over the tensor axis one by one.
         copies_divided: Whether tokens gathered over the tensor axis, or summed and divided, are copied once more:
             collectives hand on parts rank by rank, and the tokens of several samples do not lie so.
         scaling: How tensors are scaled for products in 8 or 4 bits (a key of ``cost.device_time.CASTS``).
@@ -107,6 +108,7 @@ class Implementation:
     copies_heads: bool = False
     split_tokens: bool = True
     keeps_gathered: bool = False
+    sums_apart: bool = False
     copies_divided: bool = False
     scaling: Scaling = "tensorwise"
     casts_weights: bool = True

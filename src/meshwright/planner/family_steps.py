@@ -513,9 +513,10 @@ def _boundaries(shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: i
             again = Boundary("all_gather", "backward", whole * calls, (BLOCK,), axis="tensor", count=calls, beside=True)
             found += [again] * 2
         if run.impl.split_tokens and run.impl.divides_blocks_alone:
-            # Gradients of norms, and of the biases behind sums, are of a rank's tokens: each is summed.
+            # Gradients of norms, and of the biases behind sums, are of a rank's tokens: they are summed, together.
             vectors = 2 if shape.gated else 6
-            add("all_reduce", "backward", vectors * shape.hidden * run.itemsize * calls, "tensor", vectors * calls)
+            number = vectors * calls if run.impl.sums_apart else calls
+            add("all_reduce", "backward", vectors * shape.hidden * run.itemsize * calls, "tensor", number)
     if sequence > 1:
         # Ranks exchange tokens for heads (Jacobs et al. 2023): queries, keys and values go out, and attention's output
         # comes back; their gradients do in backward.

@@ -311,6 +311,7 @@ class FamilyWorkload:
         impl = dataclasses.replace(
             _with_wide_logits(self.implementation) if widens else self.implementation,
             keeps_gathered=any(each.keeps_gathered for each in in_phase_order(strategy)),
+            sums_apart=any(each.splits_backward for each in in_phase_order(strategy)),
             divides_blocks_alone=True,
             split_tokens=any(method.divides_between_layers for method in in_phase_order(strategy)),
             compiled=self.implementation.compiled or _fuses_blocks(strategy, dict(resolved.axes)),

@@ -47,7 +47,8 @@ from meshwright.methods.tensor.split_plan import (
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, BlockProof, SequenceTrial, first_hidden, with_argument
 from meshwright.methods.tensor.split_search import FoundPlan, find_plan
-from meshwright.nn import is_linear, wrap_method
+from meshwright.nn import find_blocks, is_linear, wrap_method
+from meshwright.runtime.torch_internals.modules import parameters_of
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -345,6 +346,24 @@ class Split:
         adjusted = (each for each in self.adjustments if each.path in paths.values())
         sequence = self.sequence.of_part(model) if self.sequence is not None else None
         return replace(self, layers=tuple(present), adjustments=tuple(adjusted), sequence=sequence)
+
+    def summed_together(self, model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+        """Return the whole parameters whose gradients a block sums together, as modules and names, by block.
+
+        See [Note: gradients summed together].
+        """
+        places = [(layer, name) for layer in self.layers for name in self._summed_in(layer)]
+        found = {
+            block: [(layer.module, name) for layer, name in places if layer.path.startswith(f"{path}.")]
+            for path, block in find_blocks(model)
+        }
+        return {block: each for block, each in found.items() if len(each) > 1}
+
+    def _summed_in(self, layer: PlannedLayer) -> tuple[str, ...]:
+        if layer.style.name == "replicated_with_grad_allreduce":
+            return tuple(name for name, _ in layer.module.named_parameters(recurse=False))
+        scatters = layer.style.name == "rowwise" and self.sequence is not None and self.sequence.covers(layer.path)
+        return ("bias",) if scatters and parameters_of(layer.module)["bias"] is not None else ()
 
     def adjust(self, model: nn.Module) -> None:
         """Set the attributes that count heads or features to a rank's share."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,13 @@ from meshwright.runtime.torch_internals.pytree import tree_map
 
 
 def split_layers(
-    model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, keeps_gathered: bool = False
+    model: nn.Module,
+    split: Split,
+    axis: TensorAxis,
+    device: torch.device,
+    *,
+    keeps_gathered: bool = False,
+    sums_together: bool = True,
 ) -> None:
     """Turn the planned parameters into DTensors, in place, and add the layers' exchanges.
 
@@ -48,6 +54,7 @@ def split_layers(
         axis: The tensor axis.
         device: Device of the shards; a layer is whole there only while it is being split.
         keeps_gathered: Whether gathered tokens are saved for backward, instead of gathered again.
+        sums_together: See [Note: gradients summed together].
     """
     gathers = gathers_of(split, lambda path: GatheredInput(axis, TOKENS_DIM, keeps=keeps_gathered))
     tied = _tied_names(model)
@@ -65,6 +72,8 @@ def split_layers(
     without_fast_path(model)
     if split.sequence is not None:
         let_exchange_tokens(model, split.sequence, axis, gathers)
+    for block, shared in split.summed_together(model).items() if sums_together else ():
+        wrap_method(block, "forward", _summing_together(shared, axis))
 
 
 def _scattered_rows(split: Split) -> set[str]:
@@ -146,7 +155,7 @@ def _adding_up(module: nn.Module, splits_input: bool, scatter: Change | None, ax
             output = add(forward(axis.cut(features, -1) if splits_input else features))
         if bias is None:
             return output
-        return output + (axis.copy(bias) if scatter is not None else bias).to(output.dtype)
+        return output + (_summed(bias, axis) if scatter is not None else bias).to(output.dtype)
 
     return around
 
@@ -186,10 +195,52 @@ def _with_summed_gradients(module: nn.Module, axis: TensorAxis) -> Callable[...,
     """Return the forward of a whole module that gets other features on each rank, such as a norm within heads."""
 
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with swapped_parameters(module, {name: axis.copy(p) for name, p in module.named_parameters(recurse=False)}):
+        own = getattr(module, PARAMETERS).items()
+        with swapped_parameters(module, {name: _summed(p, axis) for name, p in own if p is not None}):
             return forward(*args, **kwargs)
 
     return around
+
+
+# [Note: gradients summed together] Norms, and biases behind sums, are whole on every rank, which uses them for its own
+# tokens or heads: their gradients are summed over the axis. An exchange for each would take longer than the data. So a
+# block passes all of them through one function, whose backward sums once; inside, its modules find these copies in
+# place of their parameters, and sum nothing themselves. A module whose parameters are still sharded when its block
+# begins (a unit of its own in FSDP2), or that runs alone, finds parameters, and sums by itself. A schedule that
+# computes gradients of inputs and of weights apart takes each parameter's part of the graph, and one function would
+# join them: there all modules sum by themselves.
+
+
+def _summing_together(places: Sequence[tuple[nn.Module, str]], axis: TensorAxis) -> Callable[..., Any]:
+    """Return the forward of a block that sums the gradients of its whole parameters together."""
+
+    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            if torch.is_grad_enabled():
+                for module, copies in _copied_together(places, axis).items():
+                    stack.enter_context(swapped_parameters(module, copies))
+            return forward(*args, **kwargs)
+
+    return around
+
+
+def _copied_together(
+    places: Sequence[tuple[nn.Module, str]], axis: TensorAxis
+) -> dict[nn.Module, dict[str, torch.Tensor | None]]:
+    """Return copies of those parameters that train and are whole now, by module and name."""
+    present = [(module, name, getattr(module, PARAMETERS)[name]) for module, name in places]
+    own = {id(p): p for _, _, p in present if p.requires_grad and not isinstance(p, DTensor)}
+    copies = dict(zip(own, axis.copy_together(list(own.values())), strict=True)) if len(own) > 1 else {}
+    found: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
+    for module, name, parameter in present:
+        if id(parameter) in copies:
+            found.setdefault(module, {})[name] = copies[id(parameter)]
+    return found
+
+
+def _summed(parameter: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Return a whole parameter whose gradient is summed over the ranks; a block's copy already is."""
+    return axis.copy(parameter) if isinstance(parameter, nn.Parameter) else parameter
 
 
 def _normed_in_parts(module: nn.Module, axis: TensorAxis) -> Callable[..., torch.Tensor]:

@@ -66,6 +66,7 @@ class SplitTrace:
         split: The layers that are split; every divided dim is a multiple of ``ranks``.
         ranks: Size of the axis.
         keeps_gathered: See :func:`~meshwright.methods.tensor.split_layers.split_layers`.
+        sums_together: See there.
 
     Attributes:
         dims: The dim of each parameter that the axis divides.
@@ -74,7 +75,15 @@ class SplitTrace:
 
     divides_batch: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module, split: Split, ranks: int, *, keeps_gathered: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        ranks: int,
+        *,
+        keeps_gathered: bool = False,
+        sums_together: bool = True,
+    ) -> None:
         self._model, self._split, self._keeps = model, split, keeps_gathered
         self._layers, self._ranks, self._sequence = split.layers, ranks, split.sequence
         self._axis = TracedAxis(ranks)
@@ -83,6 +92,8 @@ class SplitTrace:
             parameter: dim for layer in self._layers for _, parameter, dim in layer.parameters() if dim is not None
         }
         self.stands_in = False
+        self._summing = split.summed_together(model) if sums_together else {}
+        self._together = {place for places in self._summing.values() for place in places}
         self._traffic = TrafficLog(AXIS)
         self._inputs: dict[str, list[torch.Tensor]] = {}  # by group: inputs whose exchange is noted already
         self._gathers: dict[str, GatheredInput] = {}  # by group, where layers gather for themselves
@@ -109,6 +120,7 @@ class SplitTrace:
             else:
                 hooks.append(layer.module.register_forward_pre_hook(self._entering(layer), prepend=True))
             hooks.append(layer.module.register_forward_hook(self._leaving(layer)))
+        hooks += self._summing_hooks()
         try:
             with adjusted(self._model, self._split.adjustments), self._other_forwards() as stack:
                 hooks += [*self._token_hooks(stack), *self._forgetting_hooks()]
@@ -153,6 +165,24 @@ class SplitTrace:
                 around = functools.partial(tokens.around, layer.forward)
                 stack.enter_context(mock.patch.object(layer, "forward", around))
         return hooks
+
+    def _summing_hooks(self) -> list[Any]:
+        """Let blocks note the sums of gradients of what they pass through one function."""
+        paths = {module: path for path, module in self._model.named_modules() if module in self._summing}
+
+        def enter(block: nn.Module, *_: Any) -> None:
+            every = {parameters_of(module)[name] for module, name in self._summing[block]}
+            num_bytes = sum(tensor_bytes(parameter) for parameter in every if parameter.requires_grad)
+            if num_bytes:
+                self._traffic.note("all_reduce", "backward", num_bytes, paths[block], self._modules_to(paths[block]))
+
+        return [block.register_forward_pre_hook(enter) for block in self._summing]
+
+    def _sum_gradients(self, layer: PlannedLayer, name: str) -> None:
+        """Note the sum of a whole parameter's gradient, unless its block sums all of its own together."""
+        parameter = parameters_of(layer.module)[name]
+        if parameter is not None and parameter.requires_grad and (layer.module, name) not in self._together:
+            self._note("all_reduce", "backward", parameter, layer.path)
 
     def _gather_of(self, path: str) -> GatheredInput:
         """Return the gather for the layers at a path, or in it."""
@@ -219,9 +249,7 @@ class SplitTrace:
     def _scattered(self, layer: PlannedLayer, output: torch.Tensor) -> torch.Tensor:
         self._note("reduce_scatter", "forward", output, layer.path)
         self._note("all_gather", "backward", output, layer.path)
-        bias = parameters_of(layer.module)["bias"]
-        if bias is not None and bias.requires_grad:
-            self._note("all_reduce", "backward", bias, layer.path)
+        self._sum_gradients(layer, "bias")
         tokens = gather_around(layer.path, self._gathers)
         return self._axis.scatter_tokens(output if tokens is None else tokens.behind(output), TOKENS_DIM)
 
@@ -240,9 +268,8 @@ class SplitTrace:
 
         def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             if style.name == "replicated_with_grad_allreduce":
-                for parameter in module.parameters(recurse=False):
-                    if parameter.requires_grad:
-                        self._note("all_reduce", "backward", parameter, layer.path)
+                for name in parameters_of(module):
+                    self._sum_gradients(layer, name)
             if style.gradient == "nothing":
                 return args
             if self._sequence is not None and self._sequence.gathers_above(layer.path):
@@ -445,8 +472,7 @@ class TensorParallel(Method):
         ranks = sizes.get(AXIS, 1)
         if ranks == 1:
             return None
-        keeps = _keeps_gathered(strategy)
-        return SplitTrace(model, self._split(model, sizes, sample, strategy), ranks, keeps_gathered=keeps)
+        return SplitTrace(model, self._split(model, sizes, sample, strategy), ranks, **_manner(strategy))
 
     def text_arguments(self) -> dict[str, Any]:
         """Print the plan as a dictionary."""
@@ -512,7 +538,7 @@ class TensorParallel(Method):
         check_equal("The split of the layers", summary, "give every rank the same model and the same kind of samples")
         job.notices.append(summary)
         axis = TensorAxis(job.require_mesh()[AXIS])
-        split_layers(job.model, split, axis, job.device, keeps_gathered=_keeps_gathered(job.strategy))
+        split_layers(job.model, split, axis, job.device, **_manner(job.strategy))
         split.adjust(job.model)
         job.split = None  # it would keep the blocks of other pipeline ranks alive
         job.is_split = True
@@ -528,9 +554,13 @@ class TensorParallel(Method):
         return send_boundaries(step, AXIS)
 
 
-def _keeps_gathered(strategy: Strategy) -> bool:
-    """Return whether a method of the strategy saves gathered inputs. See [Note: gathered inputs]."""
-    return any(getattr(method, "keeps_gathered", False) for method in strategy.methods)
+def _manner(strategy: Strategy) -> dict[str, bool]:
+    """Return how a strategy exchanges. See [Note: gathered inputs] and [Note: gradients summed together]."""
+    methods = [method for method in strategy.methods if isinstance(method, Method)]
+    return {
+        "keeps_gathered": any(method.keeps_gathered for method in methods),
+        "sums_together": not any(method.splits_backward for method in methods),
+    }
 
 
 def _divided(block: Block, ranks: int) -> Block:

@@ -160,8 +160,8 @@ def trace_key(resolved: Resolved) -> tuple[object, ...]:
     """Return a key shared by strategies that divide the work alike."""
     every = in_phase_order(resolved.strategy)
     methods = (each for each in every if each.axis in INNER_AXES)
-    keeps = any(each.keeps_gathered for each in every)  # because of a pipeline's schedule, too
-    return *methods, *(size for size in resolved.axes if size[0] in INNER_AXES and size[1] > 1), keeps
+    keeps, in_parts = (any(getattr(each, what) for each in every) for what in ("keeps_gathered", "splits_backward"))
+    return *methods, *(size for size in resolved.axes if size[0] in INNER_AXES and size[1] > 1), keeps, in_parts
 
 
 # --- The pass.
