@@ -24,6 +24,7 @@ from tests.methods.test_parity import BATCH, check_weights, full_weights
 from tests.parity.layouts import scheduled
 
 EAGER = {"backend": "aot_eager"}  # compiles forward and backward, and runs them with eager kernels
+ONE_GRAPH = {**EAGER, "fullgraph": True}
 SELECTIVE = ("checkpoint", {"policy": "selective"})
 CASES = {
     "fsdp": (2, "plain", [("compile", {"backend": "eager", "fullgraph": True}), "fsdp", "checkpoint"], 2),
@@ -31,7 +32,7 @@ CASES = {
     "data": (2, "gpt2", [("compile", EAGER)], 1),
     "zero2": (2, "plain", [("compile", {**EAGER, "activation_budget": 0.5}), "zero2"], 2),
     "hybrid": (4, "plain", [("compile", EAGER), "fsdp", ("parallel_mode", {"zero": 2, "data": 2})], 1),
-    "tensor": (2, "llama", [("compile", EAGER), ("parallel_mode", {"tensor": 2}), "tensor_parallel"], 1),
+    "tensor": (2, "llama", [("compile", ONE_GRAPH), ("parallel_mode", {"tensor": 2}), "tensor_parallel"], 1),
     "tokens": (
         2, "llama",
         [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True}), "checkpoint"],
@@ -52,7 +53,9 @@ CASES = {
         2,
     ),
     "tokens gathered again": (
-        2, "llama", [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True})], 2,
+        2, "llama",
+        [("compile", ONE_GRAPH), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True})],
+        2,
     ),
     "heads": (2, "llama", [("compile", EAGER), ("parallel_mode", {"sequence": 2}), "sequence_parallel"], 1),
     "whole": (2, "plain", [("compile", {**EAGER, "whole": True})], 1),
@@ -86,7 +89,7 @@ CASES = {
         2,
     ),
 }  # fmt: skip
-SHORT = ("fsdp",)
+SHORT = ("fsdp", "tokens gathered again")
 
 
 def train(name, strategy, micro_batches):
