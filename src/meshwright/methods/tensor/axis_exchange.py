@@ -7,7 +7,7 @@ tensors are whole and equal on all ranks of the axis.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +54,6 @@ class TensorAxis:
     def copy(self, whole: torch.Tensor) -> torch.Tensor:
         """Pass a whole tensor to a split region: identity in forward, the sum of the ranks' gradients in backward."""
         return self._with_backward(whole, "same", "sum")
-
-    def copy_together(self, wholes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Pass several whole tensors to a split region, as :meth:`copy` does: one exchange sums all gradients."""
-        return _CopyTogether.apply(self, *wholes)  # type: ignore[no-any-return]
 
     def mean_gradient(self, whole: torch.Tensor) -> torch.Tensor:
         """Identity in forward, the mean of the ranks' gradients in backward, where each has another part of them."""
@@ -212,27 +208,6 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
         return getattr(ctx.axis, ctx.transpose)(gradient, ctx.dim), None, None, None, None
-
-
-class _CopyTogether(Function):
-    """Passes several tensors on; their gradients travel as one, in its own exchange for each type."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: TensorAxis, *wholes: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.axis = axis
-        ctx.set_materialize_grads(False)  # what a forward leaves unused has no gradient
-        return tuple(whole.view_as(whole) for whole in wholes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        present = {at: gradient for at, gradient in enumerate(gradients) if gradient is not None}
-        summed: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(gradient.dtype for gradient in present.values()):
-            parts = {at: gradient for at, gradient in present.items() if gradient.dtype == dtype}
-            flat = ctx.axis.sum(torch.cat([part.flatten() for part in parts.values()]))
-            totals = flat.split([part.numel() for part in parts.values()])
-            summed |= {at: total.view(parts[at].shape) for at, total in zip(parts, totals, strict=True)}
-        return None, *(summed.get(at) for at in range(len(gradients)))
 
 
 # --- Gathered inputs

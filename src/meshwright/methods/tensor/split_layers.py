@@ -32,6 +32,7 @@ from meshwright.methods.tensor.split_plan import (
 )
 from meshwright.methods.tensor.split_proof import TOKENS_DIM, part_of
 from meshwright.nn import RankOrder, is_transposed, keep_rank_order, move_to, without_fast_path, wrap_method
+from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.dtensor import dtensor_of, local_shard, spec_of
 from meshwright.runtime.torch_internals.modules import PARAMETERS
 from meshwright.runtime.torch_internals.pytree import tree_map
@@ -230,12 +231,33 @@ def _copied_together(
     """Return copies of those parameters that train and are whole now, by module and name."""
     present = [(module, name, getattr(module, PARAMETERS)[name]) for module, name in places]
     own = {id(p): p for _, _, p in present if p.requires_grad and not isinstance(p, DTensor)}
-    copies = dict(zip(own, axis.copy_together(list(own.values())), strict=True)) if len(own) > 1 else {}
+    copies = dict(zip(own, _CopyTogether.apply(axis, *own.values()), strict=True)) if len(own) > 1 else {}
     found: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
     for module, name, parameter in present:
         if id(parameter) in copies:
             found.setdefault(module, {})[name] = copies[id(parameter)]
     return found
+
+
+class _CopyTogether(Function):
+    """Passes several tensors on; their gradients travel as one, in its own exchange for each type."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: TensorAxis, *wholes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.axis = axis
+        ctx.set_materialize_grads(False)  # what a forward leaves unused has no gradient
+        return tuple(whole.view_as(whole) for whole in wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        present = {at: gradient for at, gradient in enumerate(gradients) if gradient is not None}
+        summed: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(gradient.dtype for gradient in present.values()):
+            parts = {at: gradient for at, gradient in present.items() if gradient.dtype == dtype}
+            flat = ctx.axis.sum(torch.cat([part.flatten() for part in parts.values()]))
+            totals = flat.split([part.numel() for part in parts.values()])
+            summed |= {at: total.view(parts[at].shape) for at, total in zip(parts, totals, strict=True)}
+        return None, *(summed.get(at) for at in range(len(gradients)))
 
 
 def _summed(parameter: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
