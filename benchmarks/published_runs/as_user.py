@@ -12,6 +12,7 @@ To tell what the sources' conventions are worth, the kernels alone may be those 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -88,11 +89,12 @@ def _implementation(case: Case, kernels: Kernels) -> Implementation:
 def _first_that_fits(case: Case, impl: Implementation, candidates: Sequence[str]) -> Plan:
     """Return the plan of the first of these recomputations that fits, or of the first of all."""
     first = _planned(case, impl, candidates[0], keeps=True)
-    # Layers wait for what they gather again, and compiled blocks save less: both where memory asks for it.
-    ladder = [(recomputed, compiled) for recomputed in candidates for compiled in (False, True)]
-    for recomputed, compiled in ladder if not first.fits else ():
+    # Layers wait for what they gather again, compiled blocks save less, and the loss can do without logits: each where
+    # memory asks for it. Searches propose all three.
+    ladder = itertools.product((False, True), candidates, (False, True))
+    for omits, recomputed, compiled in ladder if not first.fits else ():
         try:
-            plan = _planned(case, impl, recomputed, compiled=compiled)
+            plan = _planned(case, impl, recomputed, compiled=compiled, omits_logits=omits)
         except MeshwrightError:  # no share is enough
             continue
         if plan.fits:
@@ -100,7 +102,7 @@ def _first_that_fits(case: Case, impl: Implementation, candidates: Sequence[str]
     return first
 
 
-def _planned(case: Case, impl: Implementation, recomputed: str, *, keeps: bool = False, compiled: bool = False) -> Plan:
+def _planned(case: Case, impl: Implementation, recomputed: str, **options: bool) -> Plan:
     cluster = case.cluster
     # The latency of a source's network is its own; a user has that of the preset.
     plain = make_cluster(cluster.device, cluster.num_devices, cluster.devices_per_node)
@@ -109,7 +111,7 @@ def _planned(case: Case, impl: Implementation, recomputed: str, *, keeps: bool =
     # Engines with a tensor axis pad the vocabulary of the model that they are given: such is the model that ran.
     shape = padded(case.shape, dict(case.strategy.get("parallel_mode").axes).get("tensor", 1))  # type: ignore[union-attr]
     subject = FamilyModel(case.row.text("model"), shape, impl).subject(cluster, _samples(case), None)
-    strategy = user_strategy(case, recomputed, keeps=keeps, compiled=compiled)
+    strategy = user_strategy(case, recomputed, **options)
     return subject.plan(strategy, case.run.num_micro_batches)
 
 
@@ -120,7 +122,9 @@ def _samples(case: Case) -> int:
     return case.run.micro_batch * case.run.num_micro_batches * replicas
 
 
-def user_strategy(case: Case, recomputed: str, *, keeps: bool = False, compiled: bool = False) -> Strategy:
+def user_strategy(
+    case: Case, recomputed: str, *, keeps: bool = False, compiled: bool = False, omits_logits: bool = False
+) -> Strategy:
     """Return the strategy of a row in our methods, as a user writes it.
 
     Args:
@@ -128,6 +132,7 @@ def user_strategy(case: Case, recomputed: str, *, keeps: bool = False, compiled:
         recomputed: What is recomputed.
         keeps: Whether layers keep the tokens that they gather.
         compiled: Whether to compile where the row does not say.
+        omits_logits: Whether to compute the loss without logits.
     """
     sizes = dict(case.strategy.get("parallel_mode").axes)  # type: ignore[union-attr]
     tensor, pipeline, context = (sizes.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
@@ -143,7 +148,7 @@ def user_strategy(case: Case, recomputed: str, *, keeps: bool = False, compiled:
     methods += [("tensor_parallel", tokens)] if tensor > 1 else []
     methods += ["context_parallel"] if context > 1 else []
     # What our search proposes where ranks share samples: each has the loss of its share, where nothing excludes that.
-    methods += [("module_replace", ["fused_loss"])] if context > 1 else []
+    methods += [("module_replace", ["fused_loss"])] if context > 1 or omits_logits else []
     methods += [("pipeline_parallel", _pipeline(case, pipeline))] if pipeline > 1 else []
     if recomputed == _SHARE:
         budget = round(usable_bytes(case.cluster.device) * (1 - HEADROOM))
