@@ -102,7 +102,8 @@ def rank_memory(case: Case) -> RankMemory:
 
 
 def _memory_of(case: Case, step: Step) -> RankMemory:
-    convention, most, extra = case.convention, peak(step), _beside(case, step)
+    convention, most = case.convention, peak(step)
+    extra = _beside(case, step, most)
     gathers_layers = convention.live_bytes > 0 and case.zero_stage == 3
     # Expandable segments are an option of CUDA's drivers: torch ignores it on AMD's devices.
     expandable = convention.expandable and case.cluster.device.efficiency != "MI300X"
@@ -113,7 +114,7 @@ def _memory_of(case: Case, step: Step) -> RankMemory:
     return RankMemory(most, counted, needed, needed <= case.cluster.device.memory_bytes)
 
 
-def _beside(case: Case, step: Step) -> int:
+def _beside(case: Case, step: Step, most: Peak) -> int:
     """Return the bytes that a source needs beyond our methods; negative where it needs less."""
     convention = case.convention
     extra = convention.bucket_bytes
@@ -134,6 +135,8 @@ def _beside(case: Case, step: Step) -> int:
         extra += _stage_buffers(case, step, step.stages)
     if convention.wide_gradients and step.whole_gradients and step.num_micro_batches == 1:
         extra += sum(block.count * size for block, size in whole_gradients(step))
+    if convention.wide_gradients and step.shard_axis is None:  # ours are in half precision until the update
+        extra += max(memory(step).gradients - most.memory.gradients, 0)
     return extra
 
 

@@ -439,7 +439,7 @@ def peak(step: Step, but_for: Collection[Moment] = ()) -> Peak:
     """
     every = {moment: held for moment, held in moments(step).items() if moment not in but_for}
     moment = max(every, key=lambda each: every[each].total)
-    return Peak(moment, every[moment], every[moment].total, _reserved(every, whole_weights_bytes(step)))
+    return Peak(moment, every[moment], every[moment].total, _reserved(step, every))
 
 
 def moments(step: Step) -> dict[Moment, Memory]:
@@ -485,7 +485,9 @@ def _moments(step: Step) -> dict[Moment, Memory]:
         whole = dataclasses.replace(whole, recomputation=whole.recomputation - min(own, known.passing_bytes))
     # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
     shards_last = _has_accumulated(step) and not step.whole_gradients
-    lasting = whole.gradients if shards_last or step.shard_axis is None else 0
+    lasting = whole.gradients if shards_last else 0
+    if step.shard_axis is None:
+        lasting = _in_model(step) if _has_accumulated(step) or step.stages is not None else 0
     if step.whole_gradients and _has_accumulated(step):
         lasting = unsharded_gradients(step)
     if averages_in_buckets(step):  # those of micro-batches before are beside the buckets
@@ -514,30 +516,36 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     given = known.inputs.held if known is not None else 0
     copied = [at(before[0], before[1] + size, kept + given) for size, kept in copied_out(step)]
     copied += [at(whole.gradients, size, given) for size in [broadcast_bytes(step)] if size]
+    ending = [at(*each) for each in _reductions(step, most, given)]
     found_at: dict[Moment, Memory] = {
         **({"gather": max(copied, key=lambda each: each.total)} if copied else {}),
         "loss": loss,
         "recomputation": recomputed,
-        "reduction": max((at(*each) for each in _reductions(step, most, given)), key=lambda each: each.total),
+        "reduction": max(ending, key=lambda each: each.total),
         "update": _at_update(step, most),
     }
     shared = exchanged_in_memory(step)
     return {moment: dataclasses.replace(held, gathered=held.gathered + shared) for moment, held in found_at.items()}
 
 
-def _reductions(step: Step, most: Memory, given: int) -> Iterator[tuple[int, int, int]]:
-    """Yield bytes of gradients, of what is whole, and of activations as the last gradients are reduced.
+def _reductions(step: Step, most: Memory, given: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield bytes of gradients, of what is whole, of activations, and recomputed, as the last gradients are reduced.
 
-    Those that have accumulated whole are reduced block by block, each when its shard is made: the last block's while
-    the blocks before it have saved their tensors, and in a pipeline when backward is over.
+    Where parameters are not sharded all are there, while the first block runs backward. Those that have accumulated
+    whole are reduced block by block, each when its shard is made: the last block's while the blocks before it have
+    saved their tensors, and in a pipeline when backward is over.
     """
     weights, (accumulated, of_block, of_outside) = whole_weights_bytes(step), _gradients(step)
-    yield most.gradients, weights + of_outside, given
+    if step.shard_axis is None:
+        traced = step.activations is not None and step.activations.transients  # place by place, then
+        yield _in_model(step), 0, given, 0 if traced else most.recomputation
+        return
+    yield most.gradients, weights + of_outside, given, 0
     if accumulated and step.shard_axis is not None:
         on_way = 0 if step.shards_in_memory else 2 * of_block
         shard = of_block // step.size(step.shard_axis)
         kept = _saved_before_the_last_block(step) + given
-        yield unsharded_gradients(step) + shard, weights + accumulated + on_way, kept
+        yield unsharded_gradients(step) + shard, weights + accumulated + on_way, kept, 0
 
 
 def _at_update(step: Step, most: Memory) -> Memory:
@@ -574,20 +582,19 @@ def _gradients(step: Step) -> tuple[int, int, int]:
     return 0, 2 * inside, outside
 
 
-def _reserved(every: dict[Moment, Memory], weights: int) -> int:
+def _reserved(step: Step, every: dict[Moment, Memory]) -> int:
     """Return the bytes that the caching allocator has reserved, which it keeps per stream.
 
     Gathered weights, and gradients as shards, come from streams of their own. All other memory of computing comes from
     one stream, whose own peak stays reserved.
     """
+    whole, weights = every["update"], whole_weights_bytes(step)
+    shards = whole.gradients if step.shard_axis is not None else 0
 
     def computing(each: Memory) -> int:
-        # Gradients that are in DDP's buckets, too.
-        twice = max(each.gradients - whole.gradients, 0)
         kept = (each.activations or 0) + each.recomputation + each.returned + each.updating
-        return kept + max(each.gathered - weights, 0) + twice
+        return kept + max(each.gathered - weights, 0) + max(each.gradients - shards, 0)
 
-    whole = every["update"]
-    lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + whole.gradients
+    lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + shards
     lasting += whole.outer + whole.average + whole.visiting
     return lasting + weights + max(computing(each) for each in every.values())

@@ -104,7 +104,7 @@ def test_schedules_that_need_many_micro_batches_are_not_lost():
 def test_updates_in_host_memory_are_bounded_by_what_they_wait_for():
     # Without that, every micro-batch of every branch that offloads looks as fast as one that does not.
     mixtral = parse_family("mixtral:layers=4,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=32000,experts=8")
-    subject = workload("h100x2", batch=8, shape=mixtral, limit_bytes=40 * 2**30)
+    subject = workload("h100x2", batch=8, shape=mixtral, limit_bytes=42 * 2**30)
     space = default_space(subject).replace(offload=offloads())
     space = space.replace(sizes={"tensor": space.sizes["tensor"]}, sharding=choices(None, "fsdp"))
     found = search(subject, space=space, top=3)
