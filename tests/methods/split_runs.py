@@ -205,6 +205,14 @@ def train(name, methods, mode, micro=1):
     return losses, norms, weights if mw.rank() == 0 else None
 
 
+def weights_after_steps(name, methods):
+    """Whole weights after ten steps."""
+    result = accelerated(name, methods, "sgd")
+    for _, batch in zip(range(STEPS), result.dataloader, strict=False):
+        result.step(batch)
+    return whole_weights(result.model)
+
+
 def whole_weights(model):
     """As a state dict has them: fused projections in the model's own order."""
     names = {name for name, _ in model.named_parameters()}

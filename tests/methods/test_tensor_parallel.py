@@ -144,6 +144,14 @@ def test_a_block_sums_the_gradients_of_what_is_whole_at_once(ranks, name, method
         assert (sizes.count(size), len(sizes)) == (2, predicted)
 
 
+@pytest.mark.long
+def test_norms_that_are_still_sharded_as_their_block_begins_sum_by_themselves(ranks):
+    units = ("fsdp", {"atorch_wrap_cls": ("Qwen3Attention", "Qwen3MLP")})
+    weights = ranks(4).run(split_runs.weights_after_steps, "qwen3", [SEQUENCE, BOTH, units])[0]
+    *_, before, expected = reference("qwen3", "sgd")
+    check_weights(weights, before, expected)
+
+
 def test_ranks_of_a_tensor_group_stay_equal(ranks):
     """Rank 0's weights and one stream of dropout: whole parameters agree after steps, bit for bit."""
     for first, *others in zip(*ranks(2).run(split_runs.mlp_everywhere), strict=True):
