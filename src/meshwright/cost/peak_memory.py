@@ -516,12 +516,11 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     given = known.inputs.held if known is not None else 0
     copied = [at(before[0], before[1] + size, kept + given) for size, kept in copied_out(step)]
     copied += [at(whole.gradients, size, given) for size in [broadcast_bytes(step)] if size]
-    ending = [at(*each) for each in _reductions(step, most, given)]
     found_at: dict[Moment, Memory] = {
         **({"gather": max(copied, key=lambda each: each.total)} if copied else {}),
         "loss": loss,
         "recomputation": recomputed,
-        "reduction": max(ending, key=lambda each: each.total),
+        "reduction": max((at(*each) for each in _reductions(step, most, given)), key=lambda each: each.total),
         "update": _at_update(step, most),
     }
     shared = exchanged_in_memory(step)
@@ -541,7 +540,7 @@ def _reductions(step: Step, most: Memory, given: int) -> Iterator[tuple[int, int
         yield _in_model(step), 0, given, 0 if traced else most.recomputation
         return
     yield most.gradients, weights + of_outside, given, 0
-    if accumulated and step.shard_axis is not None:
+    if accumulated:
         on_way = 0 if step.shards_in_memory else 2 * of_block
         shard = of_block // step.size(step.shard_axis)
         kept = _saved_before_the_last_block(step) + given
