@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.cost.activations import Activations, BackwardAt, Transient
@@ -412,7 +411,7 @@ def _weights(step: Step, place: int, behind: int, *, ahead: bool = True) -> int:
 Moment = Literal["gather", "loss", "recomputation", "reduction", "update"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Peak:
     """The most memory one rank holds in a step.
 
@@ -472,7 +471,7 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     """
     most, known = memory(step), step.activations
     whole = dataclasses.replace(most, updating=0)
-    saved = known.saved_bytes if known is not None else 0
+    saved = _saved_bytes(step)
     behind = min(known.outside_bytes, saved) if known is not None else 0
     if known is not None and known.holds_messages and not known.transients:
         saved += max((_received_bytes(step, now) for now in known.backward_at), default=0)
@@ -483,15 +482,7 @@ def _moments(step: Step) -> dict[Moment, Memory]:
         own = min(of_block // 2, _largest_block(step))
         of_block += own - of_block // 2
         whole = dataclasses.replace(whole, recomputation=whole.recomputation - min(own, known.passing_bytes))
-    # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
-    shards_last = _has_accumulated(step) and not step.whole_gradients
-    lasting = whole.gradients if shards_last else 0
-    if step.shard_axis is None:
-        lasting = _in_model(step) if _has_accumulated(step) or step.stages is not None else 0
-    if step.whole_gradients and _has_accumulated(step):
-        lasting = unsharded_gradients(step)
-    if averages_in_buckets(step):  # those of micro-batches before are beside the buckets
-        lasting = _in_model(step) * (2 if _has_accumulated(step) else 1)
+    shards_last, lasting = _has_accumulated(step) and not step.whole_gradients, _lasting_gradients(step, whole)
 
     def at(gradients: int, gathered: int, activations: int, recomputation: int = 0) -> Memory:
         return dataclasses.replace(
@@ -505,8 +496,7 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     if known is not None and known.copied_at:
         loss = dataclasses.replace(loss, returned=known.returned_at(len(known.blocks)))
         if len(known.copied_at) < len(known.blocks):  # when they come back, what other blocks have saved is gone
-            back = max(whole.returned - (saved - behind), 0)
-            recomputed = dataclasses.replace(recomputed, returned=back)
+            recomputed = dataclasses.replace(recomputed, returned=max(whole.returned - (saved - behind), 0))
     if known is not None and known.transients:
         found = sorted(backward_by_place(step, whole), key=lambda each: each[1].total)
         recomputed = next((held for is_behind, held in reversed(found) if not is_behind), found[-1][1])
@@ -527,6 +517,18 @@ def _moments(step: Step) -> dict[Moment, Memory]:
     return {moment: dataclasses.replace(held, gathered=held.gathered + shared) for moment, held in found_at.items()}
 
 
+def _lasting_gradients(step: Step, whole: Memory) -> int:
+    """Return the bytes of gradients that are there as backward begins."""
+    has_accumulated = _has_accumulated(step)
+    if averages_in_buckets(step):  # those of micro-batches before are beside the buckets
+        return _in_model(step) * (2 if has_accumulated else 1)
+    if step.whole_gradients and has_accumulated:  # shards are made as these are reduced, and take their place
+        return unsharded_gradients(step)
+    if step.shard_axis is None:
+        return _in_model(step) if has_accumulated or step.stages is not None else 0
+    return whole.gradients if has_accumulated else 0
+
+
 def _reductions(step: Step, most: Memory, given: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield bytes of gradients, of what is whole, of activations, and recomputed, as the last gradients are reduced.
 
@@ -536,8 +538,8 @@ def _reductions(step: Step, most: Memory, given: int) -> Iterator[tuple[int, int
     """
     weights, (accumulated, of_block, of_outside) = whole_weights_bytes(step), _gradients(step)
     if step.shard_axis is None:
-        traced = step.activations is not None and step.activations.transients  # place by place, then
-        yield _in_model(step), 0, given, 0 if traced else most.recomputation
+        is_traced = step.activations is not None and step.activations.transients  # place by place, then
+        yield _in_model(step), 0, given, 0 if is_traced else most.recomputation
         return
     yield most.gradients, weights + of_outside, given, 0
     if accumulated:
@@ -553,8 +555,8 @@ def _at_update(step: Step, most: Memory) -> Memory:
     With a traced model FSDP2 has freed what it gathered. DDP keeps its buckets beside fp32 gradients of half weights.
     """
     known = step.activations
-    real = known is not None and bool(known.transients)
-    gathered = 0 if real or step.gathered != "model" else whole_weights_bytes(step)
+    is_traced = known is not None and bool(known.transients)
+    gathered = 0 if is_traced or step.gathered != "model" else whole_weights_bytes(step)
     buffers = _in_model(step) if step.master is not None and averages_in_buckets(step) else 0
     return dataclasses.replace(
         most,
@@ -573,10 +575,9 @@ def _gradients(step: Step) -> tuple[int, int, int]:
     Two blocks at once; one beside accumulated gradients, which exist already.
     """
     each = whole_gradients(step)
-    accumulates = step.whole_gradients and _has_accumulated(step)
     inside = max((size for block, size in each if block.name != "outside"), default=0)
     outside = sum(size for block, size in each if block.name == "outside")
-    if accumulates:
+    if step.whole_gradients and _has_accumulated(step):
         return sum(block.count * size for block, size in each), inside, outside
     return 0, 2 * inside, outside
 
