@@ -31,7 +31,7 @@ from meshwright.nn import (
     is_compiled,
     outside_compiled,
     recompute_contexts,
-    wrap_methods,
+    wrap_method,
 )
 from meshwright.runtime.torch_internals.operators import ANNOTATIONS, SCHEMA, OpOverloadPacket, schema_of
 
@@ -221,7 +221,9 @@ def recompute(modules: Sequence[nn.Module], kept: frozenset[str], *, no_reentran
     run = functools.partial(_selective, kept) if kept else _whole
     if kept and no_reentrant:
         _KEEPING.update(modules)
-    wrap_methods(modules, "forward", functools.partial(_recomputed, run if no_reentrant else _reentrant))
+    around = functools.partial(_recomputed, run if no_reentrant else _reentrant)
+    for module in modules:
+        wrap_method(module, "forward", around)
 
 
 def recomputes(model: nn.Module) -> bool:
@@ -240,7 +242,7 @@ def keeps_results(model: nn.Module) -> bool:
 
 
 def _owner(forward: Callable[..., Any]) -> nn.Module:
-    """Return the module of a wrapped forward, which ``wrap_methods`` passes with its module as first argument."""
+    """Return the module of a wrapped forward, which ``wrap_method`` passes with its module as first argument."""
     module: nn.Module = forward.args[0]  # type: ignore[attr-defined]
     return module
 

@@ -63,7 +63,6 @@ if TYPE_CHECKING:
         without_caches as without_caches,
         without_fast_path as without_fast_path,
         wrap_method as wrap_method,
-        wrap_methods as wrap_methods,
     )
     from meshwright.nn.recompute_buffers import SameBuffers as SameBuffers, recompute_contexts as recompute_contexts
     from meshwright.nn.swapped_parameters import (

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from meshwright.nn.module_structure import find_blocks, wrap_methods
+from meshwright.nn.module_structure import find_blocks, wrap_method
 from meshwright.runtime.torch_internals.autograd import Function, current_function_modes, in_functorch_transform
 from meshwright.runtime.torch_internals.operators import (
     CPU_HAS_AMX_BF16,
@@ -47,7 +47,8 @@ def widen_products(model: nn.Module, device: torch.device) -> int:
     if device.type != "cpu" or has_bf16_products():
         return 0
     layers = [module for module in model.modules() if type(module).forward is nn.Linear.forward]
-    wrap_methods(layers, "forward", _widened)
+    for layer in layers:
+        wrap_method(layer, "forward", _widened)
     return len(layers)
 
 
@@ -240,7 +241,8 @@ def widen(model: nn.Module, device: torch.device) -> None:
     widen_products(model, device)
     if attends_wide(device):
         # Blocks, too: a model's own torch.utils.checkpoint runs them again in backward, and must save the same tensors.
-        wrap_methods([model, *(block for _, block in find_blocks(model))], "forward", with_wide_attention)
+        for module in (model, *(block for _, block in find_blocks(model))):
+            wrap_method(module, "forward", with_wide_attention)
 
 
 @contextlib.contextmanager

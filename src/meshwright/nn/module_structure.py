@@ -248,6 +248,8 @@ def part_of_whole(model: nn.Module) -> Part | None:
 
 # --- Wrapped methods, and forwards that nothing bypasses.
 
+_WRAPS = "_wraps_method"  # the method that a class of :func:`wrap_method` wraps
+
 Around = Callable[..., Any]
 """Called as ``around(forward, *args, **kwargs)`` in place of ``forward(*args, **kwargs)``."""
 
@@ -257,34 +259,41 @@ def class_with(cls: type[nn.Module], name: str, method: Callable[..., Any]) -> t
     return type(cls.__name__, (cls,), {name: method, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
+@dataclass(frozen=True)
+class _Around:
+    """What a module's method is wrapped in; copies of the module share it."""
+
+    call: Around
+
+    def __deepcopy__(self, memo: object) -> _Around:
+        return self
+
+
 def wrap_method(module: nn.Module, name: str, around: Around) -> None:
     """Wrap one method of one module, for example its ``forward``, in ``around``.
 
     The module's class becomes a subclass of what it was (as FSDP2 does), so ``isinstance``, deep copies, parameter
-    names and state dicts are those of the plain module. Wrapping twice nests.
+    names and state dicts are those of the plain module. Wrapping twice nests. Modules of one class go on sharing a
+    class, whatever they are wrapped in, so code that is compiled for one of them serves all.
     """
-    wrap_methods([module], name, around)
+    cls = type(module)
+    depth = sum(each.__dict__.get(_WRAPS) == name for each in cls.__mro__)
+    key = f"_around_{name}_{depth}"
+    module.__dict__[key] = _Around(around)
+    known = (each for each in cls.__subclasses__() if each.__dict__.get(_WRAPS) == name)
+    module.__class__ = next(known, None) or _wrapping_class(cls, name, key)
 
 
-def wrap_methods(modules: Iterable[nn.Module], name: str, around: Around) -> None:
-    """Wrap one method of several modules, as :func:`wrap_method` does.
+def _wrapping_class(cls: type[nn.Module], name: str, key: str) -> type[nn.Module]:
+    original = getattr(cls, name)
 
-    Modules of one class go on sharing a class, so code that is compiled for one of them serves all.
-    """
-    wrapped: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in modules:
-        cls = type(module)
-        if cls not in wrapped:
-            wrapped[cls] = class_with(cls, name, _around(getattr(cls, name), around))
-        module.__class__ = wrapped[cls]
-
-
-def _around(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(functools.partial(original, self), *args, **kwargs)
+        return getattr(self, key).call(functools.partial(original, self), *args, **kwargs)
 
-    return method
+    subclass = class_with(cls, name, method)
+    setattr(subclass, _WRAPS, name)
+    return subclass
 
 
 def without_fast_path(model: nn.Module) -> None:

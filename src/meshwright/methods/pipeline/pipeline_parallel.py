@@ -47,7 +47,7 @@ from meshwright.methods.pipeline.stage_cut import (
     place_stages,
 )
 from meshwright.methods.planner_hooks import SearchScope
-from meshwright.nn import keep_part_of_whole, move_to, without_fast_path, wrap_method, wrap_methods
+from meshwright.nn import keep_part_of_whole, move_to, without_fast_path, wrap_method
 from meshwright.optim import Stages as NormStages
 from meshwright.strategy import Bytes
 
@@ -394,8 +394,9 @@ class PipelineParallel(Method):
         without_fast_path(job.model)
         if hasattr(type(job.model), "generate"):
             wrap_method(job.model, "generate", job.pipeline.around_generate)
-            inner = [each for each in job.model.modules() if hasattr(type(each), "generate") and each is not job.model]
-            wrap_methods(inner, "forward", job.pipeline.around_inner)
+            for module in job.model.modules():
+                if hasattr(type(module), "generate") and module is not job.model:
+                    wrap_method(module, "forward", job.pipeline.around_inner)
         job.loss_func = job.pipeline.loss(job.loss_func)
         if job.shard_axis is None and job.size("tensor") == job.size("expert") == 1:
             move_to(job.model, job.device)

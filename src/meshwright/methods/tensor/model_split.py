@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
 import weakref
@@ -244,7 +245,7 @@ def let_exchange_tokens(
     for path in layout.scopes:
         module = model.get_submodule(path)
         if not is_linear(module):
-            gather_for(module, gathers[path])
+            wrap_method(module, "forward", functools.partial(on_all_tokens, gathers[path]))
             for layer in linear_layers(module):
                 wrap_method(layer, "forward", gathers[path].around)
 
@@ -285,10 +286,13 @@ def gather_around(path: str, gathers: Mapping[str, GatheredInput]) -> GatheredIn
     return next((tokens for key, tokens in gathers.items() if path.startswith(key + ".")), None)
 
 
-def gather_for(module: nn.Module, tokens: GatheredInput) -> list[Any]:
-    """Let a module gather the tokens of its hidden state; return the handles of its hooks."""
-    entering = change_hidden_input(module, tokens.gather)
-    return [entering, module.register_forward_hook(lambda *_: tokens.forget(), always_call=True)]
+def on_all_tokens(tokens: GatheredInput, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a module on all tokens of its hidden state."""
+    args, kwargs = with_argument(args, kwargs, tokens.gather)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        tokens.forget()
 
 
 def linear_layers(module: nn.Module) -> list[nn.Module]:

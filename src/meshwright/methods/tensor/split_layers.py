@@ -214,29 +214,32 @@ def _with_summed_gradients(module: nn.Module, axis: TensorAxis) -> Callable[...,
 
 def _summing_together(places: Sequence[tuple[nn.Module, str]], axis: TensorAxis) -> Callable[..., Any]:
     """Return the forward of a block that sums the gradients of its whole parameters together."""
+    places_of: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module, name in places:
+        places_of.setdefault(module.get_parameter(name), []).append((module, name))
+    shared = list(places_of.values())
 
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            if torch.is_grad_enabled():
-                for module, copies in _copied_together(places, axis).items():
-                    stack.enter_context(swapped_parameters(module, copies))
+            for places, copied in _copied_together(shared, axis) if torch.is_grad_enabled() else ():
+                for module, name in places:
+                    stack.enter_context(swapped_parameters(module, {name: copied}))
             return forward(*args, **kwargs)
 
     return around
 
 
-def _copied_together(
-    places: Sequence[tuple[nn.Module, str]], axis: TensorAxis
-) -> dict[nn.Module, dict[str, torch.Tensor | None]]:
-    """Return copies of those parameters that train and are whole now, by module and name."""
-    present = [(module, name, getattr(module, PARAMETERS)[name]) for module, name in places]
-    own = {id(p): p for _, _, p in present if p.requires_grad and not isinstance(p, DTensor)}
-    copies = dict(zip(own, _CopyTogether.apply(axis, *own.values()), strict=True)) if len(own) > 1 else {}
-    found: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
-    for module, name, parameter in present:
-        if id(parameter) in copies:
-            found.setdefault(module, {})[name] = copies[id(parameter)]
-    return found
+_Places = list[tuple[nn.Module, str]]  # modules and names under which they have one parameter
+
+
+def _copied_together(shared: Sequence[_Places], axis: TensorAxis) -> list[tuple[_Places, torch.Tensor]]:
+    """Return copies of those parameters that train and are whole now, with their places."""
+    present = [(places, getattr(places[0][0], PARAMETERS)[places[0][1]]) for places in shared]
+    whole = [(places, p) for places, p in present if p.requires_grad and not isinstance(p, DTensor)]
+    if len(whole) < 2:
+        return []
+    copies = _CopyTogether.apply(axis, *(p for _, p in whole))
+    return [(places, copied) for (places, _), copied in zip(whole, copies, strict=True)]
 
 
 class _CopyTogether(Function):
@@ -361,11 +364,11 @@ def _share_inputs(split: Split, axis: TensorAxis, gathers: Mapping[str, Gathered
             else _SharedInput(tokens.gather, tokens.forget)
         )
         for layer in group:
-            layer.module.register_forward_pre_hook(shared.enter, prepend=True)
             if tokens is not None:
                 wrap_method(layer.module, "forward", tokens.around)
+            wrap_method(layer.module, "forward", shared.around)
         holder = group[0].parent if len(group) > 1 else group[0].module
-        holder.register_forward_hook(shared.leave, always_call=True)
+        wrap_method(holder, "forward", shared.around_all)
 
 
 class _SharedInput:
@@ -383,16 +386,18 @@ class _SharedInput:
         self._seen: weakref.ref[torch.Tensor] | None = None  # the input that was copied last
         self._copy: torch.Tensor | None = None  # dropped when the module around the layers has run
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace the first argument."""
-        tensor, *others = args
+    def around(self, forward: Callable[..., Any], tensor: torch.Tensor, *others: Any) -> Any:
+        """Run the forward of one of the layers on the copy of its input."""
         if self._copy is None or self._seen is None or self._seen() is not tensor:
             self._seen = weakref.ref(tensor)
             self._copy = self._copied(tensor)
-        return (self._copy, *others)
+        return forward(self._copy, *others)
 
-    def leave(self, *_: Any) -> None:
-        """Forget the input."""
-        self._seen = self._copy = None
-        if self._forget is not None:
-            self._forget()
+    def around_all(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the module around the layers, and forget the input behind it."""
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._seen = self._copy = None
+            if self._forget is not None:
+                self._forget()

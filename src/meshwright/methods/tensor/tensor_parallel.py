@@ -31,11 +31,11 @@ from meshwright.methods.tensor.model_split import (
     change_hidden_output,
     check_tokens,
     gather_around,
-    gather_for,
     gathered_over,
     gathers_of,
     linear_layers,
     needs_undivided_experts,
+    on_all_tokens,
     split_of,
 )
 from meshwright.methods.tensor.split_checks import check_grouped, refuse_router_loss
@@ -160,7 +160,8 @@ class SplitTrace:
                 tokens, layers = self._gathers[groups[path]], [module]
             else:
                 tokens, layers = self._gathers[path], linear_layers(module)
-                hooks += gather_for(module, tokens)
+                around_all = functools.partial(on_all_tokens, tokens, module.forward)
+                stack.enter_context(mock.patch.object(module, "forward", around_all))
             for layer in layers:
                 around = functools.partial(tokens.around, layer.forward)
                 stack.enter_context(mock.patch.object(layer, "forward", around))
