@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.nn import wrap_method
+from meshwright.nn import is_compiled, wrap_method
 from meshwright.optim import Copies
 from meshwright.optim.dtensors import local_tensor, wrapped_like
 from meshwright.optim.offload_storage import Event
@@ -144,7 +144,8 @@ class ActivationOffload:
         """Bytes copied to the host so far."""
         for block in blocks:
             wrap_method(block, "forward", self._around)
-            for module in block.modules():
+            # The graph of compiled code would break at hooks.
+            for module in block.modules() if not is_compiled(block) else ():
                 module.register_forward_pre_hook(self._enter)
 
     def _around(self, forward: functools.partial[Any], *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +156,7 @@ class ActivationOffload:
             self._run() as run,
             torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(run, tensor), self._unpack),
         ):
-            # The block's own hook ran before this run began, and compiled code runs no hooks inside.
+            # The block's own hook ran before this run began, and compiled ones have none.
             run.weights |= {_storage(tensor) for tensor in (*block.parameters(), *block.buffers())}
             return forward(*args, **kwargs)
 
