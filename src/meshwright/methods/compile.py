@@ -247,7 +247,7 @@ class Compile(Method):
         if self.activation_budget is not None:
             patches.append((functorch_config, {"activation_memory_budget": self.activation_budget}))
         is_split = job.size("tensor") > 1 and not self.whole  # whose parts are sharded as it begins
-        if is_split and job.recomputed and hasattr(dynamo.config, _IN_FORWARD_ALONE):
+        if job.recomputed and hasattr(dynamo.config, _IN_FORWARD_ALONE):
             patches.append((dynamo.config, {_IN_FORWARD_ALONE: True}))
 
         @contextlib.contextmanager

@@ -104,7 +104,8 @@ class AttentionCalls(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         """Begin to replace."""
-        self._eager.enter_context(_eager_attention(self._with_sinks))
+        if not torch.compiler.is_compiling():
+            self._eager.enter_context(_eager_attention(self._with_sinks))
         super().__enter__()
         return self
 
@@ -204,6 +205,9 @@ def grouped_keys() -> Iterator[None]:
 
     Otherwise it repeats their heads if there is a mask, as there always is in a pass over fake tensors.
     """
+    if torch.compiler.is_compiling():
+        yield
+        return
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -274,15 +274,21 @@ class Ring(Protocol):
         """Start sending tensors to the next rank and receiving tensors of the same shapes from the one before."""
 
 
+def outputs_of(query: torch.Tensor, features: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for an output over all keys, of so many features, and its log-sum-exp.
+
+    Laid out as (batch, tokens, heads, features): concatenating the heads afterwards needs no copy.
+    """
+    batch, heads, tokens, _ = query.shape
+    out = query.new_empty((batch, tokens, heads, features), dtype=_wide(query)).transpose(1, 2)
+    return out, query.new_empty((batch, heads, tokens), dtype=_wide(query))
+
+
 class _Merged:
     """Outputs over the keys seen so far, and their log-sum-exp, in fp32 (fp64 for fp64 inputs)."""
 
     def __init__(self, query: torch.Tensor, features: int) -> None:
-        batch, heads, tokens, _ = query.shape
-        dtype = _wide(query)
-        # Laid out as (batch, tokens, heads, features): concatenating the heads afterwards needs no copy.
-        self.out = query.new_empty((batch, tokens, heads, features), dtype=dtype).transpose(1, 2)
-        self.lse = query.new_empty((batch, heads, tokens), dtype=dtype)
+        self.out, self.lse = outputs_of(query, features)
         self._is_empty = True
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -340,60 +346,87 @@ class _Sum:
         return self._known
 
 
-class RingAttention(Function):
-    """Attention of queries (batch, heads, tokens / n, features) over the keys and values of all ranks."""
+@dataclass(frozen=True)
+class AttentionOver:
+    """What a ring computes with its tensors.
 
-    @staticmethod
+    ``mask`` is for all ``tokens``, and ``sinks`` (heads) are scores that join each softmax and bring no value (Xiao et
+    al. 2023; GPT-OSS).
+    """
+
+    ring: Ring
+    table: Table | None  # what can be skipped; None: nothing
+    is_causal: bool
+    scale: float | None
+    tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        ring: Ring,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        tokens: int,
+    ) -> AttentionOver:
+        """Return what is computed under a mask (…, tokens or 1, tokens)."""
+        table = causal_table(ring.order) if is_causal else None
+        if mask is not None:
+            # Beside sinks a query that sees nothing gets zeros, whether it was the lowest number that hid it, or
+            # infinity.
+            lowest = mask.is_floating_point() and sinks is not None
+            table = mask_table(mask, ring.order, torch.finfo(mask.dtype).min if lowest else -torch.inf)
+        return cls(ring, table, is_causal, scale, tokens)
+
     def forward(
-        ctx: Any,
+        self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        ring: Ring,
-        table: Table | None,
-        is_causal: bool,
-        scale: float | None,
-        tokens: int,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the output; ``mask`` is for all ``tokens``, ``table`` says what can be skipped (None: nothing).
-
-        ``sinks`` (heads) are scores that join each softmax and bring no value (Xiao et al. 2023; GPT-OSS).
-        """
-        ctx.ring, ctx.table, ctx.is_causal, ctx.scale, ctx.tokens = ring, table, is_causal, scale, tokens
-        merged, pair, order = _Merged(query, value.shape[-1]), [key, value], ring.order
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and the log-sum-exp."""
+        merged, pair, order = _Merged(query, value.shape[-1]), [key, value], self.ring.order
         for step in range(order.size):
-            arriving = ring.pass_on(pair) if step < order.size - 1 else None
+            arriving = self.ring.pass_on(pair) if step < order.size - 1 else None
             source = (order.index - step) % order.size
-            view = _view(ctx, source, query.shape[2])
+            view = self._view(source, query.shape[2])
             if view is not None:
-                merged.add(view.rows, *_block(ctx, view, query, pair, mask, source).forward())
+                merged.add(view.rows, *self._block(view, query, pair, mask, source).forward())
             if arriving is not None:
                 pair = arriving()
         if sinks is not None:
             merged.add_sinks(sinks)
         merged.fill()
-        out = merged.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, out, merged.lse, sinks)
-        return out
+        return merged.out.to(query.dtype), merged.lse
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradients of query, key and value."""
-        query, key, value, mask, out, lse, sinks = ctx.saved_tensors
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        trains_sinks: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the gradients of query, key, value and, if it is trained, sinks."""
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
         lse = lse.masked_fill(lse == -torch.inf, 0)  # kernels compute with it even in rows that see no key
-        order = ctx.ring.order
+        order = self.ring.order
         own, pair, returning = _Sum(query), [key, value], None
         for step in range(order.size):
-            arriving = ctx.ring.pass_on(pair) if step < order.size - 1 else None
+            arriving = self.ring.pass_on(pair) if step < order.size - 1 else None
             source = (order.index - step) % order.size
-            view, parts = _view(ctx, source, query.shape[2]), None
+            view, parts = self._view(source, query.shape[2]), None
             if view is not None:
                 rows = [tensor[:, :, view.rows] for tensor in (gradient, out, lse)]
-                parts = _block(ctx, view, query, pair, mask, source).backward(*rows)
+                parts = self._block(view, query, pair, mask, source).backward(*rows)
             # Gradients of this source's keys and values, summed by the ranks that had them before.
             before = returning() if returning else [None, None]
             sums = [_Sum(tensor, known, travels=True) for tensor, known in zip(pair, before, strict=True)]
@@ -402,20 +435,29 @@ class RingAttention(Function):
                 for each, part in zip(sums, parts[1:], strict=True):
                     each.add(view.columns, part)
             del parts
-            returning = ctx.ring.pass_on([each.value() for each in sums])
+            returning = self.ring.pass_on([each.value() for each in sums])
             pair = arriving() if arriving is not None else pair
         assert returning is not None
         key_gradient, value_gradient = returning()
-        of_sinks = _sinks_gradient(sinks, gradient, out, lse) if ctx.needs_input_grad[-1] else None
         # Laid out as the tensors are, so that turning the heads back needs no copy.
-        grads = (
-            own.value().to(query.dtype),
-            *(
-                torch.empty_like(tensor).copy_(gradient)
-                for tensor, gradient in ((key, key_gradient), (value, value_gradient))
-            ),
-        )
-        return *grads, *(None,) * 6, of_sinks
+        of_key, of_value = torch.empty_like(key).copy_(key_gradient), torch.empty_like(value).copy_(value_gradient)
+        of_sinks = _sinks_gradient(sinks, gradient, out, lse) if sinks is not None and trains_sinks else None
+        return own.value().to(query.dtype), of_key, of_value, of_sinks
+
+    def _view(self, source: int, part: int) -> View | None:
+        """Return the view of the keys of rank ``source``, where each rank has ``part`` tokens, some of them padding."""
+        order = self.ring.order
+        view: View | None = View(slice(0, part), slice(0, part))
+        if self.table is not None:
+            view = view_of(self.table, order, source, part, is_causal=self.is_causal)
+        return view and view.without_padding(order.real(self.tokens), order.at(source).real(self.tokens))
+
+    def _block(
+        self, view: View, query: torch.Tensor, pair: list[torch.Tensor], mask: torch.Tensor | None, source: int
+    ) -> Block:
+        key, value = (tensor[:, :, view.columns] for tensor in pair)
+        cut = view.additive(mask, self.ring.order, source, query.dtype)
+        return Block(query[:, :, view.rows], key, value, cut, view.is_causal, self.scale)
 
 
 def _sinks_gradient(sinks: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -439,17 +481,39 @@ def attend_in_ring(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend to the keys and values of all ranks, in autocast's precision; ``mask`` is for all ``tokens``."""
-    table: Table | None = None
-    if mask is not None:
-        # Beside sinks a query that sees nothing gets zeros, whether it was the lowest number that hid it, or infinity.
-        lowest = mask.is_floating_point() and sinks is not None
-        table = mask_table(mask, ring.order, torch.finfo(mask.dtype).min if lowest else -torch.inf)
-        mask = with_four_dims(mask)
-    elif is_causal:
-        table = causal_table(ring.order)
+    attention = AttentionOver.of(ring, mask, sinks, is_causal, scale, tokens)
+    mask = with_four_dims(mask) if mask is not None else None
     query, key, value = map(as_products, (query, key, value))
-    out: torch.Tensor = RingAttention.apply(query, key, value, mask, ring, table, is_causal, scale, tokens, sinks)
+    out: torch.Tensor = RingAttention.apply(query, key, value, mask, sinks, attention)
     return out
+
+
+class RingAttention(Function):
+    """Attention of queries (batch, heads, tokens / n, features) over the keys and values of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        attention: AttentionOver,
+    ) -> torch.Tensor:
+        """Return the output; ``mask`` has four dims."""
+        ctx.attention = attention
+        out, lse = attention.forward(query, key, value, mask, sinks)
+        ctx.save_for_backward(query, key, value, mask, sinks, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of query, key, value and sinks."""
+        trained = ctx.needs_input_grad[4]
+        query, key, value, of_sinks = ctx.attention.backward(gradient, *ctx.saved_tensors, trains_sinks=trained)
+        return query, key, value, None, of_sinks, None
 
 
 class Alone:
@@ -470,20 +534,3 @@ def bytes_in_backward(pair: list[torch.Tensor], size: int) -> int:
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _view(ctx: Any, source: int, part: int) -> View | None:
-    """Return the view of the keys of rank ``source``, where each rank has ``part`` tokens, some of them padding."""
-    order = ctx.ring.order
-    view: View | None = View(slice(0, part), slice(0, part))
-    if ctx.table is not None:
-        view = view_of(ctx.table, order, source, part, is_causal=ctx.is_causal)
-    return view and view.without_padding(order.real(ctx.tokens), order.at(source).real(ctx.tokens))
-
-
-def _block(
-    ctx: Any, view: View, query: torch.Tensor, pair: list[torch.Tensor], mask: torch.Tensor | None, source: int
-) -> Block:
-    key, value = (tensor[:, :, view.columns] for tensor in pair)
-    cut = view.additive(mask, ctx.ring.order, source, query.dtype)
-    return Block(query[:, :, view.rows], key, value, cut, view.is_causal, ctx.scale)
