@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 import meshwright as mw
 from meshwright.cost import find_cluster
@@ -35,20 +36,22 @@ CASES = {
     "tensor": (2, "llama", [("compile", ONE_GRAPH), ("parallel_mode", {"tensor": 2}), "tensor_parallel"], 1),
     "tokens": (
         2, "llama",
-        [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True}), "checkpoint"],
+        [("compile", ONE_GRAPH), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True}),
+         "checkpoint"],
         1,
     ),
     "tokens, kept": (
         2, "llama",
-        [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True}), SELECTIVE], 2,
+        [("compile", ONE_GRAPH), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True}), SELECTIVE],
+        2,
     ),
     "tensor, again": (
         2, "llama",
-        [("compile", EAGER), ("parallel_mode", {"tensor": 2}), "tensor_parallel", ("checkpoint", {"every": 2})], 2,
+        [("compile", ONE_GRAPH), ("parallel_mode", {"tensor": 2}), "tensor_parallel", ("checkpoint", {"every": 2})], 2,
     ),
     "tokens, sharded": (
         4, "llama",
-        [("compile", EAGER), ("parallel_mode", {"axes": [["tensor", 2], ["zero", 2]]}),
+        [("compile", ONE_GRAPH), ("parallel_mode", {"axes": [["tensor", 2], ["zero", 2]]}),
          ("tensor_parallel", {"sequence": True}), "fsdp", "checkpoint"],
         2,
     ),
@@ -57,7 +60,12 @@ CASES = {
         [("compile", ONE_GRAPH), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True})],
         2,
     ),
-    "heads": (2, "llama", [("compile", EAGER), ("parallel_mode", {"sequence": 2}), "sequence_parallel"], 1),
+    "heads": (2, "llama", [("compile", ONE_GRAPH), ("parallel_mode", {"sequence": 2}), "sequence_parallel"], 1),
+    "heads, kept": (
+        2, "llama",
+        [("compile", ONE_GRAPH), ("parallel_mode", {"sequence": 2}), "sequence_parallel", SELECTIVE], 2,
+    ),
+    "offloaded": (2, "llama", [("compile", ONE_GRAPH), "fsdp", ("offload", "activation")], 2),
     "whole": (2, "plain", [("compile", {**EAGER, "whole": True})], 1),
     "whole fsdp": (2, "plain", [("compile", {**EAGER, "whole": True}), "fsdp"], 1),
     "replaced": (2, "llama", [("compile", EAGER), ("module_replace", {"loss": True}), "fsdp"], 1),
@@ -74,7 +82,17 @@ CASES = {
     "fsdp every second": (2, "llama", [("compile", EAGER), "fsdp", ("checkpoint", {"every": 2})], 2),
     "context": (
         2, "llama",
-        [("compile", EAGER), ("parallel_mode", {"context": 2}), "context_parallel", ("module_replace", {"loss": True})],
+        [("compile", ONE_GRAPH), ("parallel_mode", {"context": 2}), "context_parallel",
+         ("module_replace", {"loss": True})],
+        2,
+    ),
+    "context, again": (
+        2, "llama", [("compile", ONE_GRAPH), ("parallel_mode", {"context": 2}), "context_parallel", "checkpoint"], 2,
+    ),
+    "context, kept": (
+        4, "llama",
+        [("compile", ONE_GRAPH), ("parallel_mode", {"axes": [["context", 2], ["tensor", 2]]}), "context_parallel",
+         ("tensor_parallel", {"sequence": True}), SELECTIVE],
         2,
     ),
     "interleaved": (
@@ -89,11 +107,15 @@ CASES = {
         2,
     ),
 }  # fmt: skip
-SHORT = ("fsdp", "tokens gathered again")
+SHORT = ("fsdp", "tokens gathered again", "context, again")
+# Graphs in a process where blocks share them, whatever axis divides them: of blocks that run again, and of others.
+GRAPHS = {case: 2 if "every" in str(CASES[case]) else 1 for case in CASES if "fullgraph" in str(CASES[case][2])}
 
 
 def train(name, strategy, micro_batches):
-    """Ten steps; losses and weights."""
+    """Ten steps; losses, weights and the number of graphs that were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
     accelerated = mw.accelerate(
         split_runs.build(name), torch.optim.SGD, tiny.Tokens(), split_runs.loss_func, strategy=strategy,
         optim_args={"lr": 0.1, "momentum": 0.9}, prepare_input=split_runs.prepare_for(name),
@@ -104,7 +126,7 @@ def train(name, strategy, micro_batches):
     losses = [accelerated.step(batch).loss.item() for _, batch in steps]
     for step in accelerated.plan.steps:  # of a pipeline: what is compiled runs backward in one part
         assert not step.activations.splits_backward
-    return losses, full_weights(accelerated.model)
+    return losses, full_weights(accelerated.model), counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.long) for c in CASES])
@@ -112,10 +134,12 @@ def test_parity(ranks, case):
     world, name, strategy, micro_batches = CASES[case]
     results = ranks(world).run(train, name, strategy, micro_batches)
     expected, _, before, weights = split_runs.reference(name, "sgd")
-    assert all(losses == results[0][0] for losses, _ in results)
+    assert all(losses == results[0][0] for losses, _, _ in results)
+    if case in GRAPHS:
+        assert [graphs for *_, graphs in results] == [GRAPHS[case]] * world
     assert results[0][0] == pytest.approx(expected, rel=1e-5)
     every = results if "pipeline" in str(strategy) else results[:1]  # the ranks of a pipeline hold parts
-    found = {key.removeprefix("module."): value for _, own in every for key, value in own.items()}
+    found = {key.removeprefix("module."): value for _, own, _ in every for key, value in own.items()}
     check_weights(found, before, weights)
 
 
@@ -230,54 +254,23 @@ def test_a_search_leaves_compiled_modules_and_state_spaces_alone():
     assert Compile.search_options(scope) == ()
 
 
-def captured(cases):
-    """Return of every case how many operators of blocks torch has captured, and whether it is said that it does not."""
-    from meshwright.runtime.torch_internals.compilers import dynamo
-
-    counters = dynamo.utils.counters
-    found = {}
-    for name, (build, strategy) in cases.items():
-        torch._dynamo.reset()
-        counters.clear()
-        torch.manual_seed(0)
-        result = split_runs.accelerated(build, [*strategy, ("compile", EAGER)], "sgd")
-        result.step(next(iter(result.dataloader)))
-        told = any("no block that runs again" in line for line in result._job.notices)
-        found[name] = counters["stats"]["calls_captured"], told
-    return found
-
-
-@pytest.mark.long
-def test_blocks_that_run_again_are_compiled_where_they_send_nothing_else(ranks):
-    mesh = {axis: ("parallel_mode", {axis: 2}) for axis in ("tensor", "sequence", "context")}
-    cases = {
-        "fsdp": ("llama", ["fsdp", "checkpoint"]),
-        "tensor alone": ("llama", [mesh["tensor"], "tensor_parallel"]),
-        "tokens": ("llama", [mesh["tensor"], ("tensor_parallel", {"sequence": True}), SELECTIVE]),
-        "tokens, fsdp": (
-            "llama",
-            [
-                ("parallel_mode", {"axes": [["tensor", 2], ["zero", 1]]}),
-                ("tensor_parallel", {"sequence": True}),
-                "fsdp",
-                "checkpoint",
-            ],
-        ),
-        **{axis: ("llama", [mesh[axis], f"{axis}_parallel", "checkpoint"]) for axis in mesh},
-    }
-    for name, (operators, told) in ranks(2).run(captured, cases)[0].items():
-        assert (operators > 0) is (name not in ("sequence", "context")), name
-        assert told is (operators == 0), name
+def test_blocks_of_divided_experts_that_run_again_are_not_compiled_and_that_is_told():
+    divided = job(tiny.build("plain"))
+    divided.recomputed = dict.fromkeys(path for path, _ in find_blocks(divided.model))
+    with mock.patch.object(type(divided), "axes", (("expert", 2),)):
+        Compile(**EAGER).apply(divided)
+    assert ["beside an expert axis" in line for line in divided.notices] == [True]
 
 
 def test_plans_count_no_gain_where_no_block_is_compiled():
-    subject = FamilyModel("", parse_family("llama-3-8b:seq=4096")).subject(find_cluster("h100x8"), 16, None)
-    for axes, again, gains in (
-        ([("zero", 8)], ["checkpoint"], True),
-        ([("tensor", 2), ("zero", 4)], ["tensor_parallel"], True),
-        ([("tensor", 2), ("zero", 4)], ["tensor_parallel", "checkpoint"], True),
-        ([("context", 2), ("zero", 4)], ["context_parallel", "checkpoint"], False),
+    for model, axes, again, gains in (
+        ("llama-3-8b", [("zero", 8)], ["checkpoint"], True),
+        ("llama-3-8b", [("tensor", 2), ("zero", 4)], ["tensor_parallel"], True),
+        ("llama-3-8b", [("tensor", 2), ("zero", 4)], ["tensor_parallel", "checkpoint"], True),
+        ("llama-3-8b", [("context", 2), ("zero", 4)], ["context_parallel", "checkpoint"], True),
+        ("mixtral-8x7b", [("expert", 8)], ["expert_parallel", "checkpoint"], False),
     ):
+        subject = FamilyModel("", parse_family(f"{model}:seq=4096")).subject(find_cluster("h100x8"), 16, None)
         methods = [("parallel_mode", {"axes": axes}), "fsdp", ("amp_native", "bf16"), *again]
         plain, compiled = (
             subject.plan(Strategy([*methods, *more]), 1).forecast.time.step_time_s for more in ([], ["compile"])
@@ -298,7 +291,7 @@ def test_a_machine_without_compiler_and_a_model_without_blocks_are_told():
 
 @pytest.mark.long
 def test_inductor_computes_the_same(ranks):
-    losses, weights = ranks(1).run(train, "plain", ["compile"], 1)[0]
+    losses, weights, _ = ranks(1).run(train, "plain", ["compile"], 1)[0]
     expected, _, before, after = split_runs.reference("plain", "sgd")
     assert losses == pytest.approx(expected, rel=1e-5)
     check_weights(weights, before, after)

@@ -18,6 +18,7 @@ from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.tensor.split_layers import local_parts, swapped_parameters
+from meshwright.methods.tokens.attention_calls import grouped_keys
 from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes in which torch captures CUDA graphs
@@ -46,12 +47,13 @@ def _fused(block: Block) -> Block:
 
 
 # [Note: compiled blocks that run again] Torch compiles a block that is recomputed as a graph within a graph, and does
-# not if that has a break, or changes what lies outside: attention over a context axis sends, experts ask how many rows
-# they get. Layers that a tensor axis splits note an input that they share while they run, which recomputation need not
-# do again (``_IN_FORWARD_ALONE``); and where a DTensor is taken apart inside, torch fails to save its mesh, and without
-# recomputation the graph breaks. So DTensors are always taken apart before.
+# not if that has a break, or changes what lies outside: experts ask how many rows they get. Layers that a tensor axis
+# splits note an input that they share while they run, and where ranks share samples, attention is replaced meanwhile:
+# recomputation need not do that again (``_IN_FORWARD_ALONE``). Where a DTensor is taken apart inside, torch fails to
+# save its mesh, and without recomputation the graph breaks. So DTensors are always taken apart before. See also
+# [Note: rings in compiled code].
 
-_BREAKING = ("sequence", "context", "expert")  # axes over which blocks send what torch cannot capture
+_BREAKING_AXIS = "expert"  # over which blocks send what torch cannot capture
 _IN_FORWARD_ALONE = "skip_fwd_side_effects_in_bwd_under_checkpoint"  # a setting of dynamo
 
 
@@ -81,16 +83,6 @@ class Compile(Method):
         "time: fewer kernels, compiling in the first step. Memory: less, without what is fused. Communication: none"
     )
     conflicts: ClassVar[tuple[Conflict, ...]] = (
-        *(
-            Conflict(
-                other=name,
-                reason="the graph of a block breaks where its attention is replaced",
-                fix="leave fullgraph out",
-                when=lambda own, other: own.fullgraph,
-                own_keys="fullgraph=True",
-            )
-            for name in ("sequence_parallel", "context_parallel")
-        ),
         Conflict(
             other="pipeline_parallel",
             reason="it runs the blocks of the model in an order of its own",
@@ -152,7 +144,7 @@ class Compile(Method):
 
     def fuses_blocks(self, sizes: Mapping[str, int], *, recomputes: bool) -> bool:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`, and [Note: compiled blocks that run again]."""
-        return self.backend != "eager" and not (recomputes and any(sizes.get(axis, 1) > 1 for axis in _BREAKING))
+        return self.backend != "eager" and not (recomputes and sizes.get(_BREAKING_AXIS, 1) > 1)
 
     @property
     def surcharge(self) -> float:
@@ -238,15 +230,14 @@ class Compile(Method):
     def apply(self, job: Job) -> None:
         """Compile in place; torch does the work in the first step."""
         if self.backend != "eager" and not self.fuses_blocks(dict(job.axes), recomputes=bool(job.recomputed)):
-            job.notices.append(
-                "compile: torch compiles no block that runs again beside a sequence, context or expert axis"
-            )
+            job.notices.append("compile: torch compiles no block that runs again beside an expert axis")
         from meshwright.runtime.torch_internals.compilers import dynamo, functorch_config
 
         patches: list[tuple[Any, dict[str, Any]]] = []
         if self.activation_budget is not None:
             patches.append((functorch_config, {"activation_memory_budget": self.activation_budget}))
         is_split = job.size("tensor") > 1 and not self.whole  # whose parts are sharded as it begins
+        shares_samples = job.size("sequence") > 1 or job.size("context") > 1
         if job.recomputed and hasattr(dynamo.config, _IN_FORWARD_ALONE):
             patches.append((dynamo.config, {_IN_FORWARD_ALONE: True}))
 
@@ -257,6 +248,8 @@ class Compile(Method):
                     stack.enter_context(settings.patch(**changes))
                 if is_split:
                     stack.enter_context(_own_parts(module))
+                if shares_samples:
+                    stack.enter_context(grouped_keys())
                 yield
 
         options = {"backend": self.backend, "dynamic": self.dynamic, "fullgraph": self.fullgraph}

@@ -48,6 +48,7 @@ SELECTIVE = PRODUCTS | frozenset(
         "_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_reduce",
         "_c10d_functional.all_to_all_single", "_c10d_functional.reduce_scatter_tensor",
         "flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward", TO_LOW_RANK,
+        "meshwright.ring_attention",
     }
 )  # fmt: skip
 """Operators whose results ``policy="selective"`` keeps: products with weights, fused attention, collectives.

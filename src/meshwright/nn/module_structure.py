@@ -331,7 +331,7 @@ def compile_forward(
 
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     listed = list(modules)
-    # Other methods give blocks classes and hooks of their own; torch gives up on code that it compiles more often.
+    # Blocks may have hooks of their own; torch gives up on code that it compiles more often.
     limit = max(dynamo.config.recompile_limit, len(listed) + _SHAPES)
     dynamo.config.recompile_limit = limit
     for module in listed:

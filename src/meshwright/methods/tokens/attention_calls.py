@@ -205,7 +205,7 @@ def grouped_keys() -> Iterator[None]:
 
     Otherwise it repeats their heads if there is a mask, as there always is in a pass over fake tensors.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # its graph would break: ``compile`` does this around it
         yield
         return
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
