@@ -12,7 +12,6 @@ GATHERED = ("fp8", {"emulate": True, "recipe": "tensorwise", "all_gather": True}
 ZBV = ("pipeline_parallel", {"schedule": "zbv"})
 REENTRANT = ("checkpoint", {"no_reentrant": False})
 WHOLE = ("compile", {**EAGER, "whole": True})
-FULL = ("compile", {**EAGER, "fullgraph": True})
 FUSED = ("module_replace", {"loss": True})
 UNDER_KEYS = [
     [("half", "bf16"), "amp_native"],
@@ -29,8 +28,6 @@ UNDER_KEYS = [
     ["pipeline_parallel", ("zero1", IGNORED)],
     ["pipeline_parallel", ("zero2", IGNORED)],
     ["pipeline_parallel", ("fsdp", {"wrap_trainable_outmost": True})],
-    [FULL, "sequence_parallel"],
-    [FULL, "context_parallel"],
     [WHOLE, "pipeline_parallel"],
     [("compile", EAGER), REENTRANT],
     [("compile", {**EAGER, "activation_budget": 0.5}), "checkpoint"],

@@ -261,7 +261,7 @@ def class_with(cls: type[nn.Module], name: str, method: Callable[..., Any]) -> t
 
 @dataclass(frozen=True)
 class _Around:
-    """What a module's method is wrapped in; copies of the module share it."""
+    """Hold what a module's method is wrapped in; copies of the module share it."""
 
     call: Around
 

@@ -22,7 +22,11 @@ def test_operations_of_an_lstm(given, dtype):
     directions = 2 if "bidirectional" in given else 1
     inputs = [WIDTH, *[HIDDEN * directions] * (model.num_layers - 1)]
     forward = sum(2 * SAMPLES * LENGTH * 4 * HIDDEN * (each + HIDDEN) for each in inputs) * directions
-    assert one.predict().flops == 3 * forward
+    # CPUs without AVX-512 run bf16 step by step, without gradients of the input and of the first state.
+    unfused = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    states = 2 * SAMPLES * 4 * HIDDEN * HIDDEN * model.num_layers * directions
+    missing = 2 * SAMPLES * LENGTH * 4 * HIDDEN * WIDTH * directions + states if unfused else 0
+    assert one.predict().flops == 3 * forward - missing
 
 
 def weights(count, gates):

@@ -348,7 +348,7 @@ class _Sum:
 
 @dataclass(frozen=True)
 class AttentionOver:
-    """What a ring computes with its tensors.
+    """Compute attention of a rank's queries over the keys and values of a ring.
 
     ``mask`` is for all ``tokens``, and ``sinks`` (heads) are scores that join each softmax and bring no value (Xiao et
     al. 2023; GPT-OSS).
