@@ -26,6 +26,7 @@ _CALL_TIMEOUT_S = 180.0
 _STRAGGLER_TIMEOUT_S = 20.0  # how long the others may go on after one rank has failed
 _KILLED = (-9, 255)  # by SIGKILL; with the fork server, which alone knows how its workers end
 _CRASHED = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)  # in native code
+_UNCONNECTED = "Gloo connectFullMesh failed"
 _EXIT_TIMEOUT_S = 5.0  # between the end of a worker's pipe and that of the worker
 _CALLS_IN_A_WORLD = 8  # gloo polls for every process group that was ever made, a hundred times a second
 _PAUSES = sys.platform == "linux"  # where the kernel ends paused workers with their parent, whatever ended it
@@ -44,8 +45,12 @@ class _Crashed(RemoteFailure):
     """A worker died in native code: of a damaged heap, or of memory that is not its own."""
 
 
+class _Unconnected(RemoteFailure):
+    """A rank's connection to another was lost while gloo made a group."""
+
+
 class Crash(UserWarning):
-    """A worker died in native code, and did not when it was tried again."""
+    """What failed below Python, in native code or between sockets, and did not when it was tried again."""
 
 
 class Pool:
@@ -66,11 +71,14 @@ class Pool:
             return self._run(function, *args, **kwargs)
         except _Killed:  # by the system, not by the test: the fork server takes all workers with it
             return self._run(function, *args, **kwargs)
-        except _Crashed as crash:
+        except (_Crashed, _Unconnected) as failure:
             # glibc has found a damaged heap in a thread of gloo twice in some ten million collectives, without a trace
-            # of who damaged it. What crashes always fails; what does not is told, with the stacks of all threads.
+            # of who damaged it; a group's listener once closed the connection it waited for, and waited on. What fails
+            # so always fails; what does not is told, with the stacks of all threads.
             result = self._run(function, *args, **kwargs)
-            warnings.warn(f"{getattr(function, '__name__', function)} crashed and was run again: {crash}", Crash, 2)
+            name = getattr(function, "__name__", function)
+            how = "crashed" if isinstance(failure, _Crashed) else "found ranks unconnected"
+            warnings.warn(f"{name} {how} and was run again: {failure}", Crash, 2)
             return result
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -101,7 +109,8 @@ class Pool:
             text = f"rank {errors[0][0]} of {self.size} failed:\n{errors[0][1]}{others}{unheard}"
             died = _Killed if any(end in _KILLED for end in ends) else None
             died = _Crashed if any(end in _CRASHED for end in ends) else died
-            raise (died or RemoteFailure)(text)
+            lost = _Unconnected if any(_UNCONNECTED in error for _, error in errors) else RemoteFailure
+            raise (died or lost)(text)
         if silent:
             raise RemoteFailure(f"ranks {silent} of {self.size} did not answer")
         return [answer[1] for answer in answers if answer]

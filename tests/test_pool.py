@@ -1,4 +1,4 @@
-"""A worker that crashes in native code is told of, and passes only if it does not crash again."""
+"""What fails below Python, in native code or between sockets, is told, and passes only if it does not fail again."""
 
 import os
 
@@ -23,6 +23,30 @@ def test_what_crashes_once_is_run_again_and_told(tmp_path):
     finally:
         pool.stop()
     assert "c10::FatalSignalHandler" in words.read_text(), "no native stack"
+
+
+def _loses_a_connection_until(folder):
+    """Fails as gloo does that makes a group whose ranks have closed a connection, but for the second time."""
+    tried = folder / os.environ["RANK"]
+    if not tried.exists():
+        tried.touch()
+        raise RuntimeError("Gloo connectFullMesh failed with […] Connection closed by peer")
+    return os.environ["RANK"]
+
+
+def test_a_group_that_could_not_connect_once_is_made_again_and_told(tmp_path):
+    pool = Pool(2)
+    try:
+        with pytest.warns(Crash, match="(?s)_loses_a_connection_until found ranks unconnected.*rank 0 of 2 failed"):
+            assert pool.run(_loses_a_connection_until, tmp_path) == ["0", "1"]
+        with pytest.raises(RemoteFailure, match="connectFullMesh failed"):
+            pool.run(_never_connects)
+    finally:
+        pool.stop()
+
+
+def _never_connects():
+    raise RuntimeError("Gloo connectFullMesh failed with […] Connection closed by peer")
 
 
 def test_what_crashes_always_fails(tmp_path):
