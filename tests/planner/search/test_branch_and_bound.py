@@ -9,7 +9,7 @@ from meshwright.cost import find_cluster
 from meshwright.planner import FamilyWorkload, default_space, parse_family
 from meshwright.planner.search import search
 from meshwright.planner.search.branch_and_bound import Engine, Leaf, Neighbours, _key, _sizes
-from meshwright.planner.search.search_space import Candidates, replicas_of
+from meshwright.planner.search.search_space import Candidates
 from meshwright.planner.search.search_state import rank_of_plan
 from tests.planner.search.test_search import workload
 
@@ -32,7 +32,7 @@ def test_neighbours_are_candidates_that_are_one_step_away(candidates):
     meshes = list(candidates.meshes())
     known = {_key(leaf): leaf for leaf in every_leaf(candidates, meshes)}
     start = next(leaf for leaf in known.values() if leaf.branch.mesh.pipeline == 4 and leaf.branch.mesh.inner)
-    found = list(Neighbours(candidates, meshes).of(start, lambda mesh: 32 // replicas_of(mesh)))
+    found = list(Neighbours(candidates, meshes).of(start, lambda mesh: 32 // mesh.replicas))
     assert len({_key(leaf) for leaf in found}) == len(found)
     assert known.keys() >= {_key(leaf) for leaf in found}
     here, others = start.branch.mesh, [leaf for leaf in found if leaf.branch.mesh is not start.branch.mesh]
@@ -44,6 +44,16 @@ def test_neighbours_are_candidates_that_are_one_step_away(candidates):
     same = [leaf for leaf in found if leaf.branch.mesh is here]
     assert {leaf.branch.schedule.schedule for leaf in same} > {start.branch.schedule.schedule}
     assert {leaf.micro_batches for leaf in same if leaf.branch is start.branch} == {2}  # the next after one
+
+
+def test_without_the_last_pipeline_every_way_to_shard_is_a_neighbour(candidates):
+    meshes = list(candidates.meshes())
+    pipelines = [leaf for leaf in every_leaf(candidates, meshes) if leaf.branch.mesh.pipeline == 2]
+    start = next(leaf for leaf in pipelines if leaf.branch.mesh.inner and leaf.branch.sharding)
+    found = list(Neighbours(candidates, meshes).of(start, lambda mesh: 32 // mesh.replicas))
+    without = [leaf.branch for leaf in found if leaf.branch.mesh.pipeline == 1]
+    alike = [branch for branch in without if branch.recompute == start.branch.recompute]
+    assert {branch.sharding for branch in alike} == set(candidates.space.sharding)
 
 
 def test_climbing_finds_with_few_predictions_what_bounds_alone_do_not():

@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from meshwright.methods.expert.expert_parallel import ExpertParallel
 from meshwright.planner.family_workload import FamilyModel, FamilyWorkload
 from meshwright.planner.model_shapes import Shape, parse_family
 from meshwright.planner.search import choices, default_space, experts_first, search
+from meshwright.planner.search.branch_and_bound import Engine
 from meshwright.planner.search.search_space import Candidates, divisors_of, offloads, zero_sizes
 from meshwright.planner.search.search_state import divided_next, rank_of_plan
 from meshwright.planner.strategy_choice import choose, only_configs
@@ -369,6 +371,23 @@ def test_experts_of_a_module_are_divided_next():
     assert divided_next(space, subject, (), ("fsdp",)) == ()
     assert divided_next(space, SimpleNamespace(model=torch.nn.Linear(2, 2), cluster=cluster, world=64), (), ()) == ()
     assert divided_next(space, workload(), (), ()) == ()
+
+
+def test_offloading_comes_before_all_that_can_be_tried_with_experts():
+    """A search whose time ends in the whole space has looked at what the host saves, which is soon tried."""
+    text = "mixtral:layers=16,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=32000,seq=4096,experts=8"
+    subject = FamilyWorkload(parse_family(text), find_cluster("h100x8"), 16)
+    space, follow_ups = experts_first(default_space(subject), 8, 8)
+    seen, run = [], Engine.run
+
+    def noted(self, before=None):
+        seen.append((self.candidates.space.offload != ((),), "context" in self.candidates.space.sizes))
+        return run(self, before)
+
+    with mock.patch.object(Engine, "run", noted):
+        search(subject, space=space, follow_ups=follow_ups, top=1, max_predictions=10)
+    assert (True, False) in seen
+    assert seen.index((True, False)) < seen.index((False, True))
 
 
 def test_experts_are_divided_without_being_asked_for():

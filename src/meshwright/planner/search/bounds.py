@@ -73,6 +73,16 @@ class Bounds:
         self._state_of: dict[Branch, State] = {}
         self._twins: dict[object, int] = {}
         self._blocks: dict[tuple[int, bool], tuple[Block, ...]] = {}
+        self._numbers: dict[Choice, int] = {}
+        self._numbered: dict[tuple[int, ...], tuple[int, Choice]] = {}
+        self._probing: dict[object, Choice] = {}
+
+    def _number(self, methods: Choice) -> int:
+        """Return a number that is equal for equal methods, which take long to hash."""
+        ids = tuple(map(id, methods))
+        if ids not in self._numbered:  # they are kept, so that no others come to have their ids
+            self._numbered[ids] = self._numbers.setdefault(methods, len(self._numbers)), methods
+        return self._numbered[ids][0]
 
     def probe(self, mesh: Mesh, methods: Choice) -> Probe:
         """Return the probe of a mesh's inner axes with methods for precision, recomputation and others.
@@ -80,7 +90,7 @@ class Bounds:
         Raises:
             MeshwrightError: When the subject refuses these axes.
         """
-        key = mesh.inner, mesh.inner_methods, methods
+        key = mesh.inner, self._number(mesh.inner_methods), self._number(methods)
         found = self._probes.get(key)
         if found is None:
             try:
@@ -114,20 +124,21 @@ class Bounds:
         """Return whether the probe of a branch has been made."""
         if branch in self._divided:  # found by the branch itself: to hash its methods takes long
             return True
-        return (branch.mesh.inner, branch.mesh.inner_methods, _probing(branch)) in self._probes
+        mesh = branch.mesh
+        return (mesh.inner, self._number(mesh.inner_methods), self._number(self._probing_of(branch))) in self._probes
 
     def undivided(self, branch: Branch) -> Probe:
         """Return the probe without inner axes."""
         if branch not in self._undivided:
-            self._undivided[branch] = self.probe(self._whole, _probing(branch))
+            self._undivided[branch] = self.probe(self._whole, self._probing_of(branch))
         return self._undivided[branch]
 
     def is_undivided_known(self, branch: Branch) -> bool:
         """Return whether the probe without inner axes has been made."""
-        return branch in self._undivided or self._made(_probing(branch)) is not None
+        return branch in self._undivided or self._made(self._probing_of(branch)) is not None
 
     def _made(self, methods: Choice) -> Probe | None:
-        found = self._probes.get((self._whole.inner, self._whole.inner_methods, methods))
+        found = self._probes.get((self._whole.inner, self._number(()), self._number(methods)))
         return found if isinstance(found, Probe) else None
 
     def _of_state(self, branch: Branch) -> Probe:
@@ -142,7 +153,7 @@ class Bounds:
     def divided(self, branch: Branch) -> Probe:
         """Return the probe of a branch's inner axes."""
         if branch not in self._divided:
-            self._divided[branch] = self.probe(branch.mesh, _probing(branch))
+            self._divided[branch] = self.probe(branch.mesh, self._probing_of(branch))
         return self._divided[branch]
 
     def mesh_s(self, mesh: Mesh, samples: int, space: Space, *, probed: bool) -> float:
@@ -286,7 +297,8 @@ class Bounds:
             shared = TOKEN_AXES if branch.sharding else ()
             axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica", *shared))
             axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
-            key = axes, branch.sharding, branch.precision, _but_for_loss(branch), branch.mesh.pipeline > 1
+            methods = self._number((*branch.sharding, *branch.precision, *_but_for_loss(branch)))
+            key = axes, methods, branch.mesh.pipeline > 1
             if key not in self._states:
                 self._states[key] = self._state(branch, axes)
             self._state_of[branch] = self._states[key]
@@ -319,6 +331,13 @@ class Bounds:
         )
         return cost_of(sharding, step)
 
+    def _probing_of(self, branch: Branch) -> Choice:
+        others = branch.precision, branch.recompute, branch.rest
+        key = bool(branch.sharding), *(self._number(methods) for methods in others)
+        if key not in self._probing:
+            self._probing[key] = probing(*others, sharded=bool(branch.sharding))
+        return self._probing[key]
+
     def _bare_blocks(self, probe: Probe, merged: bool) -> tuple[Block, ...]:
         key = id(probe), merged
         if key not in self._blocks:
@@ -328,10 +347,6 @@ class Bounds:
 
 def _but_for_loss(branch: Branch) -> Choice:
     return tuple(method for method in branch.rest if role_of(method) is not Role.LOSS)
-
-
-def _probing(branch: Branch) -> Choice:
-    return probing(branch.precision, branch.recompute, branch.rest, sharded=bool(branch.sharding))
 
 
 def _shares(mesh: Mesh) -> int:

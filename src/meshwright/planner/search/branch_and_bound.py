@@ -18,7 +18,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.methods import Role
 from meshwright.planner.plans import Subject
 from meshwright.planner.search.bounds import Bounds
-from meshwright.planner.search.search_space import Branch, Candidates, Choice, Mesh, axes_text, replicas_of, role_of
+from meshwright.planner.search.search_space import Branch, Candidates, Choice, Mesh, axes_text, role_of
 from meshwright.planner.search.search_state import Headroom, Objective, Rank, SearchState, rank_of_plan, rounded
 from meshwright.planner.search.within_time import OutOfTimeError, TimeLimit
 
@@ -110,7 +110,10 @@ class Neighbours:
         return known.index(size) - known.index(other)
 
     def _likest(self, mesh: Mesh, branch: Branch, *, recompute: bool) -> Iterator[Branch]:
-        """Yield the branch of a mesh that is like another; of the first pipeline, one for every schedule.
+        """Yield the branch of a mesh that is like another.
+
+        Of the first pipeline it is one for every schedule, and without the last one for every way to shard: ranks hold
+        a stage's weights whole where they would not hold a model's.
 
         Args:
             mesh: The mesh.
@@ -122,7 +125,8 @@ class Neighbours:
             ways = tuple(map(id, other.recompute))
             if (ways != tuple(map(id, branch.recompute))) is recompute:
                 schedule = id(other.schedule) if branch.schedule is None else 0
-                alike.setdefault((schedule, *ways), []).append(other)
+                sharding = tuple(map(id, other.sharding)) if branch.schedule and not other.schedule else ()
+                alike.setdefault((schedule, *sharding, *ways), []).append(other)
         for every in alike.values():
             yield min(every, key=lambda each: (_decisions(branch, each), abs(math.log(_share(each) / _share(branch)))))
 
@@ -394,10 +398,10 @@ class Engine:
         return self._per_sample(seconds, branch.mesh, samples)
 
     def _samples(self, mesh: Mesh) -> int:
-        return (self.subject.batch_size or replicas_of(mesh)) // replicas_of(mesh)
+        return (self.subject.batch_size or mesh.replicas) // mesh.replicas
 
     def _per_sample(self, seconds: float, mesh: Mesh, samples: int) -> float:
-        each = seconds / (samples * replicas_of(mesh))
+        each = seconds / (samples * mesh.replicas)
         if self.objective != "price" or self.bounds is None:
             return each
         return each * (self.bounds.cluster.price_per_hour or 0.0) / 3600

@@ -178,6 +178,11 @@ class Mesh:
     replica: int
     inner_methods: Choice
 
+    @functools.cached_property
+    def replicas(self) -> int:
+        """Return the number of different micro-batches that are computed at once."""
+        return self.ranks * self.replica * dict(self.inner).get("expert", 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Branch:
@@ -221,7 +226,7 @@ class Branch:
         others = (*self.precision, *self.recompute, *self.rest)
         return id(self.schedule), tuple(map(id, others))
 
-    @property
+    @functools.cached_property
     def but_for_offload(self) -> object:
         """Return a key shared by branches, also of other passes, that differ only in what they offload."""
         return self.axes, tuple(id(method) for method in self.methods if role_of(method) is not Role.OFFLOADING)
@@ -393,18 +398,13 @@ class Candidates:
     def micro_batches(self, mesh: Mesh) -> tuple[int | None, ...]:
         """Return the numbers of micro-batches to try, the fewest first."""
         if self.space.micro_batches is not None and self.batch_size is not None:
-            each = self.batch_size // replicas_of(mesh)
+            each = self.batch_size // mesh.replicas
             return tuple(count for count in self.space.micro_batches if each % (count or 1) == 0)
         if self.space.micro_batches is not None:
             return self.space.micro_batches
         if self.batch_size is None:
             return (None,)
-        return divisors_of(self.batch_size // replicas_of(mesh))
-
-
-def replicas_of(mesh: Mesh) -> int:
-    """Return the number of different micro-batches that are computed at once."""
-    return mesh.ranks * mesh.replica * dict(mesh.inner).get("expert", 1)
+        return divisors_of(self.batch_size // mesh.replicas)
 
 
 def shards_alone(mesh: Mesh, space: Space) -> bool:

@@ -264,15 +264,16 @@ class FollowUp:
 
     Args:
         space: What is tried there.
-        where: ``always``; where the best so far divides its layers, has to offload, or recomputes where a tensor axis
-            could be better but for its memory (``divided``); where it leaves the loss as it is (``loss``); or where
-            nothing has fitted yet (``nothing``). What is not always tried comes after offloading.
+        where: ``always``; always, but at ``last``; where the best so far divides its layers, has to offload, or
+            recomputes where a tensor axis could be better but for its memory (``divided``); where it leaves the loss as
+            it is (``loss``); or where nothing has fitted yet (``nothing``). All but what is ``always`` tried comes
+            after offloading in the spaces before.
         only_better: Whether only what is better than the best so far is looked for, and not what is the best of its
             family.
     """
 
     space: Space
-    where: Literal["always", "divided", "loss", "nothing"] = "always"
+    where: Literal["always", "last", "divided", "loss", "nothing"] = "always"
     only_better: bool = True
 
     def is_worth(self, state: SearchState, first: SearchState) -> bool:
@@ -282,6 +283,8 @@ class FollowUp:
             state: At that time.
             first: After the first pass.
         """
+        if self.where == "last":
+            return True
         if self.where == "loss":
             return state.best is None or not any(map(self._changes_loss, state.best.strategy.methods))
         if self.where == "nothing" or state.best is None:
@@ -383,7 +386,7 @@ def experts_first(space: Space, num_experts: int, world: int) -> tuple[Space, tu
     whole = space.replace(sizes={**space.sizes, "expert": sizes})
     usual = _usual_beside(space, "expert")
     usual = usual.replace(sizes={**usual.sizes, "expert": sizes[1:]})
-    return space.replace(sizes={}, hybrid=False), (FollowUp(usual, only_better=False), FollowUp(whole))
+    return space.replace(sizes={}, hybrid=False), (FollowUp(usual, only_better=False), FollowUp(whole, "last"))
 
 
 def _usual_beside(space: Space, axis: str) -> Space:
