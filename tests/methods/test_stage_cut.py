@@ -45,7 +45,7 @@ def test_the_dearest_stage_is_as_cheap_as_any_cut_makes_it_and_the_others_are_as
         def unevenness(bounds, costs=costs):
             return sum(sum(costs[first:end]) ** 2 for first, end in itertools.pairwise(bounds))
 
-        found, least = balanced_bounds(costs, stages), min(map(dearest, every_cut(count, stages)))
+        found, least = balanced_bounds(costs, range(stages)), min(map(dearest, every_cut(count, stages)))
         assert dearest(found) == least
         even = [cut for cut in every_cut(count, stages) if dearest(cut) == least]
         assert unevenness(found) == min(map(unevenness, even))
@@ -68,7 +68,9 @@ def test_the_fastest_of_the_cuts_that_fit(ranks):
             return max(need(r, tuple(g for g, owner in zip(ranges, ranks, strict=True) if owner == r)) for r in ranks)
 
         def dearest(bounds, costs=costs):
-            return max(sum(costs[first:end]) for first, end in itertools.pairwise(bounds))
+            takes = [sum(costs[first:end]) for first, end in itertools.pairwise(bounds)]
+            of_ranks = [sum(itertools.compress(takes, (owner == rank for owner in ranks))) for rank in set(ranks)]
+            return max(of_ranks), max(takes)
 
         every = every_cut(7, len(ranks))
         limit = choice.choice(sorted(map(most, every)))
@@ -85,6 +87,30 @@ def test_the_fastest_of_the_cuts_that_fit(ranks):
     assert none > 2  # the limit matters in some
 
 
+@pytest.mark.parametrize("ranks", [(*range(32), *range(32)), (*range(32), *reversed(range(32)))], ids=["rounds", "v"])
+@pytest.mark.parametrize("limit", [None, 72.5])
+def test_blocks_are_even_between_ranks_with_several_stages(ranks, limit):
+    """94 blocks in 64 stages, and a head of as many FLOPs as two: no rank has four where another one has two."""
+    costs = [10] * 93 + [32]
+
+    def need(rank, ranges):
+        blocks = [end - first for first, end in ranges] + [0]
+        return (29.4 - 0.39 * rank) * blocks[0] + (16.9 - 0.38 * rank) * blocks[1]
+
+    if limit is None:
+        bounds = balanced_bounds(costs, ranks)
+    else:
+        bounds = Balancer(costs, ranks, need).fastest(limit)
+    takes = [sum(costs[first:end]) for first, end in itertools.pairwise(bounds)]
+    of_ranks = [sum(itertools.compress(takes, (owner == rank for owner in ranks))) for rank in range(32)]
+    assert len(takes) == 64
+    assert sum(takes) == sum(costs)
+    without_head = [each for rank, each in enumerate(of_ranks) if rank != ranks[-1]]
+    assert max(without_head) == 30  # of 20, which some have: 92 blocks on 31 ranks
+    if limit is not None:
+        assert max(size for _, size in Balancer(costs, ranks, need).needs(bounds)) <= limit
+
+
 def test_a_rank_that_holds_too_much_hands_blocks_to_stages_beside_its_own():
     """GPT-3 in 24 stages: the first rank has the embedding, too, and two stages take five blocks anyway."""
     ranks, costs = tuple(range(8)) * 3, [1.0] * 95 + [4.0]
@@ -93,7 +119,7 @@ def test_a_rank_that_holds_too_much_hands_blocks_to_stages_beside_its_own():
         return sum(end - first for first, end in ranges) + (3 if rank == 0 else 0)
 
     balancer = Balancer(costs, ranks, need)
-    even = balanced_bounds(costs, 24)
+    even = balanced_bounds(costs, range(24))
     assert max(need for _, need in balancer.needs(even)) == 15
     found = balancer.relieved(even, 14)
     assert max(need for _, need in balancer.needs(found)) == 14
@@ -233,8 +259,8 @@ def test_attention_counts_where_stages_are_cut_and_stages_add_up_to_the_model():
     # Scores and their sums over values, 2 products of 2 * 5 * 5 * 16 in forward; backward computes scores anew: 5.
     attention, one = 6 * 7 * 2 * 5 * 5 * 16, 3 * 2 * 5 * 16 * 16
     costs = [one + attention] * 4 + [one] * 3 + [7 * one]  # the head's six with the last
-    assert plan.cut.bounds == balanced_bounds(costs, 4)
-    assert plan.cut.bounds != balanced_bounds([one] * 7 + [7 * one], 4)
+    assert plan.cut.bounds == balanced_bounds(costs, range(4))
+    assert plan.cut.bounds != balanced_bounds([one] * 7 + [7 * one], range(4))
     assert sum(step.flops for step in plan.steps) == pytest.approx(whole.step.flops, abs=4)
 
 

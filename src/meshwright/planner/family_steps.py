@@ -381,7 +381,7 @@ def family_step(
     _check(shape, tensor, len(ranks), run)
     run = _over(sizes, shape, run)
     inside_ops, behind_ops = _inside_ops(shape, run), _behind_ops(shape, run, pipeline)
-    counts = _stage_counts(shape, run, len(ranks), inside_ops, behind_ops)
+    counts = _stage_counts(shape, run, ranks, inside_ops, behind_ops)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, inside_ops)
@@ -427,27 +427,28 @@ def _over(sizes: Mapping[str, int], shape: Shape, run: FamilyRun) -> FamilyRun:
 
 
 def _stage_counts(
-    shape: Shape, run: FamilyRun, stages: int, inside_ops: Sequence[Op], behind_ops: Sequence[Op]
+    shape: Shape, run: FamilyRun, ranks: tuple[int, ...], inside_ops: Sequence[Op], behind_ops: Sequence[Op]
 ) -> tuple[int, ...]:
     """Return the number of blocks of every stage, as the implementation cuts a pipeline."""
     ending = run.impl.balances_head
     if ending != "work":
-        return tuple(_stage_sizes(shape, stages, ending))
+        return tuple(_stage_sizes(shape, len(ranks), ending))
     if not run.stacked:
-        return tuple(_stage_sizes(shape, stages, ""))
+        return tuple(_stage_sizes(shape, len(ranks), ""))
     head = _flops(behind_ops)
     of_block = _flops(inside_ops) + round(run.again * sum(op.flops for op in inside_ops if op.moment != "backward"))
-    return _by_work(shape.layers, stages, of_block, head)
+    unit = math.gcd(of_block, head)  # micro-batches of all sizes are cut alike
+    return _by_work(shape.layers, ranks, of_block // unit, head // unit)
 
 
 @functools.lru_cache(maxsize=1024)
-def _by_work(layers: int, stages: int, of_block: int, head: int) -> tuple[int, ...]:
+def _by_work(layers: int, ranks: tuple[int, ...], of_block: int, head: int) -> tuple[int, ...]:
     """Return the number of blocks of every stage, as our pipelines are cut."""
     # What cuts real models takes long to import.
     from meshwright.methods.pipeline.stage_cut import balanced_bounds
 
     costs = [of_block] * (layers - 1) + [of_block + head]
-    return tuple(end - first for first, end in itertools.pairwise(balanced_bounds(costs, stages)))
+    return tuple(end - first for first, end in itertools.pairwise(balanced_bounds(costs, ranks)))
 
 
 def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "reaching", "beyond"]) -> tuple[int, ...]:

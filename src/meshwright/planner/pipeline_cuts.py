@@ -337,7 +337,8 @@ def decide_cut(
     Raises:
         StrategyError: When no cut fits; it names the smallest need.
     """
-    from meshwright.methods.pipeline.stage_cut import Balancer, balanced_bounds, parameter_costs
+    from meshwright.methods.pipeline.outer_parameters import parameter_costs
+    from meshwright.methods.pipeline.stage_cut import Balancer, balanced_bounds
 
     method, known = pipeline.method, flow[0]
     gaps = () if known is not None else (f"every pipeline rank keeps all parameters outside the blocks: {flow[1]}",)
@@ -351,7 +352,7 @@ def decide_cut(
         costs = parameter_costs(model, list(pipeline.blocks), known)
     balancer = Balancer(costs, method.ranks_of_stages(pipeline.ranks), candidates.need)
     notices: tuple[str, ...] = (_ESTIMATED[by_hand is not None],) if step.activations is None else ()
-    bounds = by_hand.bounds if by_hand is not None else balanced_bounds(costs, balancer.num_stages)
+    bounds = by_hand.bounds if by_hand is not None else balanced_bounds(costs, balancer.ranks)
     limit = method.memory_limit or device_limit
     if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
         if by_hand is not None:
@@ -407,7 +408,8 @@ def _candidates(
     strategy: Strategy,
     describe: Callable[[Cut], tuple[Block, ...]],
 ) -> CandidateStages:
-    from meshwright.methods.pipeline.stage_cut import block_list, place_stages
+    from meshwright.methods.pipeline.outer_parameters import place_stages
+    from meshwright.methods.pipeline.stage_cut import block_list
 
     count = len(pipeline.blocks)
     path, _ = block_list(model, pipeline.method.blocks)

@@ -1,20 +1,23 @@
-"""Find which parameters outside the blocks each block depends on, in one forward pass over fake tensors.
+"""Find which parameters outside the blocks each block depends on, and place them on the ranks of a pipeline.
 
-The autograd graph is cut before every block but the first: its hidden state is replaced by a detached copy. So the
-graph behind a block's output reaches the parameters that this block uses, not those of earlier blocks.
+One forward pass over fake tensors finds the dependencies. The autograd graph is cut before every block but the first:
+its hidden state is replaced by a detached copy. So the graph behind a block's output reaches the parameters that this
+block uses, not those of earlier blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from meshwright.errors import ModelError
+from meshwright.methods.pipeline.stage_cut import Cut, Outside
 from meshwright.nn import FakeTensors, is_on_meta, run_with
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -197,3 +200,92 @@ def _accumulator(leaf: torch.Tensor) -> Any:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def parameter_costs(model: nn.Module, blocks: list[nn.Module], flow: Dataflow | None) -> list[int]:
+    """Estimate the time of every block by its parameters: a matrix costs in proportion to its elements.
+
+    Parameters used before the blocks count with the first, those used after them with the last. Looking up an embedding
+    costs next to nothing.
+    """
+    costs = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    if flow is None:
+        return costs
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    looked_up = {name for name, p in model.named_parameters() if id(p) in tables}
+    costs[0] += sum(sizes[name] for name in flow.uses[0] - looked_up - (flow.tail if len(blocks) == 1 else set()))
+    costs[-1] += sum(sizes[name] for name in flow.tail)
+    return costs
+
+
+# --- Placing what lies outside the blocks
+#
+# A parameter outside the blocks is trained on the ranks whose blocks depend on it. Other ranks still run the code
+# around it (see [Note: splicing] in splice.py), so something must take its place there.
+
+Replacement = Literal["gone", "stands in", "buffer"]
+"""What takes a parameter's place on a rank that does not train it: None, where its module does not run there; a module
+that returns a tensor of the right shape (:data:`STAND_INS`); or a buffer with its first value."""
+
+STAND_INS = (nn.Embedding.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
+"""Forwards whose output has a known shape, so that it can be replaced without the parameters."""
+
+
+def replacements_of(
+    model: nn.Module, parameter: nn.Parameter, late: frozenset[str]
+) -> Iterator[tuple[nn.Module, str, Replacement]]:
+    """Yield each module that owns a parameter, its name there, and what replaces it where it is not trained.
+
+    Args:
+        model: The whole model.
+        parameter: One outside the blocks.
+        late: Names of parameters whose modules run after the blocks only.
+    """
+    for path, module in model.named_modules():
+        for name, own in module.named_parameters(recurse=False):
+            if own is not parameter:
+                continue
+            if (f"{path}.{name}" if path else name) in late:
+                yield module, name, "gone"
+            elif type(module).forward in STAND_INS:
+                yield module, name, "stands in"
+            else:
+                yield module, name, "buffer"
+
+
+def place_stages(
+    model: nn.Module, path: str, bounds: tuple[int, ...], ranks: tuple[int, ...], flow: Dataflow | None
+) -> Cut:
+    """Make the cut with these stages: decide which ranks hold the parameters outside the blocks.
+
+    Args:
+        model: The whole model.
+        path: Path of the list of blocks.
+        bounds: Stage s computes blocks ``bounds[s]`` … ``bounds[s + 1] - 1``.
+        ranks: The pipeline rank of every stage.
+        flow: What each block depends on; None: unknown, so every rank trains every parameter outside the blocks.
+    """
+    blocks = list(model.get_submodule(path).children())
+    owners = [ranks[stage] for stage, (first, end) in enumerate(itertools.pairwise(bounds)) for _ in range(first, end)]
+    outside = tuple(_place_outside(model, blocks, owners, flow))
+    if flow is None:
+        return Cut(path, bounds, ranks, outside)
+    return Cut(path, bounds, ranks, outside, flow.late, flow.boundary_bytes)
+
+
+def _place_outside(
+    model: nn.Module, blocks: list[nn.Module], owners: list[int], flow: Dataflow | None
+) -> Iterator[Outside]:
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    everyone = set(owners)
+    for name, parameter in model.named_parameters():
+        if parameter in inside:
+            continue
+        if flow is None:
+            yield Outside(name, tuple(sorted(everyone)))
+            continue
+        # A parameter that nothing uses must be stored somewhere: on the last rank.
+        trained = {rank for rank, uses in zip(owners, flow.uses, strict=True) if name in uses} or {owners[-1]}
+        needs_buffer = any(kind == "buffer" for _, _, kind in replacements_of(model, parameter, flow.late))
+        yield Outside(name, tuple(sorted(trained)), tuple(sorted(everyone - trained)) if needs_buffer else ())

@@ -22,7 +22,7 @@ from meshwright.inspect import keep_name_order
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
 from meshwright.methods.parallel_mode import averagers
 from meshwright.methods.pipeline.chain import PipelineRank
-from meshwright.methods.pipeline.outer_parameters import Dataflow
+from meshwright.methods.pipeline.outer_parameters import Dataflow, parameter_costs, place_stages
 from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
@@ -43,8 +43,6 @@ from meshwright.methods.pipeline.stage_cut import (
     check_enough,
     check_not_compiled,
     given_bounds,
-    parameter_costs,
-    place_stages,
 )
 from meshwright.methods.planner_hooks import SearchScope
 from meshwright.nn import keep_part_of_whole, move_to, without_fast_path, wrap_method
@@ -324,7 +322,7 @@ class PipelineParallel(Method):
         if bounds is None and self.split is not None:
             bounds = given_bounds(self.split, len(found), len(stages))
         elif bounds is None:
-            bounds = balanced_bounds(parameter_costs(model, list(found), flow), len(stages))
+            bounds = balanced_bounds(parameter_costs(model, list(found), flow), stages)
         return place_stages(model, path, bounds, stages, flow)
 
     def ranks_of_stages(self, ranks: int) -> tuple[int, ...]:

@@ -17,9 +17,9 @@ without parameters for a block of another rank. While stage s runs with blocks f
 Random draws: every run of a micro-batch starts from one seed on all ranks, so that code before the list draws alike
 everywhere; a stage's blocks draw from a seed of their own (:class:`BlockDraws`).
 
-Around it: ``outer_parameters.py`` finds which parameters outside the list each block depends on, ``stage_cut.py``
-decides the stages and which ranks hold those parameters, :func:`release_other_parts` below removes the rest of the
-model from a rank; ``chain.py`` and ``execution.py`` run the stages.
+Around it: ``stage_cut.py`` decides the stages, ``outer_parameters.py`` finds which parameters outside the list each
+block depends on and which ranks hold them, :func:`release_other_parts` below removes the rest of the model from a rank;
+``chain.py`` and ``execution.py`` run the stages.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.inspect import Record, Watched, captured
-from meshwright.methods.pipeline.outer_parameters import carried_positions
-from meshwright.methods.pipeline.stage_cut import STAND_INS, Cut, Replacement, replacements_of
+from meshwright.methods.pipeline.outer_parameters import STAND_INS, Replacement, carried_positions, replacements_of
+from meshwright.methods.pipeline.stage_cut import Cut
 from meshwright.nn import Part, wrap_method
 from meshwright.runtime import GeneratorState, preserved_rng, seed_in_use, spread_seed
 from meshwright.runtime.torch_internals.modules import buffers_of, children_of, parameters_of

@@ -1,22 +1,21 @@
 """Decide where a model is cut into pipeline stages, and which ranks hold its parameters.
 
 A :class:`Cut` is made in four steps: :func:`block_list` finds the blocks; a :class:`Balancer` chooses the bounds of the
-stages, given the time and memory of blocks (:func:`parameter_costs` estimates the time where nothing better is known;
-the planner passes simulated times and bytes instead); :func:`place_stages` assigns the parameters outside the blocks to
-ranks, by the data flow that ``outer_parameters.py`` finds. ``splice.py`` then applies it to the model.
+stages, given the time and memory of blocks (``parameter_costs`` estimates the time where nothing better is known; the
+planner passes FLOPs and simulated bytes instead); ``place_stages`` assigns the parameters outside the blocks to ranks,
+by the data flow that ``outer_parameters.py`` finds. ``splice.py`` then applies it to the model.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
-from meshwright.methods.pipeline.outer_parameters import Dataflow
 from meshwright.nn import find_blocks, has_forward
 from meshwright.runtime.torch_internals.modules import compiled_call_of
 
@@ -59,7 +58,7 @@ class Cut:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of blocks of every stage."""
-        return tuple(end - first for first, end in itertools.pairwise(self.bounds))
+        return _sizes(self.bounds)
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of one pipeline rank, ascending."""
@@ -97,6 +96,10 @@ class Cut:
     def rank_of_block(self, index: int) -> int:
         """Return the pipeline rank that holds a block."""
         return self.ranks[self.stage_of_block(index)]
+
+
+def _sizes(bounds: Sequence[int]) -> tuple[int, ...]:
+    return tuple(end - first for first, end in itertools.pairwise(bounds))
 
 
 def _index_in(path: str, name: str) -> int | None:
@@ -222,8 +225,9 @@ def check_enough(blocks: int, stages: int) -> None:
 
 # --- Choosing the bounds
 #
-# The slowest stage sets the pace of a pipeline. So the search minimises the time of the slowest stage, among the cuts
-# whose ranks fit into memory: a binary search over that time, with a depth-first search for a cut within both limits.
+# The slowest rank sets the pace of a pipeline: one that is full waits for it, and as it fills and runs empty for the
+# slowest stage. So the search minimises the time of the slowest rank, and then that of the slowest stage, among the
+# cuts whose ranks fit into memory: binary searches over both, with a depth-first search for a cut within all limits.
 
 Range = tuple[int, int]
 """Blocks of a stage: the first, and the end (excluded)."""
@@ -233,6 +237,19 @@ Need = Callable[[int, tuple[Range, ...]], int]
 must grow with every block."""
 
 _MOST_VISITS = 10_000  # nodes of one depth-first search; only ranks with several stages come near
+_NEAR = 1e-3  # share by which binary searches over times of ranks, and over memory, end beyond the best
+
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a cut must keep to: the time of a stage, that of all stages of a rank, and the memory of a rank."""
+
+    num_bytes: int
+    stage: float = math.inf
+    rank: float = math.inf
 
 
 class Balancer:
@@ -258,25 +275,87 @@ class Balancer:
         self.is_exhaustive = True
 
     def fastest(self, limit_bytes: int) -> tuple[int, ...] | None:
-        """Find the cut that fits whose slowest stage is the fastest, and return its bounds; None if no cut fits."""
-        blocks = range(len(self.costs))
+        """Find the cut that fits whose slowest rank is the fastest, and then its slowest stage; return its bounds.
+
+        The result is None if no cut fits. Where ranks have several stages, theirs is the least time within 0.1 %.
+        """
+        best = self._within(Limits(limit_bytes))
+        if best is None:
+            return None
+        if self.num_stages > self._num_ranks:
+            best = self._for_ranks(best, limit_bytes)
+        slowest, blocks = max(self._rank_takes(best)), range(len(self.costs))
         bounds = sorted({self._sums[end + 1] - self._sums[first] for first in blocks for end in blocks[first:]})
-        best = self._within(bounds[-1], limit_bytes)
         low, high = 0, len(bounds) - 1
-        while best is not None and low < high:  # the more time, the more cuts fit
+        while low < high:  # the more time, the more cuts fit
             middle = (low + high) // 2
-            found = self._within(bounds[middle], limit_bytes)
+            found = self._within(Limits(limit_bytes, bounds[middle], slowest))
             best, low, high = (found, low, middle) if found is not None else (best, middle + 1, high)
+        return self.evened(best, Limits(limit_bytes, max(self._takes(best)), slowest))
+
+    def evened(self, bounds: tuple[int, ...], most: Limits) -> tuple[int, ...]:
+        """Hand blocks on from slow ranks and stages to fast ones within limits, while that makes them more even.
+
+        The slowest takes as long as before. But costs are estimates: where FLOPs are the costs, a head that takes
+        little time for its many seems to be the slowest, and what is behind it would be left as it was found.
+        """
+        for _ in self.costs:  # mostly far fewer times: a block goes a long way at once
+            better = next((cut for cut in self._more_even(bounds) if self._keeps(cut, most)), None)
+            if better is None:
+                break
+            bounds = better
+        return bounds
+
+    def _more_even(self, bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield cuts with a block less in one stage and one more in another, those that even out ranks most first."""
+        takes, of_ranks = self._takes(bounds), dict(zip(sorted(set(self.ranks)), self._rank_takes(bounds), strict=True))
+
+        def gain(pair: tuple[int, int]) -> tuple[float, float]:
+            giver, taker = pair
+            return of_ranks[self.ranks[giver]] - of_ranks[self.ranks[taker]], takes[giver] - takes[taker]
+
+        def is_worth(pair: tuple[int, int]) -> bool:
+            of_rank, of_stage = gain(pair)
+            return of_rank > least or (of_stage > least and self.ranks[pair[0]] == self.ranks[pair[1]])
+
+        givers, least = [stage for stage, size in enumerate(_sizes(bounds)) if size > 1], min(self.costs)
+        pairs = filter(is_worth, itertools.product(givers, range(self.num_stages)))
+        before = self._unevenness(bounds)
+        # Of equal stages the latest takes it: schedules have the fewest micro-batches in flight there.
+        for giver, taker in sorted(pairs, key=lambda pair: (*gain(pair), pair[1]), reverse=True):
+            between, by = range(min(giver, taker) + 1, max(giver, taker) + 1), 1 if taker < giver else -1
+            cut = tuple(bound + by * (place in between) for place, bound in enumerate(bounds))
+            if self._unevenness(cut) < before:
+                yield cut
+
+    def _unevenness(self, bounds: Sequence[int]) -> tuple[float, float]:
+        return sum(takes**2 for takes in self._rank_takes(bounds)), sum(takes**2 for takes in self._takes(bounds))
+
+    def _keeps(self, bounds: Sequence[int], most: Limits) -> bool:
+        """Return whether a cut keeps to limits."""
+        in_time = max(self._takes(bounds)) <= most.stage and max(self._rank_takes(bounds)) <= most.rank
+        return in_time and all(size <= most.num_bytes for _, size in self.needs(bounds))
+
+    def _for_ranks(self, best: tuple[int, ...], limit_bytes: int) -> tuple[int, ...]:
+        """Return the cut that fits whose slowest rank is the fastest, given one that fits."""
+        low, high = self._sums[-1] / self._num_ranks, max(self._rank_takes(best))
+        while high - low > _NEAR * high:
+            found = self._within(Limits(limit_bytes, rank=(middle := (low + high) / 2)))
+            if found is None:
+                low = middle
+            else:
+                best, high = found, max(self._rank_takes(found))
         return best
 
     def relieved(self, bounds: tuple[int, ...], limit_bytes: int) -> tuple[int, ...] | None:
         """Take blocks from ranks that hold too much to stages beside theirs; None where these have no time or room.
 
-        The slowest stage takes no longer than before, and stages stay as even as they can.
+        The slowest stage and the slowest rank take no longer than before, and stages stay as even as they can.
         """
-        most = max(self._takes(bounds))
+        stage, rank = max(self._takes(bounds)), max(self._rank_takes(bounds))
         while excess := self._excess(bounds, limit_bytes):
-            moved = [each for each in self._lighter(bounds, limit_bytes) if max(self._takes(each)) <= most]
+            cuts = self._lighter(bounds, limit_bytes)
+            moved = [each for each in cuts if max(self._takes(each)) <= stage and max(self._rank_takes(each)) <= rank]
             squares = {each: sum(takes**2 for takes in self._takes(each)) for each in moved}
             best = min(moved, key=lambda each: (self._excess(each, limit_bytes), squares[each]), default=bounds)
             if self._excess(best, limit_bytes) >= excess:
@@ -295,7 +374,18 @@ class Balancer:
                     yield (*bounds[: stage + 1], end - 1, *bounds[stage + 2 :])
 
     def _takes(self, bounds: Sequence[int]) -> list[float]:
-        return [self._sums[end] - self._sums[first] for first, end in itertools.pairwise(bounds)]
+        return [self._time(each) for each in itertools.pairwise(bounds)]
+
+    def _time(self, blocks: Range) -> float:
+        return self._sums[blocks[1]] - self._sums[blocks[0]]
+
+    def _rank_takes(self, bounds: Sequence[int]) -> list[float]:
+        ranges = list(itertools.pairwise(bounds))
+        return [sum(map(self._time, self._of(rank, ranges))) for rank in sorted(set(self.ranks))]
+
+    @property
+    def _num_ranks(self) -> int:
+        return len(set(self.ranks))
 
     def _excess(self, bounds: Sequence[int], limit_bytes: int) -> int:
         return sum(max(size - limit_bytes, 0) for _, size in self.needs(bounds))
@@ -304,8 +394,8 @@ class Balancer:
         """Return the bounds of the cut with the lowest peak memory over ranks, within 0.1 %."""
         best = (*range(self.num_stages), len(self.costs))
         low, high = 0, self._most(best)
-        while high - low > high // 1000:
-            found = self._within(float("inf"), middle := (low + high) // 2)
+        while high - low > _NEAR * high:
+            found = self._within(Limits(middle := (low + high) // 2))
             best, low, high = (found, low, self._most(found)) if found is not None else (best, middle + 1, high)
         return best
 
@@ -331,9 +421,9 @@ class Balancer:
             self._known[rank, ranges] = self._ask(rank, ranges)
         return self._known[rank, ranges]
 
-    def _within(self, most_time: float, most_bytes: int) -> tuple[int, ...] | None:
-        """Return the first cut, in the order of its bounds, within a time per stage and memory per rank; else None."""
-        fewest = self._fewest_stages(most_time)
+    def _within(self, most: Limits) -> tuple[int, ...] | None:
+        """Return the first cut, in the order of its bounds, within limits; else None."""
+        fewest = self._fewest_stages(min(most.stage, most.rank))
         # Only blocks on ranks with stages still to come matter from a stage on.
         ranks = sorted(set(self.ranks))
         still = [tuple(rank in self.ranks[stage:] for rank in ranks) for stage in range(self.num_stages)]
@@ -341,12 +431,22 @@ class Balancer:
         dead: set[tuple[int, int, tuple[tuple[Range, ...], ...]]] = set()
         self._visits = 0
 
+        def takes_too_long(own: tuple[Range, ...]) -> bool:
+            return self._time(own[-1]) > most.stage or sum(map(self._time, own)) > most.rank
+
+        def has_no_time(stage: int, first: int, owned: tuple[tuple[Range, ...], ...]) -> bool:
+            """Return whether the blocks that are left take longer than the ranks with stages to come have left."""
+            if most.rank == math.inf:
+                return False
+            left = (most.rank - sum(map(self._time, own)) for own in itertools.compress(owned, still[stage]))
+            return self._time((first, len(self.costs))) > sum(left) * (1 + _ROUNDING)
+
         def complete(ends: tuple[int, ...], owned: tuple[tuple[Range, ...], ...]) -> tuple[int, ...] | None:
             stage, first = len(ends), ends[-1] if ends else 0
             left = len(self.ranks) - stage
             if left == 0:
                 return ends if first == len(self.costs) else None
-            if first + left > len(self.costs) or fewest[first] > left:
+            if first + left > len(self.costs) or fewest[first] > left or has_no_time(stage, first, owned):
                 return None
             state = stage, first, tuple(itertools.compress(owned, still[stage]))
             if state in dead:
@@ -359,8 +459,7 @@ class Balancer:
             last = len(self.costs) - left + 1
             for end in range(last if left == 1 else first + 1, last + 1):
                 own = (*owned[number], (first, end))
-                takes, holds = self._sums[end] - self._sums[first], self._need(ranks[number], own)
-                if takes > most_time or holds > most_bytes:
+                if takes_too_long(own) or self._need(ranks[number], own) > most.num_bytes:
                     break  # more blocks take and hold more
                 found = complete((*ends, end), (*owned[:number], own, *owned[number + 1 :]))
                 if found is not None:
@@ -383,16 +482,25 @@ class Balancer:
         return fewest
 
 
-def balanced_bounds(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+def balanced_bounds(costs: Sequence[float], ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the bounds of consecutive non-empty stages that minimise the time of the slowest, and are most even then.
 
-    Where a rank has several stages, their sum is more even so, too.
+    Where ranks have several stages, blocks go from one to another until their sums are as even as that makes them, too.
 
     Args:
         costs: Time of every block, in any unit; the first and last include what is around the blocks.
-        stages: Number of stages.
+        ranks: The pipeline rank of every stage.
     """
-    bounds = Balancer(costs, range(stages), lambda rank, ranges: 0).fastest(0)
+    bounds, most = _even_stages(costs, len(ranks))
+    if len(set(ranks)) == len(ranks):
+        return bounds
+    return Balancer(costs, ranks, lambda rank, ranges: 0).evened(bounds, Limits(0, most))
+
+
+def _even_stages(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], float]:
+    """Return the bounds of stages that minimise the time of the slowest, and are most even then; and that time."""
+    balancer = Balancer(costs, range(stages), lambda rank, ranges: 0)
+    bounds = balancer.fastest(0)
     assert bounds is not None, "there are as many blocks as stages"
     sums = [0, *itertools.accumulate(costs)]
     most = max(sums[end] - sums[first] for first, end in itertools.pairwise(bounds))
@@ -408,93 +516,4 @@ def balanced_bounds(costs: Sequence[float], stages: int) -> tuple[int, ...]:
                 found = squares + takes**2, (*before, end)
                 further[end] = min(found, further.get(end, found))
         best = further
-    return best[len(costs)][1]
-
-
-def parameter_costs(model: nn.Module, blocks: list[nn.Module], flow: Dataflow | None) -> list[int]:
-    """Estimate the time of every block by its parameters: a matrix costs in proportion to its elements.
-
-    Parameters used before the blocks count with the first, those used after them with the last. Looking up an embedding
-    costs next to nothing.
-    """
-    costs = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    if flow is None:
-        return costs
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    looked_up = {name for name, p in model.named_parameters() if id(p) in tables}
-    costs[0] += sum(sizes[name] for name in flow.uses[0] - looked_up - (flow.tail if len(blocks) == 1 else set()))
-    costs[-1] += sum(sizes[name] for name in flow.tail)
-    return costs
-
-
-# --- Placing what lies outside the blocks
-#
-# A parameter outside the blocks is trained on the ranks whose blocks depend on it. Other ranks still run the code
-# around it (see [Note: splicing] in splice.py), so something must take its place there.
-
-Replacement = Literal["gone", "stands in", "buffer"]
-"""What takes a parameter's place on a rank that does not train it: None, where its module does not run there; a module
-that returns a tensor of the right shape (:data:`STAND_INS`); or a buffer with its first value."""
-
-STAND_INS = (nn.Embedding.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
-"""Forwards whose output has a known shape, so that it can be replaced without the parameters."""
-
-
-def replacements_of(
-    model: nn.Module, parameter: nn.Parameter, late: frozenset[str]
-) -> Iterator[tuple[nn.Module, str, Replacement]]:
-    """Yield each module that owns a parameter, its name there, and what replaces it where it is not trained.
-
-    Args:
-        model: The whole model.
-        parameter: One outside the blocks.
-        late: Names of parameters whose modules run after the blocks only.
-    """
-    for path, module in model.named_modules():
-        for name, own in module.named_parameters(recurse=False):
-            if own is not parameter:
-                continue
-            if (f"{path}.{name}" if path else name) in late:
-                yield module, name, "gone"
-            elif type(module).forward in STAND_INS:
-                yield module, name, "stands in"
-            else:
-                yield module, name, "buffer"
-
-
-def place_stages(
-    model: nn.Module, path: str, bounds: tuple[int, ...], ranks: tuple[int, ...], flow: Dataflow | None
-) -> Cut:
-    """Make the cut with these stages: decide which ranks hold the parameters outside the blocks.
-
-    Args:
-        model: The whole model.
-        path: Path of the list of blocks.
-        bounds: Stage s computes blocks ``bounds[s]`` … ``bounds[s + 1] - 1``.
-        ranks: The pipeline rank of every stage.
-        flow: What each block depends on; None: unknown, so every rank trains every parameter outside the blocks.
-    """
-    blocks = list(model.get_submodule(path).children())
-    owners = [ranks[stage] for stage, (first, end) in enumerate(itertools.pairwise(bounds)) for _ in range(first, end)]
-    outside = tuple(_place_outside(model, blocks, owners, flow))
-    if flow is None:
-        return Cut(path, bounds, ranks, outside)
-    return Cut(path, bounds, ranks, outside, flow.late, flow.boundary_bytes)
-
-
-def _place_outside(
-    model: nn.Module, blocks: list[nn.Module], owners: list[int], flow: Dataflow | None
-) -> Iterator[Outside]:
-    inside = {parameter for block in blocks for parameter in block.parameters()}
-    everyone = set(owners)
-    for name, parameter in model.named_parameters():
-        if parameter in inside:
-            continue
-        if flow is None:
-            yield Outside(name, tuple(sorted(everyone)))
-            continue
-        # A parameter that nothing uses must be stored somewhere: on the last rank.
-        trained = {rank for rank, uses in zip(owners, flow.uses, strict=True) if name in uses} or {owners[-1]}
-        needs_buffer = any(kind == "buffer" for _, _, kind in replacements_of(model, parameter, flow.late))
-        yield Outside(name, tuple(sorted(trained)), tuple(sorted(everyone - trained)) if needs_buffer else ())
+    return best[len(costs)][1], most
