@@ -433,8 +433,6 @@ def _stage_counts(
     ending = run.impl.balances_head
     if ending != "work":
         return tuple(_stage_sizes(shape, len(ranks), ending))
-    if not run.stacked:
-        return tuple(_stage_sizes(shape, len(ranks), ""))
     head = _flops(behind_ops)
     of_block = _flops(inside_ops) + round(run.again * sum(op.flops for op in inside_ops if op.moment != "backward"))
     unit = math.gcd(of_block, head)  # micro-batches of all sizes are cut alike
