@@ -148,6 +148,32 @@ def test_formulas_say_what_traces_do(kind, name):
     assert told_memory == pytest.approx(memory, rel=CLOSE)
 
 
+HEADED = "llama:layers=16,hidden=2048,heads=32,kv_heads=8,ffn=8192,vocab=128256,seq=4096"
+"""A head of as many FLOPs as four blocks: stages that count it have other numbers of blocks than even ones."""
+CUT = {
+    "two": ([mesh(zero=4, pipeline=2), "pipeline_parallel", "zero1", HALF], 8),
+    "eight": ([mesh(pipeline=8), "pipeline_parallel", HALF], 32),
+    "again": ([mesh(pipeline=8), "pipeline_parallel", HALF, "checkpoint"], 32),
+    "interleaved_again": (
+        [mesh(pipeline=4, zero=2), ("pipeline_parallel", {"schedule": "interleaved"}), "zero1", HALF, "checkpoint"], 16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "two" else pytest.mark.long) for n in CUT])
+def test_formulas_cut_a_pipeline_as_traces_do(name):
+    """Compare stages, and what ranks hold of what they send: with recomputation it is much of all they hold."""
+    methods, number = CUT[name]
+    traced, told = [
+        PlanRequest(model, CLUSTER, 64, strategy=Strategy(methods), num_micro_batches=number).found().plans[0]
+        for model in (named_model(HEADED, None, CLUSTER), FamilyModel(HEADED, parse_family(HEADED)))
+    ]
+    assert told.step.stages.ranges == traced.step.stages.ranges
+    assert len({end - first for first, end in told.step.stages.ranges}) > 1
+    assert told.forecast.time.step_time_s == pytest.approx(traced.forecast.time.step_time_s, rel=CLOSE_IN_TIME)
+    assert told.needed_bytes == pytest.approx(traced.needed_bytes, rel=0.04)
+
+
 LAUNCHED = {
     "fsdp": STRATEGIES["fsdp"],
     "context": STRATEGIES["context"],

@@ -499,7 +499,8 @@ class Activations:
         # Of traced models ``SplitBackward`` knows more.
         if not self.results_bytes or self.recomputed or self.transients:
             return most
-        places = [{place for tensor in tensors for place in tensor.places} for tensors in self.stages]
+        # What two blocks hand on is in the stages of both, and what one saves alone says where that is.
+        places = [{place for t in tensors for place in t.places if len(t.places) == 1} for tensors in self.stages]
         blocks = [sum(0 <= place < len(self.blocks) for place in here) for here in places]
         for now in self.backward_at:
             if now.halfway:

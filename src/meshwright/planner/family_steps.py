@@ -76,7 +76,7 @@ def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activatio
         results_bytes=results_bytes(shape, run),
         working_bytes=_passing_bytes(shape, run),
         passing_bytes=_passing_bytes(shape, run),
-        holds_messages=run.impl.divides_blocks_alone and run.stacked > 0,
+        holds_messages=run.impl.divides_blocks_alone,
         # The head and the loss are nearly all of what is outside of blocks.
         flops_at=(*(((block,), _flops(ops)) for block in range(count)), ((count,), outside)),
     )
@@ -150,9 +150,11 @@ def _tensors(sizes: _Saved, run: FamilyRun, block: int) -> tuple[SavedTensor, ..
     fused = (OperatorResult(FUSED, around, 1),) if run.impl.fused_attention and not run.impl.dropout else ()
     product, last = (OperatorResult(PRODUCT, around, 1),), (OperatorResult(PRODUCT, around, 0),)
     second = (OperatorResult(PRODUCT, around, 1, turns=(1,)),)
+    # Our stages keep what they send until its gradient has come.
+    entering = (block - 1, block) if block and run.impl.divides_blocks_alone else (block,)
     summed = sizes.plain * run.plain_parts if run.plain_parts > 1 else 0  # of all tokens, before it is divided
     every = (
-        SavedTensor(sizes.entering, (around,), inputs_of=(whole,), places=(block,)),
+        SavedTensor(sizes.entering, (around,), inputs_of=(whole,), places=entering),
         SavedTensor(sizes.plain, (around,), results=() if summed else product, places=(block,)),
         SavedTensor(summed, (), results=(product[0]._replace(turns=(1,)),), places=(block,)),
         SavedTensor(sizes.attended, (around,), results=fused, places=(block,)),

@@ -238,14 +238,12 @@ must grow with every block."""
 
 _MOST_VISITS = 10_000  # nodes of one depth-first search; only ranks with several stages come near
 _NEAR = 1e-3  # share by which binary searches over times of ranks, and over memory, end beyond the best
-
-
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # of sums of times
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a cut must keep to: the time of a stage, that of all stages of a rank, and the memory of a rank."""
+    """Keep what a cut may take at most: the time of a stage, that of all stages of a rank, and the memory of a rank."""
 
     num_bytes: int
     stage: float = math.inf
