@@ -117,6 +117,7 @@ FORMULAS = {
     "data_compile": [mesh(data=8), HALF, "compile"],
     "fsdp_compile": STRATEGIES["compile"],
     "tensor_tokens": STRATEGIES["tensor_tokens"],
+    "tensor_tokens_compile": [*STRATEGIES["tensor_tokens"], "compile"],
     "tensor_selective": [mesh(tensor=4, zero=2), SPLIT, "fsdp", HALF, ("checkpoint", "selective")],
     "fp8": [mesh(zero=8), "fsdp", HALF, ("fp8", {"recipe": "tensorwise", "exclude": "lm_head"})],
     **{f"{name}_loss": [*STRATEGIES[name], LOSS] for name in ("data", "fsdp", "half", "context", "sequence")},
@@ -146,6 +147,23 @@ def test_formulas_say_what_traces_do(kind, name):
     (seconds, memory), (told_seconds, told_memory) = found
     assert told_seconds == pytest.approx(seconds, rel=CLOSE_IN_TIME)
     assert told_memory == pytest.approx(memory, rel=CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+@pytest.mark.parametrize("methods", [[SPLIT], ["tensor_parallel"]], ids=["tokens", "plain"])
+def test_formulas_save_in_a_compiled_block_what_traces_do(kind, methods):
+    """Compiled code norms again what it gathers again; where tokens are whole, it keeps what norms return."""
+    strategy = Strategy([mesh(tensor=4, zero=2), *methods, "zero1", HALF, "compile"])
+    saved = []
+    for layers in (2, 4):
+        text = WIDE[kind].replace("layers=3", f"layers={layers}")
+        models = named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text))
+        plans = [
+            PlanRequest(each, CLUSTER, 4, strategy=strategy, num_micro_batches=2).found().plans[0] for each in models
+        ]
+        saved.append([plan.step.activations.saved_bytes for plan in plans])
+    traced, told = (more - fewer for fewer, more in zip(*saved, strict=True))
+    assert told == pytest.approx(traced, rel=2e-3)
 
 
 HEADED = "llama:layers=16,hidden=2048,heads=32,kv_heads=8,ffn=8192,vocab=128256,seq=4096"

@@ -437,6 +437,8 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     else:
         split += 4 * shape.heads  # the logarithm of each row's sum
     entering_parts = 1 if run.impl.keeps_gathered else run.plain_parts
+    if run.impl.compiled and run.impl.divides_blocks_alone and run.plain_parts > 1:
+        entering = 0  # compiled code computes again what it gathers again
     whole = run.tokens * plain // run.plain_parts + run.tokens * entering // entering_parts
     whole += _matrices(shape, run) * run.itemsize if run.impl.autocasts else 0
     if run.stacked:  # what experts are asked and answer, and what was sent; the router's softmax
