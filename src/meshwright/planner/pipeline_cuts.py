@@ -321,7 +321,7 @@ def decide_cut(
     *,
     must_fit: bool = True,
 ) -> Decision:
-    """Cut a model by hand, or so that the slowest stage takes the least time among the cuts that fit into memory.
+    """Cut a model by hand, or so that the slowest rank takes the least time among the cuts that fit into memory.
 
     Args:
         pipeline: The pipeline that the strategy asks for.

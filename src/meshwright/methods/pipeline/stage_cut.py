@@ -251,7 +251,7 @@ class Limits:
 
 
 class Balancer:
-    """Searches for cuts into consecutive non-empty stages that balance time and fit into memory.
+    """Search for cuts into consecutive non-empty stages that balance time and fit into memory.
 
     Args:
         costs: Time of every block, in any unit.
