@@ -50,7 +50,7 @@ class _Unconnected(RemoteFailure):
 
 
 class Crash(UserWarning):
-    """What failed below Python, in native code or between sockets, and did not when it was tried again."""
+    """Tell of a failure below Python, in native code or between sockets, that did not come again."""
 
 
 class Pool:

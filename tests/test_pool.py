@@ -1,4 +1,4 @@
-"""What fails below Python, in native code or between sockets, is told, and passes only if it does not fail again."""
+"""Check that failures below Python are told, in native code or between sockets, and pass only if they do not return."""
 
 import os
 

@@ -445,10 +445,10 @@ def _stage_counts(
 def _by_work(layers: int, ranks: tuple[int, ...], of_block: int, head: int) -> tuple[int, ...]:
     """Return the number of blocks of every stage, as our pipelines are cut."""
     # What cuts real models takes long to import.
-    from meshwright.methods.pipeline.stage_cut import balanced_bounds
+    from meshwright.methods.pipeline.stage_cut import balanced_bounds, block_counts
 
     costs = [of_block] * (layers - 1) + [of_block + head]
-    return tuple(end - first for first, end in itertools.pairwise(balanced_bounds(costs, ranks)))
+    return block_counts(balanced_bounds(costs, ranks))
 
 
 def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "reaching", "beyond"]) -> tuple[int, ...]:

@@ -450,7 +450,9 @@ def _does_not_fit(
 
 
 def _sizes(bounds: tuple[int, ...]) -> str:
-    return ", ".join(str(end - first) for first, end in itertools.pairwise(bounds))
+    from meshwright.methods.pipeline.stage_cut import block_counts
+
+    return ", ".join(map(str, block_counts(bounds)))
 
 
 def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, parts: int, *, in_half: bool) -> list[Step]:

@@ -225,8 +225,10 @@ def parameter_costs(model: nn.Module, blocks: list[nn.Module], flow: Dataflow | 
 # around it (see [Note: splicing] in splice.py), so something must take its place there.
 
 Replacement = Literal["gone", "stands in", "buffer"]
-"""What takes a parameter's place on a rank that does not train it: None, where its module does not run there; a module
-that returns a tensor of the right shape (:data:`STAND_INS`); or a buffer with its first value."""
+"""Name what takes a parameter's place on a rank that does not train it.
+
+It is nothing, where its module does not run there; a module that returns a tensor of the right shape
+(:data:`STAND_INS`); or a buffer with its first value."""
 
 STAND_INS = (nn.Embedding.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
 """Forwards whose output has a known shape, so that it can be replaced without the parameters."""

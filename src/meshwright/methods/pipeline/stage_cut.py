@@ -58,7 +58,7 @@ class Cut:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of blocks of every stage."""
-        return _sizes(self.bounds)
+        return block_counts(self.bounds)
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of one pipeline rank, ascending."""
@@ -98,7 +98,8 @@ class Cut:
         return self.ranks[self.stage_of_block(index)]
 
 
-def _sizes(bounds: Sequence[int]) -> tuple[int, ...]:
+def block_counts(bounds: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of blocks of every stage."""
     return tuple(end - first for first, end in itertools.pairwise(bounds))
 
 
@@ -277,6 +278,13 @@ class Balancer:
 
         The result is None if no cut fits. Where ranks have several stages, theirs is the least time within 0.1 %.
         """
+        best = self.in_least_time(limit_bytes)
+        if best is None:
+            return None
+        return self.evened(best, Limits(limit_bytes, max(self._takes(best)), max(self._rank_takes(best))))
+
+    def in_least_time(self, limit_bytes: int) -> tuple[int, ...] | None:
+        """Return the bounds of a cut as :meth:`fastest` finds it, but with the first that takes as little time."""
         best = self._within(Limits(limit_bytes))
         if best is None:
             return None
@@ -289,7 +297,7 @@ class Balancer:
             middle = (low + high) // 2
             found = self._within(Limits(limit_bytes, bounds[middle], slowest))
             best, low, high = (found, low, middle) if found is not None else (best, middle + 1, high)
-        return self.evened(best, Limits(limit_bytes, max(self._takes(best)), slowest))
+        return best
 
     def evened(self, bounds: tuple[int, ...], most: Limits) -> tuple[int, ...]:
         """Hand blocks on from slow ranks and stages to fast ones within limits, while that makes them more even.
@@ -316,7 +324,7 @@ class Balancer:
             of_rank, of_stage = gain(pair)
             return of_rank > least or (of_stage > least and self.ranks[pair[0]] == self.ranks[pair[1]])
 
-        givers, least = [stage for stage, size in enumerate(_sizes(bounds)) if size > 1], min(self.costs)
+        givers, least = [stage for stage, size in enumerate(block_counts(bounds)) if size > 1], min(self.costs)
         pairs = filter(is_worth, itertools.product(givers, range(self.num_stages)))
         before = self._unevenness(bounds)
         # Of equal stages the latest takes it: schedules have the fewest micro-batches in flight there.
@@ -429,25 +437,15 @@ class Balancer:
         dead: set[tuple[int, int, tuple[tuple[Range, ...], ...]]] = set()
         self._visits = 0
 
-        def takes_too_long(own: tuple[Range, ...]) -> bool:
-            return self._time(own[-1]) > most.stage or sum(map(self._time, own)) > most.rank
-
-        def has_no_time(stage: int, first: int, owned: tuple[tuple[Range, ...], ...]) -> bool:
-            """Return whether the blocks that are left take longer than the ranks with stages to come have left."""
-            if most.rank == math.inf:
-                return False
-            left = (most.rank - sum(map(self._time, own)) for own in itertools.compress(owned, still[stage]))
-            return self._time((first, len(self.costs))) > sum(left) * (1 + _ROUNDING)
-
         def complete(ends: tuple[int, ...], owned: tuple[tuple[Range, ...], ...]) -> tuple[int, ...] | None:
             stage, first = len(ends), ends[-1] if ends else 0
             left = len(self.ranks) - stage
             if left == 0:
                 return ends if first == len(self.costs) else None
-            if first + left > len(self.costs) or fewest[first] > left or has_no_time(stage, first, owned):
+            if first + left > len(self.costs) or fewest[first] > left:
                 return None
             state = stage, first, tuple(itertools.compress(owned, still[stage]))
-            if state in dead:
+            if state in dead or self._has_no_time(first, state[-1], most):
                 return None
             self._visits += 1
             if self._visits > _MOST_VISITS:
@@ -457,7 +455,7 @@ class Balancer:
             last = len(self.costs) - left + 1
             for end in range(last if left == 1 else first + 1, last + 1):
                 own = (*owned[number], (first, end))
-                if takes_too_long(own) or self._need(ranks[number], own) > most.num_bytes:
+                if self._takes_too_long(own, most) or self._need(ranks[number], own) > most.num_bytes:
                     break  # more blocks take and hold more
                 found = complete((*ends, end), (*owned[:number], own, *owned[number + 1 :]))
                 if found is not None:
@@ -467,6 +465,16 @@ class Balancer:
 
         found = complete((), ((),) * len(ranks))
         return (0, *found) if found is not None else None
+
+    def _takes_too_long(self, own: tuple[Range, ...], most: Limits) -> bool:
+        return self._time(own[-1]) > most.stage or sum(map(self._time, own)) > most.rank
+
+    def _has_no_time(self, first: int, owned: tuple[tuple[Range, ...], ...], most: Limits) -> bool:
+        """Return whether the blocks from one on take longer than ranks with stages to come have left."""
+        if most.rank == math.inf:
+            return False
+        left = sum(most.rank - sum(map(self._time, own)) for own in owned)
+        return self._time((first, len(self.costs))) > left * (1 + _ROUNDING)
 
     def _fewest_stages(self, most_time: float) -> list[int]:
         """Return for every block the fewest stages that all blocks from it on take."""
@@ -498,7 +506,7 @@ def balanced_bounds(costs: Sequence[float], ranks: Sequence[int]) -> tuple[int, 
 def _even_stages(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], float]:
     """Return the bounds of stages that minimise the time of the slowest, and are most even then; and that time."""
     balancer = Balancer(costs, range(stages), lambda rank, ranges: 0)
-    bounds = balancer.fastest(0)
+    bounds = balancer.in_least_time(0)
     assert bounds is not None, "there are as many blocks as stages"
     sums = [0, *itertools.accumulate(costs)]
     most = max(sums[end] - sums[first] for first, end in itertools.pairwise(bounds))

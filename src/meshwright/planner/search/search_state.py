@@ -266,8 +266,8 @@ class FollowUp:
         space: What is tried there.
         where: ``always``; always, but at ``last``; where the best so far divides its layers, has to offload, or
             recomputes where a tensor axis could be better but for its memory (``divided``); where it leaves the loss as
-            it is (``loss``); or where nothing has fitted yet (``nothing``). All but what is ``always`` tried comes
-            after offloading in the spaces before.
+            it is (``loss``); or where nothing has fitted yet (``nothing``). All but ``always`` comes after offloading
+            in the spaces before.
         only_better: Whether only what is better than the best so far is looked for, and not what is the best of its
             family.
     """
