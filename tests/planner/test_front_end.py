@@ -180,7 +180,6 @@ CUT = {
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "two" else pytest.mark.long) for n in CUT])
 def test_formulas_cut_a_pipeline_as_traces_do(name):
-    """Compare stages, and what ranks hold of what they send: with recomputation it is much of all they hold."""
     methods, number = CUT[name]
     traced, told = [
         PlanRequest(model, CLUSTER, 64, strategy=Strategy(methods), num_micro_batches=number).found().plans[0]
@@ -189,6 +188,18 @@ def test_formulas_cut_a_pipeline_as_traces_do(name):
     assert told.step.stages.ranges == traced.step.stages.ranges
     assert len({end - first for first, end in told.step.stages.ranges}) > 1
     assert told.forecast.time.step_time_s == pytest.approx(traced.forecast.time.step_time_s, rel=CLOSE_IN_TIME)
+    assert told.needed_bytes == pytest.approx(traced.needed_bytes, rel=0.04)
+
+
+def test_formulas_hold_what_stages_send_until_its_gradient_has_come():
+    """Compare stages of one block that runs again: what they send is as much as what they save."""
+    text, stages = HEADED.replace("vocab=128256", "vocab=1024"), ("pipeline_parallel", {"schedule": "interleaved"})
+    traced, told = [
+        PlanRequest(model, CLUSTER, 64, strategy=Strategy([mesh(pipeline=8), stages, HALF, "checkpoint"]),
+                    num_micro_batches=32).found().plans[0]
+        for model in (named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text)))
+    ]  # fmt: skip
+    assert {end - first for first, end in told.step.stages.ranges} == {1}
     assert told.needed_bytes == pytest.approx(traced.needed_bytes, rel=0.04)
 
 
