@@ -19,6 +19,7 @@ GIB = 2**30
         ("V100", "V100-32"),
         ("NVIDIA A10G", "A10G"),
         ("NVIDIA A10", "A10"),
+        ("Tesla T4", "T4"),
         ("NVIDIA L40S", "L40S"),
         ("L4", "L4"),
         ("B200?", "B200"),
@@ -50,6 +51,12 @@ GIB = 2**30
 )
 def test_a_name_means_the_narrowest_preset(name, preset):
     assert find_device(name).name == preset
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_preset_is_the_same_however_its_name_is_spelt(name):
+    # A10G has no 10 GB.
+    assert find_device(name.lower()) == find_device(f"NVIDIA {name}") == DEVICES[name]
 
 
 def test_memory_power_and_bandwidth_in_a_name_count():

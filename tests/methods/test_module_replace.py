@@ -550,7 +550,9 @@ def test_a_search_chooses_the_loss_without_logits_where_the_users_loss_can_do_wi
 
 
 def test_a_search_offers_the_loss_without_logits_where_there_is_a_head_and_ddp_reads_no_graph():
-    for model, follows, options in ((tiny.plain(), False, 1), (tiny.plain(), True, 0), (tiny.Mlp(), False, 0)):
+    of_classes = nn.Sequential(nn.Embedding(64, 20), nn.Embedding(2, 20), nn.Linear(20, 2))  # no head over words
+    cases = ((tiny.plain(), False, 1), (tiny.plain(), True, 0), (tiny.Mlp(), False, 0), (of_classes, False, 0))
+    for model, follows, options in cases:
         assert len(ModuleReplace.search_options(SearchScope(model=model, follows_graph=follows))) == options
     (option,) = ModuleReplace.search_options(SearchScope())
     assert option.fuses_loss

@@ -49,6 +49,17 @@ def test_an_outline_has_about_the_parameters_and_experts_of_a_decoder(name):
     assert outline.num_parameters == pytest.approx(sum(each.numel() for each in model.parameters()), rel=0.15)
 
 
+def test_an_outline_of_a_classifier_has_no_logits():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(**{**_WIDTHS, "vocab_size": 32768})
+    with torch.device("meta"):
+        words = outline_of(transformers.Qwen2ForCausalLM(config), 128)
+        classes = outline_of(transformers.Qwen2ForSequenceClassification(config), 128)
+    assert words.vocab == 32768
+    assert classes == dataclasses.replace(words, vocab=classes.vocab)
+    assert classes.vocab < 512
+
+
 def test_an_outline_knows_in_which_precision_parameters_are():
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from meshwright.cost import find_cluster, make_cluster, memory
 from meshwright.planner import ModuleModel, PlanRequest, Workload, choose, fitting
 from meshwright.planner.explain import RunLength
 from meshwright.planner.plan_request import named_model
+from meshwright.planner.search.search_state import Found
 from meshwright.runtime import COMMUNICATOR_BYTES
+from meshwright.strategy import Strategy
 from tests import tiny
 
 SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=256,seq=32"
@@ -130,22 +133,48 @@ def test_a_model_that_cannot_be_traced_is_an_error_that_says_where():
 
 
 class NeverRuns(nn.Module):
-    """Lacks what its forward reads."""
+    """Blocks, and something behind them that cannot be computed."""
 
-    def __init__(self):
+    calls: ClassVar[list[int]] = []  # no attribute of one: a trace has its own
+
+    def __init__(self, behind):
         super().__init__()
-        self.layer, self.num_calls = nn.Linear(4, 4), 0
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+        self.behind = behind
 
     def forward(self, x):
-        self.num_calls += 1
-        return self.layer(x) + self.offset
+        NeverRuns.calls.append(len(x))
+        for block in self.blocks:
+            x = block(x)
+        return x.mean() + self.behind(self, x)
 
 
-def test_a_model_that_never_runs_is_told_after_a_pass_or_two():
-    model = NeverRuns()
-    with pytest.raises(mw.ModelError, match=r"cannot be traced.*no attribute 'offset'"):
-        mw.plan(model, "h100x64", global_batch=128, sample_batch=torch.zeros(2, 4))
-    assert model.num_calls <= 2
+@pytest.mark.parametrize(
+    ("behind", "words"),
+    [
+        (lambda model, x: model.offset, "no attribute 'offset'"),
+        (lambda model, x: torch.unique_consecutive(x).numel(), "unique_consecutive.*depends on values"),
+    ],
+    ids=["lacks an attribute", "depends on values"],
+)
+def test_a_model_that_never_runs_is_told_after_a_pass_or_two(behind, words):
+    NeverRuns.calls.clear()
+    with pytest.raises(mw.ModelError, match=f"cannot be traced.*{words}"):
+        mw.plan(NeverRuns(behind), "h100x64", global_batch=128, sample_batch=torch.zeros(2, 4))
+    assert 1 <= len(NeverRuns.calls) <= 2
+
+
+@pytest.mark.parametrize(("factor", "shown"), [(1.2, 2), (2.0, 1)])
+def test_plans_in_full_precision_are_shown_where_they_are_near_the_best(factor, shown, monkeypatch):
+    cluster = find_cluster("h100x2")
+    request = PlanRequest(named_model(SMALL, None, cluster), cluster, 8)
+    pipeline = [("parallel_mode", {"pipeline": 2}), "pipeline_parallel"]
+    best, other = request.planned([Strategy(["zero1", "amp_native"]), Strategy(pipeline)]).plans
+    time = dataclasses.replace(other.forecast.time, step_time_s=best.forecast.time.step_time_s * factor)
+    other = dataclasses.replace(other, forecast=dataclasses.replace(other.forecast, time=time))
+    # The second search is for plans without amp_native: each is near the best of its own.
+    monkeypatch.setattr(PlanRequest, "_search", lambda self, _: Found((other if self.excluded else best,)))
+    assert len(request.found().plans) == shown
 
 
 class ByName(nn.Module):
@@ -193,6 +222,37 @@ def test_a_config_of_neither_text_nor_images_names_the_way_by_functions(kind, wo
     getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
     with pytest.raises(mw.ModelError, match=f"{words}.*--model MODULE:FUNCTION --sample MODULE:FUNCTION"):
         mw.plan(f"hf:{tmp_path}", "h100x2", global_batch=4, seq=8)
+
+
+_BERT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+_LLAMA = {**_BERT, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
+_HEADS = {
+    "classes of text": ("Bert", "ForSequenceClassification", _BERT),
+    "several labels": (
+        "Bert", "ForSequenceClassification", _BERT | {"problem_type": "multi_label_classification", "num_labels": 5},
+    ),
+    "regression": ("Bert", "ForSequenceClassification", _BERT | {"num_labels": 1}),
+    "classes of tokens": ("Bert", "ForTokenClassification", _BERT),
+    "spans": ("Bert", "ForQuestionAnswering", _BERT),
+    "a decoder's classes": ("Llama", "ForSequenceClassification", _LLAMA),
+    "speech": (
+        "Whisper", "ForConditionalGeneration",
+        {"d_model": 32, "vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 1}
+        | {f"{part}_{what}": n for part in ("encoder", "decoder")
+           for what, n in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 64))},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", _HEADS)
+def test_a_model_is_planned_for_what_its_head_is_for(task, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    kind, head, sizes = _HEADS[task]
+    config = getattr(transformers, f"{kind}Config")(**sizes, architectures=[f"{kind}{head}"])
+    config.save_pretrained(tmp_path)
+    plans = mw.plan(f"hf:{tmp_path}", "h100x2", global_batch=4, seq=16)
+    assert plans[0].step.activations is not None
+    assert not any("module_replace" in plan.strategy for plan in plans if task != "speech"), "there are no logits"
 
 
 def test_an_encoder_with_its_decoder_is_planned_whole(tmp_path):

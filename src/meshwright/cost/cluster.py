@@ -127,17 +127,17 @@ _BARE = (
     Device("V100-PCIe-16", 16_160 * _MIB, 112e12, 14e12, 900e9, None, "V100", bf16=False, aliases=("V100-PCIe-16",)),
     Device("V100-32", 32_510 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", bf16=False, aliases=("V100-32", "V100")),
     Device("V100-16", 16_160 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", bf16=False, aliases=("V100-16",)),
+    Device("T4", 15_360 * _MIB, 65e12, 8.1e12, 320e9, None, "V100", bf16=False, aliases=("T4",)),
     # One core of a server at 2.8 GHz with AVX-512: a placeholder until ``calibrate`` has measured the machine.
     Device("CPU", 16 * _GIB, 200e9, 100e9, 20e9, None, "CPU", is_host=True, aliases=("CPU", "gloo")),
 )
 # US dollars per device and hour on demand, as listed early in 2026 by RunPod (secure cloud), else by Lambda (A10,
-# A100-40, V100-16) or AWS (A10G: g5.xlarge, V100-32: an eighth of p3dn.24xlarge, CPU: a vCPU of compute-optimised
-# instances); GeForce boards: RunPod's community cloud. Large clouds ask for two to four times as much; one who owns
-# devices pays less.
+# A100-40, V100-16) or AWS (A10G: g5.xlarge, T4: g4dn.xlarge, V100-32: an eighth of p3dn.24xlarge, CPU: a vCPU);
+# GeForce: RunPod's community cloud. Large clouds ask for two to four times as much; one who owns devices pays less.
 _PRICES = {
     "B200": 5.98, "H200": 3.59, "H100-NVL": 2.59, "H100-PCIe": 1.99, "H100-SXM": 2.69, "A100-80": 1.39, "A100-40": 1.29,
-    "MI300X": 2.49, "A10G": 1.01, "A10": 0.75, "L40S": 0.79, "L40": 0.69, "L4": 0.44, "V100-32": 3.90, "V100-16": 0.55,
-    "RTX-3090": 0.22, "RTX-4090": 0.34, "RTX-5090": 0.69, "CPU": 0.05,
+    "MI300X": 2.49, "A10G": 1.01, "A10": 0.75, "L40S": 0.79, "L40": 0.69, "L4": 0.44, "T4": 0.53, "V100-32": 3.90,
+    "V100-16": 0.55, "RTX-3090": 0.22, "RTX-4090": 0.34, "RTX-5090": 0.69, "CPU": 0.05,
 }  # fmt: skip
 # What boards of one chip may draw (datasheets), and the board whose power its family's efficiencies are stated for.
 _TDP_WATTS = {
@@ -161,7 +161,7 @@ _TABLE = tuple(_preset(device) for device in _BARE)
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 """Presets by name."""
 
-_MEMORY = re.compile(r"(\d+)\s*G(?:i?B)?(?![a-z])", re.IGNORECASE)
+_MEMORY = re.compile(r"(?<![a-z\d])(\d+)\s*G(?:i?B)?(?![a-z])", re.IGNORECASE)  # no part of a name, as in A10G
 _WATTS = re.compile(r"(?<!\d)([1-9]\d{2,3})\s*W(?![a-z])", re.IGNORECASE)
 # "MIG 1c.3g.40gb": one of the three compute slices of an instance with 40 GB. A device has 7 of compute, 8 of memory.
 _INSTANCE = re.compile(r"\s+MIG\s+(?:(\d)c\.)?(\d)g\.(\d+)gb.*$", re.IGNORECASE)
@@ -341,7 +341,7 @@ _INTRA = {
     "H100-PCIe": 64e9, "H100-NVL": 64e9, "H100": 450e9, "H800-PCIe": 64e9, "H800": 200e9, "H200": 450e9, "H20": 450e9,
     "B200": 900e9, "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9,
     "MI355X": 538e9, "MI350X": 538e9, "MI300X": 448e9, "MI325X": 448e9, "MI250X": 200e9,
-    "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
+    "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "T4": 12e9, "CPU": 4e9,
     "RTX-A6000": 25e9, "RTX-6000-Ada": 25e9, "RTX-PRO-6000": 50e9, "RTX-3090": 18e9, "RTX-4090": 18e9, "RTX-5090": 32e9,
 }  # fmt: skip
 # From rank to rank of a node: vTrain's tables of NCCL's all-reduces of 1 to 1024 MB over 2 to 8 V100 and A100 (trace/).
@@ -351,7 +351,7 @@ _NODE_GBPS = {
     "V100": 400, "A100": 1600, "A800": 1600, "H100": 3200, "H800": 3200, "H200": 3200, "B200": 3200, "GB200": 3200,
     "GB300": 6400, "B300": 6400, "GH200": 3200, "H20": 3200, "MI300X": 3200, "MI325X": 3200, "MI250X": 800,
     "MI350X": 3200, "MI355X": 3200,
-    "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10, "RTX": 100, "RTX-PRO-6000": 400,
+    "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "T4": 100, "CPU": 10, "RTX": 100, "RTX-PRO-6000": 400,
 }  # fmt: skip
 # NVL72: NVLink joins a rack's devices, not those of a tray. Jobs over several racks take 64 of each where that divides.
 _NVLINK_RACK, _TAKEN_OF_A_RACK = {"GB200": 72, "GB300": 72}, 64
@@ -360,7 +360,7 @@ _NVLINK_RACK, _TAKEN_OF_A_RACK = {"GB200": 72, "GB300": 72}, 64
 _HOST = {
     "V100": 12e9, "A100": 25e9, "A800": 25e9, "MI250X": 25e9, "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9,
     "L4": 25e9, "RTX": 25e9, "RTX-5090": 45e9, "RTX-PRO-6000": 45e9, "GH200": 350e9, "GB200": 175e9, "GB300": 175e9,
-    "CPU": 10e9,
+    "T4": 12e9, "CPU": 10e9,
 }  # fmt: skip
 # Behind a PCIe switch with one link to the CPU: pairs in DGX-1 and in DGX and HGX A100 (NVIDIA's block diagrams;
 # ``nvidia-smi topo`` calls them PIX and PXB). Of 8 A100 that copy at once each has a fraction (nvbandwidth's issue 11).
@@ -372,8 +372,8 @@ _PER_HOST_LINK = {"V100": 2, "V100-PCIe": 1, "V100S": 1, "A100": 2, "A100-PCIe":
 # over 8 devices (V100), of 2 x 8 of DDR4-3200 (A100 and servers of its time), of 8 of these (Frontier), of 2 x 8 of
 # DDR5-4800 and later, of a Grace's 512 GB/s for one device or for two. Disks: eight NVMe drives a node.
 _HOST_MEMORY = {
-    "V100": 24e9, "A100": 38e9, "A800": 38e9, "MI250X": 19e9, "A10G": 38e9, "A10": 38e9, "L40S": 38e9, "L40": 38e9,
-    "L4": 38e9, "RTX": 38e9, "RTX-PRO-6000": 57e9, "GH200": 380e9, "GB200": 190e9, "GB300": 190e9, "CPU": 10e9,
+    "V100": 24e9, "A100": 38e9, "A800": 38e9, "MI250X": 19e9, "A10": 38e9, "L40": 38e9, "L4": 38e9, "T4": 24e9,
+    "RTX": 38e9, "RTX-PRO-6000": 57e9, "GH200": 380e9, "GB200": 190e9, "GB300": 190e9, "CPU": 10e9,
 }  # fmt: skip
 # GiB of a node's memory for one of its devices: an eighth of 512 (DGX-1, Frontier's nodes of 8 dies), 1,024 and 2,048
 # (DGX A100 with 40 GB and with 80), 2,048 (DGX H100 and later), 2,304 (MI300X), a Grace's 480 for one device or for
@@ -381,7 +381,7 @@ _HOST_MEMORY = {
 _HOST_MEMORY_GIB = {
     "V100": 64, "A100": 256, "A100-40": 128, "A100-PCIe-40": 128, "A800": 256, "H100": 256, "H800": 256, "H200": 256,
     "H20": 256, "B200": 256, "B300": 256, "GH200": 480, "GB200": 240, "GB300": 240, "MI300X": 288, "MI325X": 288,
-    "MI250X": 64, "A10G": 64, "A10": 64, "L40S": 64, "L40": 64, "L4": 48, "RTX": 64, "RTX-PRO-6000": 128,
+    "MI250X": 64, "A10G": 64, "A10": 64, "L40S": 64, "L40": 64, "L4": 48, "T4": 48, "RTX": 64, "RTX-PRO-6000": 128,
 }  # fmt: skip
 MOST_DEVICES = 2**24
 """The largest cluster that is accepted. A larger number in a file is a mistake, and would take forever to simulate."""

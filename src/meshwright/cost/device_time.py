@@ -218,9 +218,14 @@ def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, cast_bytes: floa
 def _speed(op: Op, machine: Machine) -> float:
     """Return the speed of a product relative to others of its precision."""
     early = machine.constants.early if op.variant == "early" else 1.0
-    if op.dtype == "half" and (op.n % _ALIGNED or op.k % _ALIGNED):
+    if op.dtype == "half" and is_misaligned(op):
         return early * machine.constants.misaligned
     return early * (machine.constants.blocks if op.scaling in _BLOCKS else 1.0)
+
+
+def is_misaligned(product: Op) -> bool:
+    """Return whether rows of a product in half precision would be no multiples of 16 bytes."""
+    return bool(product.n % _ALIGNED or product.k % _ALIGNED)
 
 
 def _attention_s(op: Op, machine: Machine) -> float:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Rule as Rule,
         StepCut as StepCut,
         apply_strategy as apply_strategy,
+        axes_that_divide as axes_that_divide,
         besides_mesh as besides_mesh,
         check_strategy as check_strategy,
         check_units as check_units,

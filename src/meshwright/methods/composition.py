@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.cost import Device, Step, axis_parts
 from meshwright.errors import ModelError, StrategyError, join_names
-from meshwright.methods.base import SHARD_AXES, SHARDING, Conflict, Job, Method, Phase
+from meshwright.methods.base import INNER_AXES, SHARD_AXES, SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.birth import give_parameters
 from meshwright.methods.gradient_averaging import GradientHooks, broadcast_states
 from meshwright.methods.job import SAMPLED
@@ -57,6 +57,18 @@ def known_methods() -> list[type[Method]]:
 def method_of_axes() -> dict[str, str]:
     """Map each axis that only one method uses to that method."""
     return {method.axis: method.method_name for method in known_methods() if method.axis is not None}
+
+
+def axes_that_divide(model: nn.Module, excluded: Collection[str] = ()) -> dict[str, int]:
+    """Map each axis that can divide most of a model's weights into equal parts to their number.
+
+    Args:
+        model: The model.
+        excluded: Methods that do not count.
+    """
+    methods = {each.axis: each for each in known_methods() if each.method_name not in excluded}
+    parts = {axis: methods[axis].parts_of(model) for axis in INNER_AXES if axis in methods}
+    return {axis: number for axis, number in parts.items() if number > 1}
 
 
 def methods_for(role: Role) -> list[type[Method]]:

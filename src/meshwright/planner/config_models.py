@@ -170,7 +170,7 @@ def transformers_model(
 
     Args:
         path: Path of the file, or of its directory.
-        seq: Tokens per sample; None: the model's number of positions. Images need none.
+        seq: Tokens per sample; None: the model's number of positions. Images need none. Whisper's are those it writes.
         on_meta: Whether to build on ``meta``.
         dtype: Type of its parameters: fp32 as ``meshwright train`` makes them, whatever the weights that somebody
             publishes are stored in.
@@ -187,14 +187,19 @@ def transformers_model(
         with _naming_config(path):
             images = _images(config)
         return ModuleModel(_name(config, path), module, images, model_input_format="unpack_dict")
-    _check_takes(module, "input_ids")
+    if config.model_type == "whisper" and _is_of(module, config, "AutoModelForSpeechSeq2Seq"):
+        seq = _checked_seq(config, seq)
+        with _naming_config(path):
+            speech = _speech(config, seq)
+        return ModuleModel(_name(config, path), module, speech, model_input_format="unpack_dict", seq=seq)
+    answers = _is_of(module, config, "AutoModelForQuestionAnswering")
+    _check_takes(module, "input_ids", "start_positions" if answers else "labels")
     if has_encoder and not module.config.is_encoder_decoder:
         raise _needs_sample(f"{type(module).__name__}, the decoder alone of a model with an encoder")
     seq = _checked_seq(config, seq)
     ids = token_batch(seq)
-    # ``meshwright train`` takes its own loss of next tokens, too: the model's would copy the logits in fp32.
-    batch = {"input_ids": ids} if predicts_next_token(module, config) else {"input_ids": ids, "labels": ids}
-    shape = shape_of_config(config, seq)
+    batch = {"input_ids": ids, **_targets(module, config, ids)}
+    shape = shape_of_config(config, seq) if predicts_next_token(module, config) else None
     return ModuleModel(_name(config, path), module, batch, model_input_format="unpack_dict", seq=seq, shape=shape)
 
 
@@ -300,18 +305,18 @@ def shape_of_config(config: Any, seq: int) -> Shape | None:
     return Shape(family, *dims, ffn=config.intermediate_size, tied=config.tie_word_embeddings, **inside)
 
 
-def _check_takes(module: Any, name: str) -> None:
-    """Refuse models that are not called with one input and labels, such as those of speech or of pairs."""
+def _check_takes(module: Any, name: str, target: str = "labels") -> None:
+    """Refuse models that are not called with one input and a target, such as those of speech or of pairs."""
     taken = inspect.signature(module.forward).parameters
     # Not all models of images say what their main input is called.
-    if not {name, "labels"} <= taken.keys() or (name == "input_ids" and module.main_input_name != name):
+    if not {name, target} <= taken.keys() or (name == "input_ids" and module.main_input_name != name):
         raise _needs_sample(f"{type(module).__name__} of {', '.join(list(taken)[:3])}, …")
 
 
 def _needs_sample(got: str) -> ModelError:
     return ModelError(
         "No sample can be made for this model from its config alone",
-        expected="a model of text (input_ids and labels), or of images (pixel_values and labels)",
+        expected="a model of text (input_ids and labels), of images (pixel_values and labels), or Whisper",
         got=got,
         fix=_BY_FUNCTION,
     )
@@ -406,8 +411,13 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 def predicts_next_token(module: nn.Module, config: Any) -> bool:
     """Return whether the model is a causal language model, whose logits predict the next token."""
-    mapping = getattr(_transformers(), _CAUSAL)._model_mapping
-    return type(config) in mapping and isinstance(module, mapping[type(config)]) and not _is_encoder(config)
+    return _is_of(module, config, _CAUSAL) and not _is_encoder(config)
+
+
+def _is_of(module: nn.Module, config: Any, auto: str) -> bool:
+    """Return whether an automatic class of transformers makes such a module of a configuration."""
+    mapping = getattr(_transformers(), auto)._model_mapping
+    return type(config) in mapping and isinstance(module, mapping[type(config)])
 
 
 def _transformers(key: str = _HF) -> ModuleType:
@@ -463,8 +473,28 @@ def _images(config: Any) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.zeros(shape), "labels": torch.zeros(2, dtype=torch.long)}
 
 
+def _speech(config: Any, seq: int) -> dict[str, torch.Tensor]:
+    """Return a sample of speech, whole windows of 30 s as Whisper takes them, and of ``seq`` tokens it writes."""
+    shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+    check_pixels(shape)
+    return {"input_features": torch.zeros(shape), "labels": token_batch(seq)}
+
+
+def _targets(module: nn.Module, config: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what a model of text computes its loss from, beside its tokens, ``[2, seq]``."""
+    if predicts_next_token(module, config):
+        return {}  # as ``meshwright train``, with a loss of its own: the model's would copy the logits in fp32
+    if _is_of(module, config, "AutoModelForQuestionAnswering"):
+        return dict.fromkeys(("start_positions", "end_positions"), torch.zeros(2, dtype=torch.long))
+    if not _is_of(module, config, "AutoModelForSequenceClassification"):
+        return {"labels": ids}
+    if config.problem_type == "multi_label_classification":
+        return {"labels": torch.zeros(2, config.num_labels)}
+    return {"labels": torch.zeros(2, dtype=torch.long if config.num_labels > 1 else torch.float32)}
+
+
 def _checked_seq(config: Any, seq: int | None) -> int:
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     positions = positions if isinstance(positions, int) and positions > 0 else None
     if seq is None and positions is None:
         raise ConfigError(

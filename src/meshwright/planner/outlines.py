@@ -40,6 +40,8 @@ def outline_of(module: nn.Module, seq: int) -> Shape | None:
     if setting_of(config, "is_encoder_decoder") or not blocks or not all(type(each) is int for each in numbers):
         return None
     hidden, most, vocab = numbers
+    if not _has_head(module):
+        vocab = _USUAL_WIDTHS  # scores of some classes take no time beside the rest, and a table only its memory
     width = own_width(config) if _is_plain(config) else None
     heads = most if width else _largest_divisor(hidden, most)
     kv_heads = _largest_divisor(heads, setting_of(config, "num_key_value_heads") or most)
@@ -69,6 +71,12 @@ def outline_of(module: nn.Module, seq: int) -> Shape | None:
         taken = min(experts, taken + round(max(rest, 0) / (3 * hidden * wide)))
         return Shape("mixtral", len(blocks), hidden, heads, *outside, wide, tied, experts, taken, **own)
     return None
+
+
+def _has_head(module: nn.Module) -> bool:
+    """Return whether a model computes logits over its vocabulary, as far as it says so."""
+    head = getattr(module, "get_output_embeddings", None)
+    return head is None or head() is not None
 
 
 def _num_elements(blocks: Sequence[nn.Module]) -> int:

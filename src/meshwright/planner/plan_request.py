@@ -171,8 +171,10 @@ class PlanRequest:
         except MeshwrightError:
             return found
         firsts: dict[Family, Plan] = {}
-        for plan in sorted((*found.plans, *wider.plans), key=self._rank):
-            firsts.setdefault(family_of_plan(plan), plan)
+        both = sorted((*found.plans, *wider.plans), key=self._rank)
+        for plan in both:  # each search counts what is near its own best
+            if self._rank(plan)[0] <= _REACH * self._rank(both[0])[0]:
+                firsts.setdefault(family_of_plan(plan), plan)
         return dataclasses.replace(
             found,
             plans=tuple([*firsts.values()][: self.top]),

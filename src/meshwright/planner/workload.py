@@ -26,6 +26,7 @@ from meshwright.methods import (
     Role,
     SampleRun,
     StepCut,
+    axes_that_divide,
     check_units,
     cost_of,
     cut_step,
@@ -204,6 +205,11 @@ class Workload:
         vars(other).update({name: value for name, value in vars(self).items() if name not in own})
         return other
 
+    @functools.cached_property
+    def _may_stand_in(self) -> bool:
+        """Return whether methods may stand in for layers that cannot run without data, as for experts."""
+        return bool(axes_that_divide(self.model))
+
     def _with(self, method: MethodConfig | None) -> Workload:
         """Return the workload of the model with its modules replaced, which has traces of its own."""
         if method is not None and method not in self._replaced:
@@ -221,7 +227,7 @@ class Workload:
         # Trace what a rank computes and saves. It depends on the strategy only through these conditions.
         conditions = self._conditions(resolved, batch.samples, pipeline)
         traced = self._tracer.of(conditions)
-        if self.must_trace and traced.activations is None and self._tracer.never_runs:
+        if self.must_trace and traced.activations is None and self._tracer.never_runs and not self._may_stand_in:
             raise NeverTracedError("; ".join(traced.gaps))
         divides = any(axis in INNER_AXES and size > 1 for axis, size in resolved.axes)
         if self.must_trace and traced.activations is None and divides:

@@ -12,6 +12,7 @@ from meshwright.planner import Workload, choices, choose, default_space
 from meshwright.planner.search import find, search, search_in_stages
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.search_space import Candidates
+from meshwright.planner.search.search_state import family_of_plan, rank_of_plan
 from meshwright.planner.search.within_time import OutOfTimeError, TimeLimit
 from meshwright.planner.trace.fake_pass import Pass
 from meshwright.strategy import Strategy
@@ -153,3 +154,48 @@ def test_bounds_of_a_real_model_that_is_sharded_are_not_above_its_plans():
         seconds = subject.plan(branch.strategy(), 1).forecast.time.step_time_s
         assert bounds.roughly_s(branch, 2, 1) <= seconds
         assert bounds.step_s(branch, 2, 1) <= seconds
+
+
+class Patches(torch.nn.Module):
+    """Layers over an odd number of tokens, few beside their width, as a vision Transformer's with its class token."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
+            for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def patches(batch_size):
+    return Workload(
+        Patches(), torch.device("cuda"), torch.optim.AdamW, lambda n: torch.zeros(n, 197, 512),
+        lambda model, x: model(x), batch_size, None, 8, 3, limit_bytes=None, cluster=make_cluster("A100", 8),
+    )  # fmt: skip
+
+
+def test_bounds_scale_gradients_of_weights_by_the_tokens_that_they_sum_over():
+    # Of one sample these products sum over an odd number of tokens, which has no fast kernel; of 64 they do not.
+    subject = patches(512)
+    bounds = Bounds(subject, subject.cluster)
+    space = default_space(subject).replace(sizes={}, hybrid=False, sharding=choices("zero1"), recompute=((),))
+    candidates = Candidates(space, 8, 8, 512)
+    branches = [branch for mesh in candidates.meshes() for branch in candidates.branches(mesh)]
+    for branch in branches:
+        seconds = subject.plan(branch.strategy(), 1).forecast.time.step_time_s
+        assert 0.5 * seconds <= bounds.step_s(branch, 64, 1) <= seconds
+
+
+def test_the_best_of_families_that_are_farther_behind_is_looked_for_last():
+    subject = patches(64)
+    near = search_in_stages(subject, default_space(subject), top=5, reach=1.01)
+    wide = search_in_stages(subject, default_space(subject), top=5, reach=4.0)
+    assert near.plans[0].strategy == wide.plans[0].strategy
+    assert {family_of_plan(plan) for plan in near.plans} < {family_of_plan(plan) for plan in wide.plans}
+    figures = [rank_of_plan(plan, "tokens_per_s")[0] for plan in wide.plans]
+    assert figures[-1] > 1.08 * figures[0]

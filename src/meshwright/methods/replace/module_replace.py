@@ -106,7 +106,9 @@ class ModuleReplace(Method):
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
         """Try the loss without logits, where it is clear which layer is the head; all else changes users' modules."""
-        has_head = scope.model is None or len(find_heads(scope.model)) == 1
+        heads = [] if scope.model is None else [*find_heads(scope.model).values()]
+        # Scores of a few classes, which may have the shape of a small table, are nothing to do without.
+        has_head = scope.model is None or (len(heads) == 1 and heads[0].out_features > heads[0].in_features)
         return (cls.parse(["fused_loss"]),) if has_head and not scope.follows_graph else ()
 
     def is_tried_on(self, sizes: Mapping[str, int]) -> bool:

@@ -509,6 +509,6 @@ def _outcome(change: str, before: Plan, after: Plan | None, slower: float) -> Wh
     words = f"{rates} ({sign}{percent(abs(faster - 1), 1)}), {seconds(slower * after.forecast.time.step_time_s)} a step"
     price, earlier = price_per_billion_tokens(after), price_per_billion_tokens(before)
     if price is not None and earlier is not None and abs(price / earlier - 1) > 1e-3:
-        words += f", {slower * price:,.0f} instead of {slower * earlier:,.0f} USD per 1e9 tokens"
+        words += f", {number(slower * price)} instead of {number(slower * earlier)} USD per 1e9 tokens"
     words += "" if short(after) == short(before) else f"; best then: {short(after)}"
     return WhatIf(change, words, after, faster)

@@ -294,6 +294,10 @@ class _Passes:
                 space = constrain(each.space_after(state, tried[0][1])).replace(precision=given.precision)
                 tried.append(self._in_other(space, state))
                 state = self._offloading(tried[-1:], tried[-1][1], offload)
+        for each in (each for each in follow_ups if each.where == "families" and state.plans):
+            space = constrain(each.space).replace(precision=given.precision)
+            # What was found is as good as it was, if there is no time for all families.
+            state.plans = self._through(space, state.for_families(each.reach)).plans
         return tried, state
 
     def _in_other(self, space: Space, state: SearchState, *, only_better: bool = True) -> _Tried:
@@ -440,7 +444,7 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
     milliseconds. So data and tensor parallelism come first, then divided experts, and pipelines next. Tokens are
     divided between the layers where the best so far divides these, has to offload, or recomputes where a tensor axis
     lacked memory; and inside attention where nothing has fitted, or where there are more devices than samples.
-    What is included by name is tried from the first.
+    What is included by name is tried from the first. The best of families that are farther behind come last of all.
 
     Args:
         subject: A real module.
@@ -451,8 +455,9 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
         StrategyError: As ``search`` does for the whole space.
     """
     options = {"max_predictions": _MAX_PREDICTIONS, **options}
-    if options.get("reach") is not None:
-        options["reach"] = min(options["reach"], 1 + MODEL_ERROR)
+    reach = options.get("reach")
+    if reach is not None:
+        options["reach"] = min(reach, 1 + MODEL_ERROR)
     small = space.replace(
         sizes={axis: sizes for axis, sizes in space.sizes.items() if axis not in ("pipeline", *_DIVIDE_TOKENS)},
         axis_methods={**space.axis_methods, "tensor": on_axis("tensor", _SLOW)[:1]},
@@ -462,7 +467,8 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
     asked = options.get("excluded", ()), options.get("included", ())
     is_scarce = subject.batch_size is not None and subject.batch_size < subject.world
     follow_ups = (*divided_next(small, subject, *asked), *_follow_ups(small, space, *asked, is_scarce=is_scarce))
-    return search(subject, space=small, follow_ups=follow_ups, growing=small, **options)
+    families = () if reach is None else (FollowUp(small, "families", reach=reach),)
+    return search(subject, space=small, follow_ups=(*follow_ups, *families), growing=small, **options)
 
 
 def _follow_ups(

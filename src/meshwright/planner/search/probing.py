@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from meshwright.cost import Activations, Block, Cluster, Op, Parameter, Step, Traffic, memory, peak
 from meshwright.cost.activations import PRODUCTS
-from meshwright.cost.device_time import Machine, Network, offload_time
+from meshwright.cost.device_time import Machine, Network, is_misaligned, offload_time
 from meshwright.cost.step_time import one_s, updated_s
 from meshwright.methods import Method, Role
 from meshwright.planner.plans import Plan, needed_bytes
@@ -45,7 +45,19 @@ def _op(op: Op, samples: int) -> Op:
         return dataclasses.replace(op, num_bytes=op.num_bytes * samples, backward_bytes=backward, when_fused=fused)
     if op.kind == "attention" or (op.batch > 1 and op.operator not in PRODUCTS):
         return dataclasses.replace(op, batch=op.batch * samples)
+    if op.moment == "backward":
+        return _of_backward(op, samples)
     return dataclasses.replace(op, m=op.m * samples)
+
+
+def _of_backward(product: Op, samples: int) -> Op:
+    """Return a product that backward computes of more samples, in the way that costs least.
+
+    Samples are its rows where it is the gradient of an input, and what it sums over where it is that of a weight: what
+    takes a result of more rows takes more bytes, and what sums over an odd number of tokens has no fast kernel.
+    """
+    grown = (dataclasses.replace(product, **{dim: getattr(product, dim) * samples}) for dim in ("m", "n", "k"))
+    return min(grown, key=lambda op: (is_misaligned(op), op.m * op.k + op.k * op.n + op.m * op.n))
 
 
 def _one(traffic: Traffic, samples: int, micro_batches: int) -> Traffic:

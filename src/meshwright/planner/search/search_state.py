@@ -11,12 +11,10 @@ from torch import nn
 
 from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, did_you_mean
-from meshwright.methods import Method, Role, find_method, method_of_axes
-from meshwright.methods.base import INNER_AXES
+from meshwright.methods import Method, Role, axes_that_divide, find_method
 from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search.search_space import Family, Space, divisors_of, family_of, surcharge
 from meshwright.strategy import MethodConfig
-from meshwright.strategy.value import METHOD_CONFIGS
 
 Objective = Literal["tokens_per_s", "price", "memory"]
 OBJECTIVES: tuple[Objective, ...] = ("tokens_per_s", "price", "memory")
@@ -189,6 +187,12 @@ class SearchState:
         state.headrooms_before = {} if without.stopped else without.headrooms
         return state
 
+    def for_families(self, reach: float) -> SearchState:
+        """Return the state from which a pass looks for the best of families that are up to ``reach`` times worse."""
+        state = self.for_other_space(only_better=False)
+        state.reach = reach
+        return state
+
     @property
     def best(self) -> Plan | None:
         """Return the best plan so far; None when nothing fits."""
@@ -267,14 +271,16 @@ class FollowUp:
         where: ``always``; always, but at ``last``; where the best so far divides its layers, has to offload, or
             recomputes where a tensor axis could be better but for its memory (``divided``); where it leaves the loss as
             it is (``loss``); or where nothing has fitted yet (``nothing``). All but ``always`` comes after offloading
-            in the spaces before.
+            in the spaces before. After all of these, only to show the best of each family: ``families``.
         only_better: Whether only what is better than the best so far is looked for, and not what is the best of its
             family.
+        reach: Of ``families``, how many times worse than the best they may be.
     """
 
     space: Space
-    where: Literal["always", "last", "divided", "loss", "nothing"] = "always"
+    where: Literal["always", "last", "divided", "loss", "nothing", "families"] = "always"
     only_better: bool = True
+    reach: float = 1.0
 
     def is_worth(self, state: SearchState, first: SearchState) -> bool:
         """Return whether to search here, too, after the passes that offload.
@@ -357,10 +363,7 @@ def divided_next(
     cluster: Cluster | None = getattr(subject, "cluster", None)
     if model is None or cluster is None or included:
         return ()
-    for axis in INNER_AXES:
-        name = method_of_axes()[axis]
-        method = METHOD_CONFIGS[name]
-        parts = method.parts_of(model) if name not in excluded and issubclass(method, Method) else 1
+    for axis, parts in axes_that_divide(model, excluded).items():
         within = math.gcd(parts, min(subject.world, cluster.devices_per_node))
         if within > 1:
             usual = _usual_beside(space, axis)

@@ -296,8 +296,7 @@ class Tracer:
         # A user's model may do anything; training does not depend on this prediction.
         except (Exception, SystemExit) as error:
             reason = reason_of(error, self._model)
-            if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-                self._look_whether_it_ever_runs(now, reason)
+            self._look_whether_it_ever_runs(now, reason)
             if now.split is not None and now.split.divides_batch:
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
