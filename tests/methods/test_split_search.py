@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright.methods import SampleRun, TensorParallel
-from meshwright.methods.tensor import model_split, narrow_copy
+from meshwright.methods.tensor import block_trials, model_split, narrow_copy
 from meshwright.methods.tensor.split_checks import vocabulary_entries
 from tests.methods.split_runs import build
 
@@ -321,7 +321,7 @@ NARROWED = {
     "opt": lambda: transformers.OPTConfig(
         num_hidden_layers=2, hidden_size=96, word_embed_proj_dim=96, num_attention_heads=4, ffn_dim=160
     ),
-    # No narrow copy of its blocks can be split: heads are narrower than what it rotates.
+    # It rotates more features than narrow heads have.
     "gptj": lambda: transformers.GPTJConfig(n_layer=2, n_embd=96, n_head=4, n_positions=16, rotary_dim=16),
 }
 
@@ -342,8 +342,33 @@ def test_plans_of_large_blocks_are_found_in_a_narrow_copy(kind, sequence, monkey
         layers = [(layer.path, layer.style.name, layer.parts) for layer in plan.layers]
         found.append((layers, plan.adjustments, plan.remarks, plan.sequence))
     assert found[0] == found[1]
-    assert len(tried) == (3 if kind == "gptj" else 2)
+    assert len(tried) == 2
     assert tried[1] is not model
+
+
+@pytest.mark.parametrize(("most", "tried"), [(2**29, 2), (0, 1)])
+def test_what_fails_narrow_is_tried_itself_where_blocks_are_not_too_large(most, tried, monkeypatch):
+    monkeypatch.setattr(narrow_copy, "_LARGE", 1)
+    monkeypatch.setattr(narrow_copy, "_MOST_TRIED", most)
+    proved = []
+    monkeypatch.setattr(
+        model_split, "sequence_layout", lambda model, *args: proved.append(model) or layout(model, *args)
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(NARROWED["opt"]())
+    with pytest.raises(mw.ModelError, match="cannot work on a part of the tokens"):
+        split(model, sequence=True)  # it joins samples and tokens
+    assert len(proved) == tried
+
+
+def test_weights_of_a_trial_are_as_random_where_they_repeat(monkeypatch):
+    layer = nn.Linear(96, 40)
+    monkeypatch.setattr(block_trials, "_DRAWN", 997)
+    weight = block_trials.random_state(layer, 3)["weight"]
+    assert weight.std().item() == pytest.approx(96**-0.5, rel=0.1)
+    rows = weight.unique(dim=0)
+    columns = weight.unique(dim=1)
+    assert (len(rows), columns.shape[1]) == (40, 96), "two rows or columns are alike"
 
 
 def test_without_a_sample_there_is_nothing_to_read_off():

@@ -139,13 +139,29 @@ def _random(leaf: Any, generator: torch.Generator, integer: int, boolean: bool) 
     return values.requires_grad_(leaf.requires_grad)
 
 
+_DRAWN = 1_000_003  # numbers; a prime, so that rows and parts of no width begin alike
+
+
+def _random_weights(shape: torch.Size, scale: float, generator: torch.Generator) -> torch.Tensor:
+    """Return random numbers; many of them repeat what is drawn first, since to draw all would take seconds."""
+    count = shape.numel()
+    drawn = torch.randn(min(count, _DRAWN), generator=generator).mul_(scale)
+    if count == len(drawn):
+        return drawn.view(shape)
+    values = torch.empty(count)
+    for begin in range(0, count, len(drawn)):
+        part = values[begin : begin + len(drawn)]
+        part.copy_(drawn[: len(part)])
+    return values.view(shape)
+
+
 def random_state(block: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Return random parameters for a block, and its buffers in fp32 on the CPU (zeros if they are on ``meta``)."""
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, torch.Tensor] = {}
     for name, parameter in block.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator)
-        state[name] = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else values
+        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+        state[name] = _random_weights(parameter.shape, scale, generator)
     for name, buffer in block.named_buffers():
         dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
         state[name] = torch.zeros(buffer.shape, dtype=dtype) if buffer.is_meta else buffer.detach().cpu().to(dtype)

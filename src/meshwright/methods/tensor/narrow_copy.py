@@ -22,7 +22,9 @@ from meshwright.methods.tensor.split_search import Entry, FoundPlan
 from meshwright.nn import features, find_blocks, setting_of
 
 _LARGE = 2**24  # parameters of a block
+_MOST_TRIED = 2**29  # the most with which a block is tried itself, where its narrow copy fails: 2 GiB
 _SMALL_HEAD, _SMALL_WIDTH, _SMALL_EXPERT = 8, 16, 4
+_SMALL_ROTATED = 4  # features of a head, where a number of them is rotated
 _SHARE_OF_HEAD = 2  # features of the hidden state for each head, where these are not its parts
 _HIDDEN = ("hidden_size", "word_embed_proj_dim")
 _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
@@ -41,7 +43,7 @@ def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
     Returns:
         The copy; None where no block is large, and where none can be built.
     """
-    if max((sum(p.numel() for p in block.parameters()) for _, block in find_blocks(model)), default=0) < _LARGE:
+    if _largest_block(model) < _LARGE:
         return None
     config: Any = copy.deepcopy(getattr(model, "config", None))
     heads = setting_of(config, "num_attention_heads")
@@ -52,6 +54,7 @@ def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
     widths = dict.fromkeys(_HIDDEN, heads * (_SMALL_HEAD if are_parts else _SHARE_OF_HEAD))
     widths |= dict.fromkeys(_FEED_FORWARD, ranks * _SMALL_WIDTH) | dict.fromkeys(_EXPERTS, ranks * _SMALL_EXPERT)
     widths |= dict.fromkeys(_HEADS, _SMALL_HEAD) | dict.fromkeys(_LATENT, 4 * _SMALL_HEAD)
+    widths["rotary_dim"] = _SMALL_ROTATED
     try:
         for name, width in widths.items():
             # Others are computed from these; None: a multiple of another.
@@ -63,6 +66,18 @@ def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
     except Exception:  # a model's code may ask anything of its config
         return None
     return small if _outline(small) == _outline(model) else None
+
+
+def may_be_tried(model: nn.Module) -> bool:
+    """Return whether blocks can be tried themselves where their narrow copy fails.
+
+    An error names their own sizes then, and some may fail for being narrow.
+    """
+    return _largest_block(model) <= _MOST_TRIED
+
+
+def _largest_block(model: nn.Module) -> int:
+    return max((sum(p.numel() for p in block.parameters()) for _, block in find_blocks(model)), default=0)
 
 
 def _outline(model: nn.Module) -> list[tuple[str, Any, tuple[tuple[str, int], ...]]]:
