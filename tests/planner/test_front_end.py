@@ -477,6 +477,65 @@ def test_what_is_traced_soonest_comes_next_once_a_plan_fits(by_formulas):
     )
 
 
+def test_what_a_model_refuses_in_one_size_is_traced_last_in_others(by_formulas):
+    model = named_model(WIDE["llama"], None, CLUSTER)
+    outline = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
+    refused = [
+        outline.plan(Strategy([mesh(tensor=size, zero=8 // size), "tensor_parallel", "zero1", HALF]), 1)
+        for size in (2, 4)
+    ]
+    others = [
+        outline.plan(Strategy([mesh(context=2, zero=4), "context_parallel", "zero1", HALF]), 1),
+        by_formulas.plans[0],
+    ]
+    given = dataclasses.replace(by_formulas, plans=(*refused, *others))
+
+    class Refusing(Predicting):
+        def plan(self, strategy, micro_batches):
+            plan = super().plan(strategy, micro_batches)
+            if "tensor_parallel" in strategy:
+                raise StrategyError("tensor_parallel: its blocks cannot be split", expected="", got="", fix="")
+            return plan
+
+    subject = Refusing(given, fits=True)
+    found = search_and_trace(lambda *_: given, subject, 70 * 2**30, "tokens_per_s", 3, None)
+    assert subject.asked == [
+        str(refused[0].strategy),
+        *(str(plan.strategy) for plan in others),
+        str(refused[1].strategy),
+    ]
+    assert {reason for text, reason in found.refused} >= {"tensor_parallel: its blocks cannot be split"}
+
+
+@pytest.mark.parametrize(("times", "asked"), [(1.5, 3), (1.05, 4)])
+def test_kernels_that_are_worth_much_in_one_plan_are_not_doubted_in_others(times, asked):
+    model = named_model(WIDE["llama"], None, CLUSTER)
+    outline = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
+    compiled = [
+        outline.plan(Strategy([*STRATEGIES[name], *more, "compile"]), 1)
+        for name, more in (("fsdp", []), ("context", []))
+    ]
+    given = Found(tuple(compiled), num_predicted=2)
+
+    class Slower(Predicting):
+        """Without other kernels each step takes so many times as long."""
+
+        def plan(self, strategy, micro_batches):
+            self.asked.append(str(strategy))
+            plan = next(plan for plan in compiled if plan.step.axes == outline.plan(strategy, 1).step.axes)
+            if "compile" in strategy:
+                return plan
+            time = dataclasses.replace(plan.forecast.time, step_time_s=times * plan.forecast.time.step_time_s)
+            forecast = dataclasses.replace(plan.forecast, time=time)
+            return dataclasses.replace(plan, strategy=strategy, forecast=forecast)
+
+    subject = Slower(given, fits=True)
+    found = search_and_trace(lambda *_: given, subject, 70 * 2**30, "tokens_per_s", 3, None)
+    assert len(found.plans) == 2
+    assert all("compile" in plan.strategy for plan in found.plans)
+    assert len(subject.asked) == asked
+
+
 def test_formulas_of_another_model_leave_room_for_what_they_do_not_know(by_formulas):
     subject, limits = Predicting(by_formulas, fits=True), []
 

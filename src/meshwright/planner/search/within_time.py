@@ -106,6 +106,9 @@ seconds that each has in any case."""
 _SAME_REASON = 3
 """Traces that do not fit before any does, after which the limit is lowered: formulas are off by the same for most."""
 
+_SURELY_WORTH = 2 * MODEL_ERROR
+"""Share by which other kernels make a plan better, from which on they are taken to be worth it in all plans."""
+
 
 @dataclass(frozen=True)
 class _Formulas:
@@ -258,16 +261,21 @@ def worth_its_kernels(plan: Plan, subject: Subject, objective: Objective, includ
         objective: What plans are ranked by.
         included: Names of methods that every plan keeps.
     """
+    plainer = _without_kernels(plan, subject, included)
+    is_better = plainer is not None and rank_of_plan(plainer, objective) <= rank_of_plan(plan, objective)
+    return plainer if is_better and plainer is not None else plan
+
+
+def _without_kernels(plan: Plan, subject: Subject, included: Collection[str]) -> Plan | None:
+    """Return the plan without what replaces kernels; None where it has no such, or does not fit without."""
     kernels = find_method(plan.strategy, lambda each: each.role is Role.KERNELS)
     if kernels is None or kernels.method_name in included:
-        return plan
+        return None
     try:
         plainer = subject.plan(plan.strategy.without(kernels.method_name), plan.step.num_micro_batches)
     except (OutOfTimeError, MeshwrightError):  # what has been predicted is not lost for it
-        return plan
-    if not plainer.fits or rank_of_plan(plan, objective) < rank_of_plan(plainer, objective):
-        return plan
-    return plainer
+        return None
+    return plainer if plainer.fits else None
 
 
 @dataclass
@@ -277,12 +285,14 @@ class _Traces:
     Args:
         state: Plans by their traces.
         refused: Strategies that the model refuses, and why.
+        refusing: Methods that say so: in another size they are likely to say it again, which takes as long to find out.
         fitting: Families of which a plan fits: what is left of them is next best.
         lacking: For families of which none has fitted yet, the bytes of the last trace over those of the formulas.
         limit_bytes: Bytes that a device may hold.
         objective: What plans are ranked by.
         included: Names of methods that every plan keeps.
         trusts: Whether the formulas are those of the model's own family, within ``MODEL_ERROR`` of most traces.
+        keeps_kernels: Whether what replaces kernels was worth so much in a plan that it is taken to be in all.
     """
 
     state: SearchState
@@ -290,7 +300,9 @@ class _Traces:
     objective: Objective
     included: Collection[str] = ()
     trusts: bool = True
+    keeps_kernels: bool = False
     refused: list[tuple[str, str]] = field(default_factory=list)
+    refusing: set[str] = field(default_factory=set)
     fitting: set[Family] = field(default_factory=set)
     lacking: dict[Family, float] = field(default_factory=dict)
 
@@ -311,6 +323,31 @@ class _Traces:
         (best, *_), _ = self.state.plans[0]
         return rank_of_plan(plan, self.objective)[0] * (1 + MODEL_ERROR) < best
 
+    def turn(self, plan: Plan) -> tuple[bool, bool]:
+        """Return the key by which plans wait: behind the others what was refused, and once one fits what takes long.
+
+        A trace of layers and stages takes seconds, and an answer is to show more than one family.
+        """
+        return not self.refusing.isdisjoint(plan.strategy.names), bool(self.fitting) and _traced_late(plan)
+
+    def with_best_kernels(self, plan: Plan, subject: Subject) -> Plan:
+        """Return a traced plan, or the one without what replaces kernels, where that ranks better.
+
+        What these are worth to the model itself, formulas of a model like it do not tell; but once will do, where it is
+        much: every trace takes time from a family that is not shown for it.
+        """
+        plainer = None if self.keeps_kernels else _without_kernels(plan, subject, self.included)
+        if plainer is None:
+            return plan
+        own, other = rank_of_plan(plan, self.objective), rank_of_plan(plainer, self.objective)
+        self.keeps_kernels = own[0] * (1 + _SURELY_WORTH) < other[0]
+        return plan if own < other else plainer
+
+    def refuse(self, plan: Plan, error: MeshwrightError) -> None:
+        """Note that the model refuses a plan."""
+        self.refused.append((str(plan.strategy), error.what))
+        self.refusing.update({error.what.partition(":")[0]}.intersection(plan.strategy.names))
+
     def add(self, plan: Plan, traced: Plan) -> None:
         """Note the trace of a plan."""
         self.state.num_predicted += 1
@@ -323,11 +360,7 @@ class _Traces:
 
 
 def _trace(plans: Sequence[Plan], subject: Subject, traces: _Traces, limit: TimeLimit, most: int) -> None:
-    """Trace plans until so many fit, and no other promises more; these stand in for those that do not fit.
-
-    Once one fits, those come next that are traced soonest: a trace of layers and stages takes seconds, and an answer
-    is to show more than one family.
-    """
+    """Trace plans until so many fit, and no other promises more; these stand in for those that do not fit."""
     waiting = list(plans)
     with limit.watched():
         while waiting:
@@ -340,12 +373,10 @@ def _trace(plans: Sequence[Plan], subject: Subject, traces: _Traces, limit: Time
                 traces.state.stopped = True
                 break
             except MeshwrightError as error:
-                traces.refused.append((str(plan.strategy), error.what))
+                traces.refuse(plan, error)
+                waiting.sort(key=traces.turn)
                 continue
-            if traced.fits:  # what kernels are worth to the model itself, formulas of a model like it do not tell
-                traced = worth_its_kernels(traced, subject, traces.objective, traces.included)
-            traces.add(plan, traced)
-            if traces.fitting:
-                waiting.sort(key=_traced_late)
+            traces.add(plan, traces.with_best_kernels(traced, subject) if traced.fits else traced)
+            waiting.sort(key=traces.turn)
             if not traces.fitting and len(traces.state.too_large) == _SAME_REASON:
                 break
