@@ -160,7 +160,7 @@ class Outcome:
 def outcome(case: Case) -> Outcome:
     """Predict the published layout of a case, and search for one of our own."""
     cluster = find_cluster(case.cluster)
-    model = named_model(case.model, None, cluster)
+    model = named_model(case.model)
     given, fused = (
         PlanRequest(model, cluster, case.batch, strategy=each, num_micro_batches=case.micro_batches)
         for each in (case.layout, Strategy([*case.layout.methods, "compile"]))

@@ -89,7 +89,7 @@ def predicted(run: Run) -> tuple[Plan, WholeRun]:
     """Return the planner's choice for a run, and what the run takes by it."""
     cluster = find_cluster(run.cluster)
     length = RunLength(tokens=run.tokens)
-    request = PlanRequest(named_model(run.model, None, cluster), cluster, run.batch, top=1, length=length)
+    request = PlanRequest(named_model(run.model), cluster, run.batch, top=1, length=length)
     plan = request.found().plans[0]
     taken = whole_run(plan, length)
     assert taken is not None

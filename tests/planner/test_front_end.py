@@ -72,7 +72,7 @@ def doors(tmp_path_factory):
     def of(kind):
         folder = tmp_path_factory.mktemp(kind)
         config_of_shape(parse_family(MODELS[kind])).save_pretrained(folder)
-        return [named_model(text, None, CLUSTER) for text in (MODELS[kind], f"hf:{folder}")]
+        return [named_model(text) for text in (MODELS[kind], f"hf:{folder}")]
 
     return of
 
@@ -141,7 +141,7 @@ FIRST = ("llama-data", "gpt-fsdp", "heads-half")
 def test_formulas_say_what_traces_do(kind, name):
     strategy, text = Strategy(FORMULAS[name]), WIDE[kind]
     found = []
-    for model in (named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text))):
+    for model in (named_model(text), FamilyModel(text, parse_family(text))):
         (plan,) = PlanRequest(model, CLUSTER, BATCH, strategy=strategy, num_micro_batches=1).found().plans
         found.append((plan.forecast.time.step_time_s, plan.needed_bytes))
     (seconds, memory), (told_seconds, told_memory) = found
@@ -157,7 +157,7 @@ def test_formulas_save_in_a_compiled_block_what_traces_do(kind, methods):
     saved = []
     for layers in (2, 4):
         text = WIDE[kind].replace("layers=3", f"layers={layers}")
-        models = named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text))
+        models = named_model(text), FamilyModel(text, parse_family(text))
         plans = [
             PlanRequest(each, CLUSTER, 4, strategy=strategy, num_micro_batches=2).found().plans[0] for each in models
         ]
@@ -183,7 +183,7 @@ def test_formulas_cut_a_pipeline_as_traces_do(name):
     methods, number = CUT[name]
     traced, told = [
         PlanRequest(model, CLUSTER, 64, strategy=Strategy(methods), num_micro_batches=number).found().plans[0]
-        for model in (named_model(HEADED, None, CLUSTER), FamilyModel(HEADED, parse_family(HEADED)))
+        for model in (named_model(HEADED), FamilyModel(HEADED, parse_family(HEADED)))
     ]
     assert told.step.stages.ranges == traced.step.stages.ranges
     assert len({end - first for first, end in told.step.stages.ranges}) > 1
@@ -197,7 +197,7 @@ def test_formulas_hold_what_stages_send_until_its_gradient_has_come():
     traced, told = [
         PlanRequest(model, CLUSTER, 64, strategy=Strategy([mesh(pipeline=8), stages, HALF, "checkpoint"]),
                     num_micro_batches=32).found().plans[0]
-        for model in (named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text)))
+        for model in (named_model(text), FamilyModel(text, parse_family(text)))
     ]  # fmt: skip
     assert {end - first for first, end in told.step.stages.ranges} == {1}
     assert told.needed_bytes == pytest.approx(traced.needed_bytes, rel=0.04)
@@ -225,7 +225,7 @@ def test_formulas_launch_what_traces_launch(text, batch, name):
     # Of few tokens, kernels take less than their launches: modules and kernels are no measure of these.
     seconds, told = [
         PlanRequest(model, CLUSTER, batch, strategy=Strategy(LAUNCHED[name]), num_micro_batches=1).found().plans[0]
-        for model in (named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text)))
+        for model in (named_model(text), FamilyModel(text, parse_family(text)))
     ]
     assert told.forecast.time.step_time_s == pytest.approx(seconds.forecast.time.step_time_s, rel=0.06)
     assert told.needed_bytes == pytest.approx(seconds.needed_bytes, rel=CLOSE)
@@ -236,7 +236,7 @@ def test_formulas_leave_a_vocabulary_whole_that_an_axis_does_not_divide(methods)
     strategy = Strategy([mesh(tensor=2, zero=4), *methods, "zero1", HALF])
     known, told = [
         PlanRequest(model, CLUSTER, BATCH, strategy=strategy, num_micro_batches=1).found().plans[0]
-        for model in (named_model("gpt2", None, CLUSTER), FamilyModel("gpt2", parse_family("gpt2")))
+        for model in (named_model("gpt2"), FamilyModel("gpt2", parse_family("gpt2")))
     ]
     assert told.memory.parameters == known.memory.parameters
     assert told.needed_bytes == pytest.approx(known.needed_bytes, rel=CLOSE)
@@ -244,7 +244,7 @@ def test_formulas_leave_a_vocabulary_whole_that_an_axis_does_not_divide(methods)
 
 
 def test_tokens_are_sent_in_half_precision_under_autocast():
-    model = named_model(WIDE["llama"], None, CLUSTER)
+    model = named_model(WIDE["llama"])
     for method in (SPLIT, "tensor_parallel"):
         step = model.subject(CLUSTER, 8, 2**60).plan(Strategy([mesh(tensor=8), method, HALF]), 1).step
         inside = [each for each in step.boundaries if "self_attn" in each.path or "mlp" in each.path]
@@ -255,7 +255,7 @@ def test_tokens_are_sent_in_half_precision_under_autocast():
 @pytest.mark.parametrize("half", [HALF, ("half", "bf16")], ids=["autocast", "half"])
 def test_formulas_know_gradients_beside_the_buckets_of_data_parallelism(half):
     """Compare peaks where micro-batches before the last left gradients, and where half weights have fp32 copies."""
-    model = named_model(WIDE["llama"], None, CLUSTER)
+    model = named_model(WIDE["llama"])
     for num in (1, 4):
         traced, formula = (
             each.subject(CLUSTER, 16 * num, None).plan(Strategy([mesh(data=8), half]), num).needed_bytes
@@ -285,7 +285,7 @@ OF_EXPERTS = {
 )
 def test_formulas_say_what_traces_of_experts_do(name):
     """Compare what experts move, save and hold, how pipelines of them are cut, and what stages keep of messages."""
-    model = named_model(EXPERTS, None, CLUSTER)
+    model = named_model(EXPERTS)
     found = []
     for each in (model, FamilyModel(model.name, model.shape)):
         plan = each.subject(CLUSTER, 64, 2**60).plan(Strategy(OF_EXPERTS[name]), 8)
@@ -376,7 +376,7 @@ def test_a_backward_in_parts_is_traced_by_a_few_blocks(monkeypatch):
     agree, found = Predicted.agrees, []
     monkeypatch.setattr(Predicted, "agrees", lambda *each: found.append(agree(*each)) or found[-1])
     not_traced_yet = EXPERTS.replace("layers=8", "layers=9")
-    named_model(not_traced_yet, None, CLUSTER).subject(CLUSTER, 64, 2**60).plan(Strategy(OF_EXPERTS["zbv"]), 8)
+    named_model(not_traced_yet).subject(CLUSTER, 64, 2**60).plan(Strategy(OF_EXPERTS["zbv"]), 8)
     assert found
     assert all(found)
 
@@ -386,7 +386,7 @@ def test_formulas_know_a_loss_without_logits(name):
     """Compare eager models with a vocabulary as large as today's, whose logits fill most of the memory."""
     text = WIDE["llama"].replace("32000,seq=2048", "128256,seq=8192")
     saved_s, held = [], []
-    for model in (named_model(text, None, CLUSTER), FamilyModel(text, parse_family(text))):
+    for model in (named_model(text), FamilyModel(text, parse_family(text))):
         subject = model.subject(CLUSTER, 16, None)
         plain, fused = (subject.plan(Strategy([*STRATEGIES[name], *more]), 1) for more in ([], [LOSS]))
         assert fused.gaps == plain.gaps
@@ -399,7 +399,7 @@ def test_formulas_know_a_loss_without_logits(name):
 
 
 def test_a_search_without_time_for_traces_shows_what_formulas_found():
-    model = named_model(WIDE["llama"].replace("layers=3", "layers=4"), None, CLUSTER)  # which no test has traced
+    model = named_model(WIDE["llama"].replace("layers=3", "layers=4"))  # which no test has traced
     limits = []
 
     def search_within(limit, limit_s, enough_s):
@@ -431,7 +431,7 @@ class Predicting:
 
 @pytest.fixture(scope="module")
 def by_formulas():
-    model = named_model(WIDE["llama"], None, CLUSTER)
+    model = named_model(WIDE["llama"])
     subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
     return search(subject, top=8, reach=2.0, excluded=["compile"])
 
@@ -443,7 +443,7 @@ def test_no_more_is_traced_than_is_shown(by_formulas):
 
 
 def test_what_is_traced_soonest_comes_first_where_formulas_are_of_another_model(by_formulas):
-    model = named_model(WIDE["llama"], None, CLUSTER)
+    model = named_model(WIDE["llama"])
     subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
     slow = subject.plan(Strategy([mesh(tensor=2, zero=4), "tensor_parallel", "zero1", HALF]), 1)
     soon = [plan for plan in by_formulas.plans if all(axis in ("data", "zero") for axis, _ in plan.step.axes)][:2]
@@ -459,7 +459,7 @@ def test_what_is_traced_soonest_comes_first_where_formulas_are_of_another_model(
 
 
 def test_what_is_traced_soonest_comes_next_once_a_plan_fits(by_formulas):
-    model = named_model(WIDE["llama"], None, CLUSTER)
+    model = named_model(WIDE["llama"])
     subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
     slow, slower = (
         subject.plan(Strategy([mesh(**{axis: 2}, zero=4), method, "zero1", HALF]), 1)
@@ -478,7 +478,7 @@ def test_what_is_traced_soonest_comes_next_once_a_plan_fits(by_formulas):
 
 
 def test_what_a_model_refuses_in_one_size_is_traced_last_in_others(by_formulas):
-    model = named_model(WIDE["llama"], None, CLUSTER)
+    model = named_model(WIDE["llama"])
     outline = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
     refused = [
         outline.plan(Strategy([mesh(tensor=size, zero=8 // size), "tensor_parallel", "zero1", HALF]), 1)
@@ -509,7 +509,7 @@ def test_what_a_model_refuses_in_one_size_is_traced_last_in_others(by_formulas):
 
 @pytest.mark.parametrize(("times", "asked"), [(1.5, 3), (1.05, 4)])
 def test_kernels_that_are_worth_much_in_one_plan_are_not_doubted_in_others(times, asked):
-    model = named_model(WIDE["llama"], None, CLUSTER)
+    model = named_model(WIDE["llama"])
     outline = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
     compiled = [
         outline.plan(Strategy([*STRATEGIES[name], *more, "compile"]), 1)
@@ -585,7 +585,7 @@ class Exceeding(Predicting):
 
 
 def test_the_next_of_its_family_stands_in_for_what_does_not_fit_by_its_trace():
-    model = named_model(WIDE["llama"], None, CLUSTER)
+    model = named_model(WIDE["llama"])
     subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
     given = search(subject, top=8, reach=2.0, of_family=3, excluded=["compile"])
     families = [family_of_plan(plan) for plan in given.plans]
@@ -624,7 +624,7 @@ class Slower(Predicting):
 
 @pytest.mark.parametrize(("times", "resembles"), [(1.3, False), (1.05, False), (1.3, True)])
 def test_what_promises_more_than_a_trace_kept_is_traced_too(times, resembles):
-    model = named_model(WIDE["llama"], None, CLUSTER)
+    model = named_model(WIDE["llama"])
     subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
     found = search(subject, top=4, reach=1.1, of_family=2, excluded=["compile"])
     assert len(found.plans) > 1
@@ -681,7 +681,7 @@ GROUPED_GPT = "gpt:layers=2,hidden=64,heads=4,kv_heads=2,vocab=99,seq=8,position
 def test_a_plan_says_that_formulas_stand_in(text, missing, reason, monkeypatch):
     if missing:
         monkeypatch.setattr("meshwright.planner.config_models._has_transformers", lambda: False)
-    model = named_model(text, None, CLUSTER)
+    model = named_model(text)
     assert isinstance(model, FamilyModel)
     for strategy in (None, "fsdp"):
         best = PlanRequest(model, CLUSTER, 8, strategy=strategy).found().plans[0]
@@ -690,7 +690,7 @@ def test_a_plan_says_that_formulas_stand_in(text, missing, reason, monkeypatch):
 
 
 def test_a_plan_of_the_model_itself_names_no_formulas():
-    model = named_model("llama:layers=2,hidden=64,heads=4,vocab=99,seq=8", None, CLUSTER)
+    model = named_model("llama:layers=2,hidden=64,heads=4,vocab=99,seq=8")
     (plan,) = PlanRequest(model, CLUSTER, 8, strategy="fsdp").found().plans
     assert not [gap for gap in plan.gaps if "formulas" in gap]
 
@@ -709,7 +709,7 @@ def test_experts_are_divided_first_unless_a_caller_decides_on_axes(options, asks
 
     monkeypatch.setattr("meshwright.planner.plan_request.experts_first", first)
     monkeypatch.setattr("meshwright.planner.plan_request.search_and_trace", lambda search, *_, **__: search(1, 1, 1))
-    request = PlanRequest(named_model(EXPERTS, None, CLUSTER), CLUSTER, BATCH, limit_s=1, **options)
+    request = PlanRequest(named_model(EXPERTS), CLUSTER, BATCH, limit_s=1, **options)
     with pytest.raises(StrategyError):  # one byte is too little
         request.found()
     assert bool(asked) == asks

@@ -83,7 +83,7 @@ def test_a_transformers_config_is_built_without_weights(kind, tmp_path):
         "vit": lambda: transformers.ViTConfig(**small, image_size=32, patch_size=8),
     }[kind]()
     config.save_pretrained(tmp_path)
-    planned = named_model(f"hf:{tmp_path}", 16 if kind == "gpt2" else None, make_cluster("H100", 2))
+    planned = named_model(f"hf:{tmp_path}", 16 if kind == "gpt2" else None)
     assert {parameter.device.type for parameter in planned.module.parameters()} == {"meta"}
     (plan,) = mw.plan(f"hf:{tmp_path}", "cpu*2", global_batch=4, seq=16 if kind == "gpt2" else None, strategy=["fsdp"])
     assert plan.step.activations.saved_bytes > 0
@@ -167,7 +167,7 @@ def test_a_model_that_never_runs_is_told_after_a_pass_or_two(behind, words):
 @pytest.mark.parametrize(("factor", "shown"), [(1.2, 2), (2.0, 1)])
 def test_plans_in_full_precision_are_shown_where_they_are_near_the_best(factor, shown, monkeypatch):
     cluster = find_cluster("h100x2")
-    request = PlanRequest(named_model(SMALL, None, cluster), cluster, 8)
+    request = PlanRequest(named_model(SMALL), cluster, 8)
     pipeline = [("parallel_mode", {"pipeline": 2}), "pipeline_parallel"]
     best, other = request.planned([Strategy(["zero1", "amp_native"]), Strategy(pipeline)]).plans
     time = dataclasses.replace(other.forecast.time, step_time_s=best.forecast.time.step_time_s * factor)
@@ -346,7 +346,7 @@ def test_communicators_take_their_part_of_what_is_free():
 
 def test_a_pipeline_is_cut_so_that_the_gaps_of_an_allocator_fit_too():
     cluster = make_cluster("H100", 8)
-    model = named_model("llama:layers=22,hidden=1024,heads=16,ffn=2816,vocab=32000,seq=1024", None, cluster)
+    model = named_model("llama:layers=22,hidden=1024,heads=16,ffn=2816,vocab=32000,seq=1024")
     asked = ("pipeline_parallel", {"schedule": "interleaved", "num_stages_per_rank": 3})
     strategy = [("parallel_mode", {"data": 2, "pipeline": 4}), asked, ("amp_native", "bf16")]
 
@@ -404,7 +404,7 @@ def test_a_module_whose_logits_are_too_large_for_one_device_has_a_way_out():
 
 
 def test_a_memory_limit_is_a_size():
-    cluster, shape = make_cluster("H100", 2), named_model("gpt2", None, make_cluster("H100", 2))
+    cluster, shape = make_cluster("H100", 2), named_model("gpt2")
     assert PlanRequest(shape, cluster, 8, memory_limit="40 GiB").memory_limit == 40 * 2**30
     assert PlanRequest(shape, cluster, 8).memory_limit is None
     for wrong in (0, -5, "none", True, float("nan")):

@@ -100,7 +100,7 @@ class Subjects:
                 got=f"--model {self.model} with {' and '.join(given)}",
                 fix=f"leave out {' and '.join(given)}",
             )
-        return named_model(self.model, self.seq, cluster, self._dtype or torch.float32)
+        return named_model(self.model, self.seq, self._dtype or torch.float32)
 
     @property
     def _dtype(self) -> torch.dtype | None:

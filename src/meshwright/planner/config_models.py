@@ -163,15 +163,12 @@ _CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 _AUTO = (_CAUSAL, _MASKED, "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
 
 
-def transformers_model(
-    path: Path, seq: int | None, *, on_meta: bool = True, dtype: torch.dtype = torch.float32
-) -> ModuleModel:
-    """Build the model of a ``config.json`` to plan for, with a sample batch.
+def transformers_model(path: Path, seq: int | None, dtype: torch.dtype = torch.float32) -> ModuleModel:
+    """Build the model of a ``config.json`` to plan for, on ``meta``, with a sample batch.
 
     Args:
         path: Path of the file, or of its directory.
         seq: Tokens per sample; None: the model's number of positions. Images need none. Whisper's are those it writes.
-        on_meta: Whether to build on ``meta``.
         dtype: Type of its parameters: fp32 as ``meshwright train`` makes them, whatever the weights that somebody
             publishes are stored in.
 
@@ -181,7 +178,7 @@ def transformers_model(
     """
     config = read_model_config(path)
     has_encoder = getattr(config, "is_encoder_decoder", False)  # a decoder alone takes this from its config
-    module: Any = model_of_config(config, path, on_meta=on_meta, dtype=dtype)
+    module: Any = model_of_config(config, path, on_meta=True, dtype=dtype)
     if hasattr(config, "image_size"):
         _check_takes(module, "pixel_values")
         with _naming_config(path):

@@ -511,7 +511,7 @@ def plan(
                 got=repr(model),
                 fix="leave them out, or pass the module",
             )
-        planned = named_model(model, seq, where)
+        planned = named_model(model, seq)
     else:
         batch = _sample(seq, sample_batch)
         name = type(model).__name__
@@ -523,13 +523,12 @@ def plan(
     return list(asked.found().plans)
 
 
-def named_model(name: str, seq: int | None, cluster: Cluster, dtype: torch.dtype = torch.float32) -> PlannedModel:
-    """Find the model that a text names: ``hf:PATH``, a known model, or a family with its dimensions.
+def named_model(name: str, seq: int | None = None, dtype: torch.dtype = torch.float32) -> PlannedModel:
+    """Find the model that a text names: ``hf:PATH``, a known model, or a family with its dimensions; on ``meta``.
 
     Args:
         name: The text.
         seq: Tokens per sample; None: the model's own number.
-        cluster: Where it is planned for: on CPUs a config's model has values, and on other devices it is on ``meta``.
         dtype: Type of its parameters.
 
     Raises:
@@ -540,7 +539,7 @@ def named_model(name: str, seq: int | None, cluster: Cluster, dtype: torch.dtype
         raise ConfigError("seq is not a length", expected="1 or more tokens", got=repr(seq), fix="correct the number")
     path = config_path(name)
     if path is not None:
-        return transformers_model(path, seq, on_meta=not cluster.device.is_host, dtype=dtype)
+        return transformers_model(path, seq, dtype)
     shape = parse_family(name)
     shape = shape if seq is None else dataclasses.replace(shape, seq=seq)
     known = model_of_shape(name, shape, dtype)

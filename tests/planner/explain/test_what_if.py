@@ -60,7 +60,7 @@ def test_methods_that_are_used_only_by_name_are_asked_for():
 
 @pytest.mark.parametrize(("model", "pads"), [("gpt2", True), ("llama-3-1b", False)])
 def test_a_vocabulary_that_products_do_not_divide_is_padded(model, pads):
-    request = PlanRequest(named_model(model, 1024, CLUSTER), CLUSTER, 64, top=2)
+    request = PlanRequest(named_model(model, 1024), CLUSTER, 64, top=2)
     answer = request.found()
     padded = [each for each in request.what_ifs(answer) if "vocabulary" in each.change]
     assert len(padded) == pads
@@ -113,7 +113,7 @@ def test_what_ifs_of_a_traced_search_begin_with_what_the_trace_says(monkeypatch)
     pytest.importorskip("transformers")
     text = "llama:layers=4,hidden=1024,heads=8,ffn=2816,vocab=8192,seq=1024"
     cluster = make_cluster("A100-80", 8)
-    request = PlanRequest(named_model(text, None, cluster), cluster, 32, top=3)
+    request = PlanRequest(named_model(text), cluster, 32, top=3)
     found = request.found()
     best = found.plans[0]
     monkeypatch.setattr(Workload, "plan", None)  # no more traces
@@ -134,7 +134,7 @@ def test_a_plan_that_only_formulas_take_for_the_best_is_no_answer_to_a_change():
     pytest.importorskip("transformers")
     text = "llama:layers=4,hidden=1024,heads=8,ffn=2816,vocab=8192,seq=1024"
     cluster = make_cluster("A100-80", 8)
-    request = PlanRequest(named_model(text, None, cluster), cluster, 32, top=3)
+    request = PlanRequest(named_model(text), cluster, 32, top=3)
     found = request.found()
     turned = dataclasses.replace(found, plans=found.plans[::-1])  # as if traces said so
     assert len(turned.plans) > 1

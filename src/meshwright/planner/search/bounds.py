@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 from meshwright.cost import Block, Cluster, Link, Stages, Step, fitted
 from meshwright.cost.device_time import Machine, Network
+from meshwright.cost.rank_memory import keeps_state
 from meshwright.cost.scheduling import StageTimes, pipeline_s, settled_after
+from meshwright.cost.step import element_bytes
 from meshwright.cost.step_time import rank_of
 from meshwright.errors import MeshwrightError
 from meshwright.methods import Role, cost_of, mesh_method
@@ -76,6 +78,11 @@ class Bounds:
         self._numbers: dict[Choice, int] = {}
         self._numbered: dict[tuple[int, ...], tuple[int, Choice]] = {}
         self._probing: dict[object, Choice] = {}
+
+    def state_bytes(self) -> int:
+        """Return the bytes of all parameters and their optimizer states, once, by any probe; 0 where there is none."""
+        probes = {id(probe): probe for probe in self._undivided.values()}
+        return min((_state_bytes(probe.step) for probe in probes.values()), default=0)
 
     def _number(self, methods: Choice) -> int:
         """Return a number that is equal for equal methods, which take long to hash."""
@@ -343,6 +350,15 @@ class Bounds:
         if key not in self._blocks:
             self._blocks[key] = bare_blocks(probe.step, merged=merged)
         return self._blocks[key]
+
+
+def _state_bytes(step: Step) -> int:
+    total = 0
+    for count, each in step.every_parameter():
+        states = (state for state in each.states if each.trainable and keeps_state(step, each, state))
+        of_states = sum(math.prod(each.shape[dim] for dim in state.dims) * state.itemsize for state in states)
+        total += count * (each.numel * element_bytes(each, step.held_itemsize(each)) + of_states)
+    return total
 
 
 def _but_for_loss(branch: Branch) -> Choice:

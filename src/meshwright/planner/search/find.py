@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.cost import Cluster, Memory, Step, moments, peak
 from meshwright.errors import StrategyError, join_names, readable_bytes
 from meshwright.methods import Phase, Role, SearchScope, find_method, method_of_axes
-from meshwright.planner.plans import Plan, Subject, method_names
+from meshwright.planner.plans import Plan, Subject, method_names, usable_host_bytes
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.branch_and_bound import Engine
 from meshwright.planner.search.constraints import constrained, names_role, read_constraints
@@ -216,7 +216,7 @@ def search(
         given, state = passes.first(given, may_lower=not names_role(Role.PRECISION, required))
         tried, state = passes.follow(given, state, follow_ups, constrain, offload)
     if not state.plans and limit.is_over:
-        raise out_of_time(limit)
+        raise out_of_time(limit, state.too_large[0] if state.too_large else None)
     if not state.plans:
         raise passes.failure(tried, state, offload, required, None if growing is None else constrain(growing))
     return Found(
@@ -300,11 +300,20 @@ class _Passes:
             state.plans = self._through(space, state.for_families(each.reach)).plans
         return tried, state
 
+    def _overflows(self, world: int) -> bool:
+        """Return whether parameters and optimizer states alone fill devices and hosts, however they are divided."""
+        host = None if self.cluster is None else usable_host_bytes(self.cluster)
+        if self.bounds is None or self.bounds.limit_bytes is None or host is None:
+            return False
+        return self.bounds.state_bytes() > world * (self.bounds.limit_bytes + host)
+
     def _in_other(self, space: Space, state: SearchState, *, only_better: bool = True) -> _Tried:
         return space, self._through(space, state.for_other_space(only_better=only_better))
 
     def _offloading(self, tried: Sequence[_Tried], state: SearchState, offload: tuple[Choice, ...]) -> SearchState:
         """Pass with offloading where something too large could be among the best once it takes less."""
+        if not state.plans and self._overflows(self.subject.world):
+            return state
         for space, without in tried:
             if offload and (without.ran_out or self.objective == "memory"):
                 state = self._through(space.replace(offload=offload), state.for_offloading(without))
@@ -390,6 +399,8 @@ class _Passes:
     def _fits_on(self, number: int, grow: Callable[[int], Subject], space: Space) -> bool:
         """Return whether any strategy fits on a number of devices."""
         assert self.cluster is not None
+        if self._overflows(number):
+            return False
         larger, cluster = grow(number), self.cluster.resized(number)
         wider = space.replace(sizes=_wider(space, default_space(larger)))
         return self._fits(larger, cluster, wider)

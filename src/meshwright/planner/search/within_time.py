@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from meshwright.errors import MeshwrightError, StrategyError
+from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
 from meshwright.methods import Role, find_method
-from meshwright.planner.plans import Plan, Subject
+from meshwright.planner.plans import Plan, Subject, method_names
 from meshwright.planner.search.search_space import MODEL_ERROR, Family
 from meshwright.planner.search.search_state import Found, Objective, SearchState, family_of_plan, rank_of_plan
 from meshwright.planner.trace.op_recording import interrupts
@@ -84,9 +84,18 @@ class TimeLimit:
             raise OutOfTimeError
 
 
-def out_of_time(limit: TimeLimit) -> StrategyError:
-    """Return the error for a search whose time was up before it found anything."""
+def out_of_time(limit: TimeLimit, smallest: Plan | None = None) -> StrategyError:
+    """Return the error for a search whose time was up before it found anything.
+
+    Args:
+        limit: The time.
+        smallest: What needs the least memory of all that did not fit.
+    """
     where = f"; it was running {limit.place}" if limit.place else ""
+    if smallest is not None:
+        needs = smallest.host_text() if smallest.fits_device else readable_bytes(smallest.needed_bytes)
+        where += f"; the smallest so far, {method_names(smallest.strategy)}, needs {needs}"
+        where += "" if smallest.fits_device else f" of {readable_bytes(smallest.limit_bytes or 0)}"
     return StrategyError(
         "The time was up before a strategy was found that fits",
         expected=f"a strategy within {limit.seconds:.3g} s of processor time",
@@ -179,12 +188,14 @@ def search_and_trace(
         try:
             found = search(within, *_seconds_of(limit, formulas))
         except StrategyError as error:
+            if limit.is_over and left is not None:
+                return _timed(left, started)
+            if left is not None or within == limit_bytes:
+                raise  # it says what is too small, whatever time is left
             if limit.is_over:
-                return _timed(_left_in_time(left, limit, error), started)
-            if left is None and within < limit_bytes:
-                within = limit_bytes
-                continue
-            raise
+                raise out_of_time(limit) from error
+            within = limit_bytes
+            continue
         plans = found.plans
         if resembles:
             plans = tuple(sorted(plans, key=_traced_late))
@@ -211,12 +222,6 @@ def _seconds_of(limit: TimeLimit, formulas: _Formulas) -> tuple[float | None, fl
         return None, None
     left_s = max(limit.left_s, _LEAST_S)
     return left_s, left_s * formulas.searching
-
-
-def _left_in_time(left: Found | None, limit: TimeLimit, error: StrategyError) -> Found:
-    if left is None:
-        raise out_of_time(limit) from error
-    return left
 
 
 def _timed(found: Found, started: float) -> Found:
