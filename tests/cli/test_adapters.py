@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.cli.adapters import merged, parse_lora
+from meshwright.cli.adapters import merged, parse_lora, with_adapters
 from meshwright.cli.train_config import AdapterTable
 from meshwright.cli.train_options import parse_config
 from meshwright.errors import ConfigError, ModelError
@@ -116,6 +117,21 @@ def test_a_base_in_half_precision_takes_half_and_a_plan_over_another_says_so():
     assert held[1] == pytest.approx(held[0] / 2, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("GPT2LMHeadModel", "CAUSAL_LM"), ("T5ForConditionalGeneration", "SEQ_2_SEQ_LM"),
+        ("WhisperForConditionalGeneration", None), ("LlamaForSequenceClassification", None),
+    ],
+)  # fmt: skip
+def test_peft_is_told_what_a_model_makes_of_what(kind, task):
+    """It calls models of text by these names of arguments; Whisper takes others."""
+    made = getattr(transformers, kind)
+    with torch.device("meta"):
+        adapted = with_adapters(made(made.config_class()), AdapterTable(r=2))
+    assert adapted.peft_config["default"].task_type == task
+
+
 def test_what_lora_says_is_read():
     assert parse_lora("r=16") == AdapterTable(r=16)
     given = parse_lora("r=8, alpha=4, dropout=0.1, targets=q_proj+v_proj, rank_stabilized=true")
@@ -176,7 +192,6 @@ def test_other_adapters_train_as_one_process_does_on_any_layout(ranks, folder, f
 def bytes_of_four_bits(folder, strategy):
     """What a step in 4 bits is predicted to hold, and holds; the reference: the same values, kept as they are."""
     from meshwright import accelerate
-    from meshwright.cli.adapters import with_adapters
     from meshwright.nn.four_bit import FourBitLinear, dequantized
 
     ids = torch.arange(64).reshape(4, 16) % 250

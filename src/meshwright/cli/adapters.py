@@ -55,7 +55,7 @@ def with_adapters(model: nn.Module, table: AdapterTable, where: str = "[adapter]
         modules_to_save=list(table.modules_to_save) or None,
         use_rslora=table.rank_stabilized,
         use_dora=table.dora,
-        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+        task_type=_task_of(model),
     )
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
@@ -68,6 +68,13 @@ def with_adapters(model: nn.Module, table: AdapterTable, where: str = "[adapter]
             fix="correct adapter.targets and adapter.modules_to_save",
         ) from error
     return adapted
+
+
+def _task_of(model: nn.Module) -> str | None:
+    """Return what peft calls the task of a model that generates text from text; None for others, such as Whisper."""
+    if not hasattr(model, "prepare_inputs_for_generation") or getattr(model, "main_input_name", "") != "input_ids":
+        return None
+    return "SEQ_2_SEQ_LM" if getattr(model.config, "is_encoder_decoder", False) else "CAUSAL_LM"
 
 
 def check_packages(table: AdapterTable, where: str = "[adapter]") -> None:

@@ -65,6 +65,18 @@ def test_on_cuda_attention_is_fused_with_dropout_too():
     assert there.activations.saved_bytes < here.activations.saved_bytes
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+@pytest.mark.parametrize("weights", [False, True])
+def test_attention_of_torchs_own_layer_is_fused_with_dropout_where_it_returns_no_weights(weights):
+    model = nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True)
+
+    def forward(model, x):
+        return model(x, x, x, need_weights=weights)[0].sum()
+
+    found = Pass(model, torch.zeros(2, 12, 32), forward, device=CUDA).predict()
+    assert ("attention" in {op.kind for op in found.ops.outside}) == (not weights)
+
+
 def test_a_module_is_simulated_as_its_family_is():
     layers, hidden, heads, vocab, seq = 8, 2048, 16, 8192, 2048
     with torch.device("meta"):

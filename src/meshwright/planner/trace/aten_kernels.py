@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -475,12 +476,21 @@ class _KernelsOfCuda(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             return _attention_of_cuda(**{**given, **dict(zip(names, args, strict=False)), "dropout_p": 0.0})
+        if func is torch.nn.functional.multi_head_attention_forward:
+            return func(**_without_dropout(*args, **given))  # what it calls does not come here
         if func is torch.nn.functional.dropout and _is_fused(*args, **given):
             of = {**given, **dict(zip(("input", "p"), args, strict=False))}
             return torch.native_dropout(of["input"], of.get("p", 0.5), True)[0]
         if func is torch.nn.functional.cross_entropy and torch.is_autocast_enabled("cpu"):
             return _cross_entropy_of_cuda(*args, **given)
         return func(*args, **given)
+
+
+def _without_dropout(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of ``nn.MultiheadAttention``'s function, without dropout where attention can be fused."""
+    signature = inspect.signature(torch.nn.functional.multi_head_attention_forward)
+    given = signature.bind(*args, **kwargs).arguments
+    return {**given, "dropout_p": 0.0} if not given.get("need_weights", True) else given
 
 
 def _attention_of_cuda(**given: Any) -> torch.Tensor:
