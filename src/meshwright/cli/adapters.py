@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright.cli.train_config import AdapterTable
 from meshwright.errors import CheckpointError, ConfigError, did_you_mean, join_names
+from meshwright.nn import setting_of
 from meshwright.nn.four_bit import FourBitLinear
 from meshwright.planner.config_models import read_model_config
 from meshwright.runtime import same_on_every_rank
@@ -72,9 +73,10 @@ def with_adapters(model: nn.Module, table: AdapterTable, where: str = "[adapter]
 
 def _task_of(model: nn.Module) -> str | None:
     """Return what peft calls the task of a model that generates text from text; None for others, such as Whisper."""
-    if not hasattr(model, "prepare_inputs_for_generation") or getattr(model, "main_input_name", "") != "input_ids":
+    takes_text = getattr(model, "main_input_name", "input_ids") == "input_ids"
+    if not hasattr(model, "prepare_inputs_for_generation") or not takes_text:
         return None
-    return "SEQ_2_SEQ_LM" if getattr(model.config, "is_encoder_decoder", False) else "CAUSAL_LM"
+    return "SEQ_2_SEQ_LM" if setting_of(getattr(model, "config", None), "is_encoder_decoder") else "CAUSAL_LM"
 
 
 def check_packages(table: AdapterTable, where: str = "[adapter]") -> None:

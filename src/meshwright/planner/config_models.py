@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.nn import setting_of
 from meshwright.planner.model_shapes import Family, Shape
 from meshwright.planner.outlines import own_width
 from meshwright.planner.workload import ModuleModel, token_batch
@@ -490,9 +491,12 @@ def _targets(module: nn.Module, config: Any, ids: torch.Tensor) -> dict[str, tor
     return {"labels": torch.zeros(2, dtype=torch.long if config.num_labels > 1 else torch.float32)}
 
 
+_POSITIONS = ("max_position_embeddings", "max_target_positions")  # the latter of what Whisper writes
+
+
 def _checked_seq(config: Any, seq: int | None) -> int:
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
-    positions = positions if isinstance(positions, int) and positions > 0 else None
+    known = {name: setting_of(config, name) for name in _POSITIONS}
+    name, positions = next(((n, size) for n, size in known.items() if type(size) is int and size > 0), ("", None))
     if seq is None and positions is None:
         raise ConfigError(
             "The length of a sample is not known",
@@ -503,7 +507,7 @@ def _checked_seq(config: Any, seq: int | None) -> int:
     if seq is not None and positions is not None and seq > positions:
         raise ModelError(
             "The model is too small for seq",
-            expected=f"at most {positions} tokens, its max_position_embeddings",
+            expected=f"at most {positions} tokens, its {name}",
             got=str(seq),
             fix="shorten seq, or change the config",
         )

@@ -172,16 +172,40 @@ class Patches(torch.nn.Module):
         return x.square().mean()
 
 
-def patches(batch_size):
+class Experts(torch.nn.Module):
+    """Layers of four experts, each for as many tokens, one product for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Expert(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.zeros(4, *shape)) for shape in ((512, 2048), (2048, 512)))
+
+    def forward(self, x):
+        each = x.transpose(0, 1).reshape(4, -1, 512)
+        return torch.bmm(torch.bmm(each, self.up).relu(), self.down).view(x.shape[1], x.shape[0], 512).transpose(0, 1)
+
+
+def patches(batch_size, model=Patches, tokens=197):
     return Workload(
-        Patches(), torch.device("cuda"), torch.optim.AdamW, lambda n: torch.zeros(n, 197, 512),
+        model(), torch.device("cuda"), torch.optim.AdamW, lambda n: torch.zeros(n, tokens, 512),
         lambda model, x: model(x), batch_size, None, 8, 3, limit_bytes=None, cluster=make_cluster("A100", 8),
     )  # fmt: skip
 
 
-def test_bounds_scale_gradients_of_weights_by_the_tokens_that_they_sum_over():
+@pytest.mark.parametrize(("model", "tokens"), [(Patches, 197), (Experts, 196)])
+def test_bounds_scale_gradients_of_weights_by_the_tokens_that_they_sum_over(model, tokens):
     # Of one sample these products sum over an odd number of tokens, which has no fast kernel; of 64 they do not.
-    subject = patches(512)
+    subject = patches(512, model, tokens)
     bounds = Bounds(subject, subject.cluster)
     space = default_space(subject).replace(sizes={}, hybrid=False, sharding=choices("zero1"), recompute=((),))
     candidates = Candidates(space, 8, 8, 512)

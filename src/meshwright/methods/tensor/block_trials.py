@@ -160,7 +160,7 @@ def random_state(block: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, torch.Tensor] = {}
     for name, parameter in block.named_parameters():
-        scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+        scale = max(parameter.shape[-1], 1) ** -0.5 if parameter.dim() > 1 else 1.0
         state[name] = _random_weights(parameter.shape, scale, generator)
     for name, buffer in block.named_buffers():
         dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype

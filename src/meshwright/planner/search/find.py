@@ -399,7 +399,7 @@ class _Passes:
     def _fits_on(self, number: int, grow: Callable[[int], Subject], space: Space) -> bool:
         """Return whether any strategy fits on a number of devices."""
         assert self.cluster is not None
-        if self._overflows(number):
+        if self._overflows(number) and {*space.offload} <= {(), *offloads(number)}:  # none to disk
             return False
         larger, cluster = grow(number), self.cluster.resized(number)
         wider = space.replace(sizes=_wider(space, default_space(larger)))

@@ -43,18 +43,19 @@ def _op(op: Op, samples: int) -> Op:
         backward = None if op.backward_bytes is None else op.backward_bytes * samples
         fused = None if op.when_fused is None else (op.when_fused[0] * samples, op.when_fused[1])
         return dataclasses.replace(op, num_bytes=op.num_bytes * samples, backward_bytes=backward, when_fused=fused)
-    if op.kind == "attention" or (op.batch > 1 and op.operator not in PRODUCTS):
+    if op.kind == "attention":
         return dataclasses.replace(op, batch=op.batch * samples)
-    if op.moment == "backward":
-        return _of_backward(op, samples)
+    if op.moment == "backward" or (op.batch > 1 and op.operator not in PRODUCTS):
+        return _grown(op, samples)
     return dataclasses.replace(op, m=op.m * samples)
 
 
-def _of_backward(product: Op, samples: int) -> Op:
-    """Return a product that backward computes of more samples, in the way that costs least.
+def _grown(product: Op, samples: int) -> Op:
+    """Return a product of more samples, where it is not known how it grows: in the way that costs least.
 
-    Samples are its rows where it is the gradient of an input, and what it sums over where it is that of a weight: what
-    takes a result of more rows takes more bytes, and what sums over an odd number of tokens has no fast kernel.
+    Samples are its rows where it is a gradient of an input, or experts' weights are multiplied by, and what it sums
+    over where it is the gradient of a weight: what takes a result of more rows takes more bytes, and what sums over an
+    odd number of tokens has no fast kernel. In attention they are more products, which cost no less than either.
     """
     grown = (dataclasses.replace(product, **{dim: getattr(product, dim) * samples}) for dim in ("m", "n", "k"))
     return min(grown, key=lambda op: (is_misaligned(op), op.m * op.k + op.k * op.n + op.m * op.n))
