@@ -157,35 +157,28 @@ def test_bounds_of_a_real_model_that_is_sharded_are_not_above_its_plans():
 
 
 class Patches(torch.nn.Module):
-    """Layers over an odd number of tokens, few beside their width, as a vision Transformer's with its class token."""
+    """Blocks over an odd number of tokens, few beside their width, as a vision Transformer's with its class token."""
 
-    def __init__(self):
+    def __init__(self, block):
         super().__init__()
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
-            for _ in range(4)
-        )
+        self.blocks = torch.nn.ModuleList(block() for _ in range(4))
 
     def forward(self, x):
         for block in self.blocks:
             x = x + block(x)
         return x.square().mean()
+
+
+class Plain(torch.nn.Sequential):
+    """Two layers."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
 
 
 class Experts(torch.nn.Module):
-    """Layers of four experts, each for as many tokens, one product for all."""
+    """Four experts, each for as many tokens, one product for all."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Expert() for _ in range(4))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
-class Expert(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = (torch.nn.Parameter(torch.zeros(4, *shape)) for shape in ((512, 2048), (2048, 512)))
@@ -195,17 +188,17 @@ class Expert(torch.nn.Module):
         return torch.bmm(torch.bmm(each, self.up).relu(), self.down).view(x.shape[1], x.shape[0], 512).transpose(0, 1)
 
 
-def patches(batch_size, model=Patches, tokens=197):
+def patches(batch_size, block=Plain, tokens=197):
     return Workload(
-        model(), torch.device("cuda"), torch.optim.AdamW, lambda n: torch.zeros(n, tokens, 512),
+        Patches(block), torch.device("cuda"), torch.optim.AdamW, lambda n: torch.zeros(n, tokens, 512),
         lambda model, x: model(x), batch_size, None, 8, 3, limit_bytes=None, cluster=make_cluster("A100", 8),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "tokens"), [(Patches, 197), (Experts, 196)])
-def test_bounds_scale_gradients_of_weights_by_the_tokens_that_they_sum_over(model, tokens):
+@pytest.mark.parametrize(("block", "tokens"), [(Plain, 197), (Experts, 196)])
+def test_bounds_scale_gradients_of_weights_by_the_tokens_that_they_sum_over(block, tokens):
     # Of one sample these products sum over an odd number of tokens, which has no fast kernel; of 64 they do not.
-    subject = patches(512, model, tokens)
+    subject = patches(512, block, tokens)
     bounds = Bounds(subject, subject.cluster)
     space = default_space(subject).replace(sizes={}, hybrid=False, sharding=choices("zero1"), recompute=((),))
     candidates = Candidates(space, 8, 8, 512)

@@ -33,7 +33,7 @@ from meshwright.methods.tensor.block_trials import (
     record_calls,
     signature,
 )
-from meshwright.methods.tensor.narrow_copy import adjustments_in, layers_in, may_be_tried, narrow_copy, plan_in
+from meshwright.methods.tensor.narrow_copy import adjustments_in, layers_in, narrow_copy, plan_in, tried_narrow
 from meshwright.methods.tensor.split_checks import check_layers, heads_of, stay_whole, vocabulary_embedding
 from meshwright.methods.tensor.split_plan import (
     EXPERTS,
@@ -518,11 +518,8 @@ def _proved_layout(model: nn.Module, split: Split, ranks: int, sample: SampleRun
     layers = layers_in(small, split.layers) if small is not None else None
     changes = adjustments_in(small, split.adjustments, ranks) if small is not None else None
     if small is not None and layers is not None and changes is not None:
-        try:
+        with tried_narrow(model):
             return sequence_layout(small, layers, changes, ranks, sample)
-        except ModelError:
-            if not may_be_tried(model):
-                raise
     return sequence_layout(model, list(split.layers), split.adjustments, ranks, sample)
 
 
@@ -530,11 +527,8 @@ def _found_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> Found
     """Find the plan of a model that brings none: in a narrow copy if its blocks are large."""
     small, found = narrow_copy(model, ranks), None
     if small is not None:
-        try:
+        with tried_narrow(model):
             found = plan_in(model, find_plan(small, sample, ranks), small, ranks)
-        except ModelError:
-            if not may_be_tried(model):
-                raise
     return found or find_plan(model, sample, ranks)
 
 

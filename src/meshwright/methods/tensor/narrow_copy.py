@@ -8,6 +8,7 @@ ratio of the layers' features, attributes by their values in either model.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.errors import ModelError
 from meshwright.methods.tensor.block_trials import Adjustment
 from meshwright.methods.tensor.split_plan import PlannedLayer, planned
 from meshwright.methods.tensor.split_search import Entry, FoundPlan
@@ -68,12 +70,13 @@ def narrow_copy(model: nn.Module, ranks: int) -> nn.Module | None:
     return small if _outline(small) == _outline(model) else None
 
 
-def may_be_tried(model: nn.Module) -> bool:
-    """Return whether blocks can be tried themselves where their narrow copy fails.
+def tried_narrow(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Let a failure of the narrow copy pass, unless blocks are too large to be tried themselves.
 
     An error names their own sizes then, and some may fail for being narrow.
     """
-    return _largest_block(model) <= _MOST_TRIED
+    can_be_tried = _largest_block(model) <= _MOST_TRIED
+    return contextlib.suppress(ModelError) if can_be_tried else contextlib.nullcontext()
 
 
 def _largest_block(model: nn.Module) -> int:

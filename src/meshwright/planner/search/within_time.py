@@ -267,8 +267,9 @@ def worth_its_kernels(plan: Plan, subject: Subject, objective: Objective, includ
         included: Names of methods that every plan keeps.
     """
     plainer = _without_kernels(plan, subject, included)
-    is_better = plainer is not None and rank_of_plan(plainer, objective) <= rank_of_plan(plan, objective)
-    return plainer if is_better and plainer is not None else plan
+    if plainer is None or rank_of_plan(plan, objective) < rank_of_plan(plainer, objective):
+        return plan
+    return plainer
 
 
 def _without_kernels(plan: Plan, subject: Subject, included: Collection[str]) -> Plan | None:
