@@ -24,14 +24,18 @@ def has_bf16(monkeypatch, request):
     return request.param
 
 
-def given(*shape, dtype=torch.float32):
+def given(batch, tokens, heads, width, of_keys=None, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    return [
+        torch.randn(batch, tokens, each, width, generator=generator).to(dtype).requires_grad_()
+        for each in (heads, of_keys or heads, of_keys or heads)
+    ]
 
 
 def attend(query, key, value, mask=None):
     parts = (each.transpose(1, 2) for each in (query, key, value))
-    return F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None)
+    grouped = query.shape[2] != key.shape[2]
+    return F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 def trained(run, leaves, mask, autocast):
@@ -47,31 +51,34 @@ def plain(forward, *args):
 
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("mask", MASKS)
-def test_it_is_as_near_to_the_truth_as_torchs(mask, autocast):
-    dtype = torch.float32 if autocast else torch.bfloat16
-    exact = trained(plain, given(2, 24, 3, 16), MASKS[mask], False)
-    torchs = trained(plain, given(2, 24, 3, 16, dtype=dtype), MASKS[mask], autocast)
-    ours = trained(with_wide_attention, given(2, 24, 3, 16, dtype=dtype), MASKS[mask], autocast)
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2)], ids=str)
+def test_it_is_as_near_to_the_truth_as_torchs(heads, mask, autocast):
+    dtype, sizes = torch.float32 if autocast else torch.bfloat16, (2, 24, heads[0], 16, heads[1])
+    exact = trained(plain, given(*sizes), MASKS[mask], False)
+    torchs = trained(plain, given(*sizes, dtype=dtype), MASKS[mask], autocast)
+    ours = trained(with_wide_attention, given(*sizes, dtype=dtype), MASKS[mask], autocast)
     for true, theirs, own in zip(exact, torchs, ours, strict=True):
         assert (own - true).norm() < 1.05 * (theirs - true).norm() < 0.02 * true.norm()
 
 
 def test_only_bf16_is_kept():
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
-        with_wide_attention(attend, *given(2, 24, 3, 16, dtype=torch.bfloat16))
-    assert kept.count(torch.bfloat16) == 4  # and the sums of scores
-    assert kept.count(torch.float32) == 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with_wide_attention(attend, *given(2, 24, 6, 16, 2, dtype=torch.bfloat16))
+    sizes = [each.numel() for each in kept if each.dtype == torch.bfloat16]
+    # Keys and values once for the heads that share them.
+    assert sorted(sizes) == [2 * 24 * 2 * 16] * 2 + [2 * 24 * 6 * 16] * 2
+    assert [each.dtype for each in kept].count(torch.float32) == 1  # sums of scores
 
 
 def test_what_is_not_bf16_or_not_the_kernels_is_torchs(monkeypatch, has_bf16):
     monkeypatch.setattr(_WidenedAttention, "apply", None)
     query, key, value = (each.transpose(1, 2) for each in given(2, 24, 4, 16, dtype=torch.bfloat16))
-    few = key[:, :2]
     with WideAttention():
         attend(*given(2, 24, 3, 16))
         attend(*given(2, 24, 3, 16, dtype=torch.float64))
-        F.scaled_dot_product_attention(query, few, few, enable_gqa=True)
+        with pytest.raises(RuntimeError):  # torch's error, as heads do not divide
+            F.scaled_dot_product_attention(query, key[:, :3], value[:, :3], enable_gqa=True)
         F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
         F.scaled_dot_product_attention(query[0], key[0], value[0])
         F.scaled_dot_product_attention(query, key, value, torch.zeros(24, 24, requires_grad=True))

@@ -160,8 +160,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     given = (query, key, value)
-    plain = dropout_p == 0.0 and not enable_gqa and not (is_causal and attn_mask is not None)
-    if not (plain and _is_half(given) and _fits_kernel(given, attn_mask)):
+    plain = dropout_p == 0.0 and not (is_causal and attn_mask is not None)
+    if not (plain and _is_half(given) and _fits_kernel(given, attn_mask, enable_gqa)):
         return scaled_dot_product_attention(
             *given, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -177,14 +177,17 @@ def _is_half(given: tuple[Tensor, ...]) -> bool:
     return all(each.dtype == torch.bfloat16 for each in given)
 
 
-def _fits_kernel(given: tuple[Tensor, ...], mask: Tensor | None) -> bool:
+def _fits_kernel(given: tuple[Tensor, ...], mask: Tensor | None, grouped: bool) -> bool:
     # Whether torch's fused kernel applies, and neither a compiler nor functorch transforms the operators.
     query, key, value = given
     if torch.compiler.is_compiling() or in_functorch_transform():
         return False
     if any(type(each) is DTensor or each.device.type != "cpu" or each.dim() != 4 for each in given):
         return False
-    if key.shape != value.shape or query.shape[:2] != key.shape[:2] or query.shape[-1] != key.shape[-1]:
+    if key.shape != value.shape or query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
+        return False
+    heads, of_keys = query.shape[1], key.shape[1]
+    if heads != of_keys and not (grouped and of_keys > 0 and heads % of_keys == 0):
         return False
     if has_bf16_products() and key.shape[-2] > _MOST_TOKENS:
         return False
@@ -193,7 +196,7 @@ def _fits_kernel(given: tuple[Tensor, ...], mask: Tensor | None) -> bool:
 
 
 class _WidenedAttention(Function):
-    """Query (B, H, T, D), key and value (B, H, S, D) in bf16; output (B, H, T, D)."""
+    """Query (B, H, T, D), key and value (B, K, S, D) in bf16, of which H / K heads share one; output (B, H, T, D)."""
 
     @staticmethod
     def forward(
@@ -203,7 +206,11 @@ class _WidenedAttention(Function):
         given = (query, key, value) if has_bf16_products() else tuple(map(_wide, (query, key, value)))
         with torch.autocast("cpu", enabled=False):
             found, sums = flash_attention_on_cpu(
-                *map(_along_rows, given), 0.0, is_causal, attn_mask=_added(mask), scale=scale
+                *(_for_heads(_along_rows(each), query) for each in given),
+                0.0,
+                is_causal,
+                attn_mask=_added(mask),
+                scale=scale,
             )
         out = found.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, out, sums)
@@ -214,10 +221,11 @@ class _WidenedAttention(Function):
         query, key, value, mask, out, sums = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
             found = flash_attention_on_cpu_backward(
-                *map(_wide, (gradient, query, key, value, out)), sums, 0.0, ctx.is_causal,
-                attn_mask=_added(mask), scale=ctx.scale,
+                *(_for_heads(_wide(each), query) for each in (gradient, query, key, value, out)), sums, 0.0,
+                ctx.is_causal, attn_mask=_added(mask), scale=ctx.scale,
             )  # fmt: skip
-        return (*(each.to(query.dtype) for each in found), None, None, None)
+        of_shared = (_over_heads(each, key) for each in found[1:])
+        return (found[0].to(query.dtype), *(each.to(query.dtype) for each in of_shared), None, None, None)
 
 
 def _wide(half: Tensor) -> Tensor:
@@ -227,6 +235,16 @@ def _wide(half: Tensor) -> Tensor:
 def _along_rows(tensor: Tensor) -> Tensor:
     # The kernel reads rows with stride 1.
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _for_heads(given: Tensor, query: Tensor) -> Tensor:
+    # Heads that share keys and values: each gets a copy, which the kernel reads, and backward does not keep.
+    return given if given.shape[1] == query.shape[1] else given.repeat_interleave(query.shape[1] // given.shape[1], 1)
+
+
+def _over_heads(gradient: Tensor, given: Tensor) -> Tensor:
+    heads = given.shape[1]
+    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
 
 
 def _added(mask: Tensor | None) -> Tensor | None:

@@ -106,6 +106,12 @@ def test_half_precision_lengthens_its_products_alone():
     assert _of_half(CLUSTER, timed_steps).calibration.constants.half_in_step == pytest.approx(1.5, rel=1e-3)
 
 
+def test_a_constant_that_changes_no_step_stays_as_it_is():
+    # On CPUs without bf16 products, steps in half precision run in fp32.
+    wide = Timed(Reference(lambda: None, dataclasses.replace(step_of(), blocks=(product_in("fp32"),))), 1.0)
+    assert _of_half(CLUSTER, [wide, wide]).calibration.constants == CLUSTER.calibration.constants
+
+
 def product_in(dtype):
     return Block("blocks", 2, (Parameter("w", (8, 8), 4),), ops=(Op("matmul", 512, 512, 512, dtype=dtype),))
 

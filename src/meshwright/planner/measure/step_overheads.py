@@ -281,8 +281,13 @@ def _of_shards(cluster: Cluster, sharded: Sequence[Timed], alone: Sequence[Timed
 
 
 def _solved(cluster: Cluster, name: str, bounds: tuple[float, float], timed: Timed) -> Cluster:
-    """Bisect one constant, within bounds, until the step's prediction is its measured time."""
+    """Bisect one constant, within bounds, until the step's prediction is its measured time.
+
+    Unchanged where the step does not depend on it, as where all products in half precision run in fp32.
+    """
     low, high = bounds
+    if timed.predicted_s(cluster, **{name: low}) == timed.predicted_s(cluster, **{name: high}):
+        return cluster
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         too_short = timed.predicted_s(cluster, **{name: middle}) < timed.seconds
