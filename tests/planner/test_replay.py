@@ -2,6 +2,8 @@
 
 import pytest
 
+from meshwright.planner.plans import short_strategy
+from meshwright.strategy import Strategy
 from tests.planner import replay_corpus
 
 HOW = "if the change is meant: python -m tests.planner.replay_corpus --write, and say why in the commit"
@@ -23,3 +25,12 @@ def test_a_stored_plan_is_found_again(name):
 
 def test_every_stored_plan_is_replayed():
     assert {path.stem for path in replay_corpus.FOLDER.glob("*.json")} == set(replay_corpus.CORPUS)
+
+
+@pytest.mark.parametrize("name", replay_corpus.CORPUS)
+def test_what_tables_show_of_a_stored_plan_can_be_given_back(name):
+    strategy = Strategy(replay_corpus.stored(name)["strategy"])
+    (mesh,) = (method for method in strategy.methods if method.method_name == "parallel_mode")
+    axes = {axis: size for axis, size in mesh.axes if size > 1}
+    others = [method for method in strategy.methods if method is not mesh]
+    assert Strategy(short_strategy(strategy, mesh.axes)) == Strategy([("parallel_mode", axes)] * bool(axes) + others)

@@ -268,9 +268,39 @@ BAD = [
     ('{"format": "meshwright.strategy", "schema_version": 1, "methods": 3}', "no list", "methods"),
     ("zero2 + __import__('os').system('x')", "not a strategy", "joined by"),
     ("zero2(atorch_wrap_cls=open('x'))", "not a strategy", "joined by"),
+    ("amp_native bf17", "'dtype' has a value", "'bf16'"),
+    ("zero 8: fsdp twice", "of a wrong kind", "keys from"),
+    ("zero 0: fsdp", "impossible size", "1 or more"),
+    ("fsdp, checkpoint evry=2", "no config key 'evry'", "every"),
     ("no/such/file.json", "cannot be read", "JSON file"),
     (b"\xff\xfe", "not text", "UTF-8"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("text", "methods"),
+    [
+        ("fsdp + amp_native bf16", ["fsdp", ("amp_native", "bf16")]),
+        ("one rank: checkpoint selective every=2", [("checkpoint", {"policy": "selective", "every": 2})]),
+        ("data 8", [("parallel_mode", {"data": 8})]),
+        (
+            "tensor 2 x zero 4: zero2, module_replace fused_loss, offload optimizer=0.5",
+            [
+                ("parallel_mode", {"tensor": 2, "zero": 4}), "tensor_parallel", "zero2",
+                ("module_replace", {"include": ["fused_loss"]}), ("offload", {"optimizer": 0.5}),
+            ],
+        ),
+        (
+            "zero 4 x pipeline 2: pipeline_parallel interleaved num_stages_per_rank=4, zero1, grad_clip 0.5",
+            [
+                ("parallel_mode", {"zero": 4, "pipeline": 2}), "zero1", ("grad_clip", 0.5),
+                ("pipeline_parallel", {"schedule": "interleaved", "num_stages_per_rank": 4}),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_strategy_is_read_as_tables_show_it(text, methods):
+    assert Strategy(text) == Strategy(methods)
 
 
 @pytest.mark.parametrize(("source", "what", "expected"), BAD, ids=[str(bad[1]) for bad in BAD])

@@ -33,9 +33,10 @@ from meshwright.cost import (
 )
 from meshwright.cost.rank_memory import snapshot_bytes
 from meshwright.cost.step_time import DRAWN_PER_S
-from meshwright.errors import ConfigError, readable_bytes
+from meshwright.errors import ConfigError, MeshwrightError, readable_bytes
 from meshwright.methods import besides_mesh, with_micro_batches
 from meshwright.runtime import COMMUNICATOR_BYTES, host_share_bytes, machine_name
+from meshwright.strategy import Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost import Device, Memory
     from meshwright.methods import Cut
-    from meshwright.strategy import MethodConfig, Strategy
+    from meshwright.strategy import MethodConfig
 
 
 _TIME_PARTS = {
@@ -58,7 +59,7 @@ _TIME_PARTS = {
 
 
 def short_strategy(strategy: Strategy, axes: Sequence[tuple[str, int]]) -> str:
-    """Describe a strategy in one line: ``"tensor 8 x zero 4: fsdp, amp_native bf16"``."""
+    """Describe a strategy in one line, which ``Strategy`` reads: ``"tensor 8 x zero 4: fsdp, amp_native bf16"``."""
     mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1)
     named = [_method(method) for method in besides_mesh(strategy)]
     # A method with default keys that is named after its axis adds nothing.
@@ -73,16 +74,20 @@ def method_names(strategy: Strategy) -> str:
 
 def _method(method: MethodConfig) -> str:
     keys = method.model_dump(exclude_defaults=True, mode="json")
-    return " ".join([method.method_name, *(_value(key, value) for key, value in keys.items())])
+    return " ".join([method.method_name, *(_value(method, key, value) for key, value in keys.items())])
 
 
-def _value(key: str, value: object) -> str:
-    """Write a config's value; numbers need the name of their key."""
-    if isinstance(value, str):
-        return value.rsplit(".", 1)[-1]
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return "/".join(_value(key, each) for each in value)
-    return f"{key}={value}"
+def _value(method: MethodConfig, key: str, value: object) -> str:
+    """Write a config's value, without its key where that is clear."""
+    words: list[Any] = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) for each in words):
+        return f"{key}={value}"
+    text = "/".join(each.rsplit(".", 1)[-1] for each in words)
+    try:
+        is_clear = Strategy(f"{method.method_name} {text}") == Strategy([(method.method_name, {key: value})])
+    except MeshwrightError:
+        is_clear = False
+    return text if is_clear else f"{key}={text}"
 
 
 def time_parts(time: StepTime) -> dict[str, float]:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, get_args
@@ -399,7 +400,10 @@ def _from_json(text: str, where: str) -> list[MethodConfig]:
 
 
 def _from_text(text: str) -> list[MethodConfig]:
-    """Read ``name(key=value, …) + name``: Python literals only, parsed and never evaluated."""
+    """Read ``name(key=value, …) + name``, or the short form of tables.
+
+    Python literals only, parsed and never evaluated.
+    """
     try:
         expression = ast.parse(text, mode="eval").body
         return [_method_of(node) for node in _terms(expression)]
@@ -408,12 +412,54 @@ def _from_text(text: str) -> list[MethodConfig]:
     except ValueError as error:
         if isinstance(error, StrategyError):
             raise
+    if _SHORT.fullmatch(text):
+        return _from_short_text(text)
     raise StrategyError(
         "This text is not a strategy",
-        expected="methods joined by '+', such as \"zero2 + amp_native(dtype='bf16')\", or the path of a JSON file",
+        expected="methods joined by '+', such as \"zero2 + amp_native(dtype='bf16')\"; a strategy as tables show it, "
+        '"zero 8: zero2, amp_native bf16"; or the path of a JSON file',
         got=repr(text if len(text) < 200 else text[:200] + "…"),
         fix="correct it, or pass a list of methods",
     )
+
+
+# "tensor 2 x zero 4: fsdp, amp_native bf16, checkpoint every=2", as tables of plans show a strategy.
+_MESH = re.compile(r"one rank|\w+ \d{1,9}( x \w+ \d{1,9})*")
+_SHORT = re.compile(rf"({_MESH.pattern})|(({_MESH.pattern}): *)?\w+( [\w./=-]+)*( *[,+] *\w+( [\w./=-]+)*)*")
+
+
+def _from_short_text(text: str) -> list[MethodConfig]:
+    """Read a mesh, and methods with their values; a method with default keys may be named by its axis alone."""
+    mesh, colon, rest = text.partition(":")
+    if not colon:
+        mesh, rest = ("", text) if _MESH.fullmatch(text) is None else (text, "")
+    axes = {name: int(size) for name, size in re.findall(r"(\w+) (\d+)", mesh)}
+    named = [_from_words(*each.split()) for each in re.split("[,+]", rest) if each.strip()]
+    names = [method.method_name for method in named]
+    implied = (f"{axis}_parallel" for axis in axes)
+    named += [parse_method(name) for name in implied if name in METHOD_CONFIGS and name not in names]
+    return [parse_method(("parallel_mode", axes)), *named] if axes else named
+
+
+def _from_words(name: str, *words: str) -> MethodConfig:
+    """Read ``checkpoint selective every=2``: values by key, and those that the method's short form takes alone."""
+    keys: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        keys |= {key: _literal(value)} if equals else _config_class(name).from_short(_short_value(word))
+    return parse_method((name, keys))
+
+
+def _short_value(word: str) -> Any:
+    """Read the value of a short form: one word or number, or several words between slashes."""
+    return tuple(word.split("/")) if "/" in word else _literal(word)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _terms(node: ast.expr) -> list[ast.expr]:
@@ -443,7 +489,8 @@ class Strategy:
 
     Args:
         source: A list of names, ``(name, config)`` pairs or configs; another Strategy; JSON text or bytes; the path of
-            a JSON file; or text as a strategy prints itself, ``"zero2 + amp_native(dtype='bf16')"``.
+            a JSON file; or text as a strategy prints itself, ``"zero2 + amp_native(dtype='bf16')"``, or as tables of
+            plans show it, ``"zero 8: zero2, amp_native bf16"``.
 
     Raises:
         StrategyError: When ``source`` cannot be read, names an unknown method or key, or names a method twice.

@@ -200,7 +200,8 @@ class PipelineParallel(Method):
     ``Accelerated.step`` runs the schedule. A hand-written loop, ``loss_func(x, model(x)).backward()``, runs the stages
     one after the other, as GPipe does for one micro-batch. The ranks of a pipeline take the same samples.
 
-    Config: None, or keys. ``dynamic_shape`` and ``use_c10d`` of ATorch are accepted, and change nothing.
+    Config: None, the name of a schedule, or keys. ``dynamic_shape`` and ``use_c10d`` of ATorch are accepted, and change
+    nothing.
     """
 
     method_name: ClassVar[str] = "pipeline_parallel"
@@ -211,6 +212,7 @@ class PipelineParallel(Method):
     )
     seed_name: ClassVar[str | None] = "ATorch: pipeline_parallel"
     axis: ClassVar[str | None] = AXIS
+    short_forms: ClassVar[Mapping[type, str]] = {str: "schedule"}
     foreign_keys: ClassVar[Mapping[str, str]] = _FOREIGN
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
