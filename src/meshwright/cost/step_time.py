@@ -41,7 +41,7 @@ from meshwright.cost.scheduling import (
     play_on_cores,
     schedule,
 )
-from meshwright.cost.step import Block, Op, Step, Traffic, axis_parts
+from meshwright.cost.step import Block, Op, Step, Traffic, axis_parts, element_bytes, gathered_itemsize
 
 _FORWARD_SHARE = 1 / 3  # of ``Step.flops``, where only their sum is known
 _MOMENTS = ("forward", "backward")
@@ -219,7 +219,9 @@ def _computing(
     slower, count = machine.constants.in_step, max(sum(block.count for block in blocks), 1)
     host = machine.constants.collective_host_s if step.collective_host_s is None else step.collective_host_s
     outside = [op for block in step.blocks if block.name == "outside" for op in block.ops if _runs_here(step, op)]
-    apart = tuple(slower * seconds for seconds in _seconds(outside, machine))
+    rest = (block for block in step.blocks if block.name == "outside")
+    copied = map(sum, zip((0.0, 0.0), *(_copied_s(step, block, machine) for block in rest), strict=True))
+    apart = tuple(slower * (a + b) for a, b in zip(_seconds(outside, machine), copied, strict=True))
     has_ops = any(block.ops for block in step.blocks)
     whole = (0.0, 0.0) if has_ops else _from_flops(step, machine)
     if not has_ops and not blocks:
@@ -227,9 +229,10 @@ def _computing(
     times: dict[str, list[float]] = {moment: [] for moment in _MOMENTS}
     for block in blocks:
         kernels = _seconds(block.ops, machine) if has_ops else (whole[0] / count, whole[1] / count)
+        copies = _copied_s(step, block, machine)
         launches = _launched_s(block.ops, machine)
-        for moment, busy, launched in zip(_MOMENTS, kernels, launches, strict=True):
-            seconds = _block_s(slower, busy, launched, inline[moment] / count, calls[moment] * host / count)
+        for moment, busy, copied_s, launched in zip(_MOMENTS, kernels, copies, launches, strict=True):
+            seconds = _block_s(slower, busy + copied_s, launched, inline[moment] / count, calls[moment] * host / count)
             times[moment] += [seconds] * block.count
     return times["forward"], times["backward"], apart  # type: ignore[return-value]
 
@@ -277,6 +280,27 @@ def _seconds(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:
         forward += slower * forward_s(op, machine)
         backward += slower * backward_s(op, machine)
     return forward, backward
+
+
+def _copied_s(step: Step, block: Block, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of forward and of backward in which the shards of a single rank are copied.
+
+    FSDP2 casts and copies them where it would gather them, and casts gradients where it would reduce them. Of several
+    ranks that is in the seconds of their collectives.
+    """
+    if step.gathered == "nothing" or step.shard_axis is None or step.size(step.shard_axis) > 1:
+        return 0.0, 0.0
+    gathered = reduced = 0
+    for parameter in (each for each in block.parameters if each.sharded):
+        held = element_bytes(parameter, step.held_itemsize(parameter))
+        whole, wide = gathered_itemsize(step, parameter), element_bytes(parameter, step.reduce_itemsize)
+        gathered += parameter.numel * (2 * whole + (held + whole if held != whole else 0))
+        reduced += parameter.numel * (whole + wide) if parameter.trainable else 0
+    again = step.gathered == "unit"
+    reduced_s = reduced / machine.bytes_per_s / (step.num_micro_batches if step.whole_gradients else 1)
+    gathered_s = gathered / machine.bytes_per_s
+    behind_s = gathered_s if again and block.name != "outside" else 0.0
+    return gathered_s / (1 if again else step.num_micro_batches), behind_s + reduced_s
 
 
 def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:

@@ -181,6 +181,7 @@ _NAMES: dict[str, dict[str, float]] = {
 
 _SEARCHED_PARTS = (0.25, 0.5, 0.75)
 _MOST_IN_PART = 1024  # devices
+_LITTLE = 0.05  # of the parameters; what they need beside them is then less than the rest is
 
 
 class Offload(Method):
@@ -264,13 +265,16 @@ class Offload(Method):
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
         """Try states, also in part, the least first: their update waits for copies. Then activations, then all.
 
-        On very many devices, where sharded states are small beside all else, states leave whole or not at all.
-        Gradients leave with all of them if the host updates.
+        On very many devices, where sharded states are small beside all else, states leave whole or not at all; where
+        little is trained (adapters around a frozen base), only with parameters. Gradients leave with all of them if the
+        host updates.
         """
         parts = [cls.parse({"optimizer": each}) for each in _SEARCHED_PARTS if scope.world <= _MOST_IN_PART]
         # Of gradients what can leave before the update: on some meshes backward does not complete them.
         every = cls.parse({"optimizer": 1.0, "parameters": 1.0, "activations": 1.0})
         on_host = cls.parse({"optimizer": 1.0, "update_on": "host"})
+        if scope.trained < _LITTLE:
+            return cls.parse("activation"), cls.parse({"optimizer": 1.0, "parameters": 1.0}), every
         return *parts, cls.parse("optimizer"), on_host, cls.parse("activation"), every
 
     @property
@@ -282,9 +286,9 @@ class Offload(Method):
     def surcharge(self) -> float:
         """Ask much: copies share links and host memory with all else on a node, and no published table has such runs.
 
-        Copies of activations must hide in every layer, where those of states have a whole step.
+        Copies of activations, and of parameters, must hide in every layer, where those of states have a whole step.
         """
-        return 0.05 + (0.07 if self.activations else 0.0)
+        return 0.05 + (0.07 if self.activations or self.parameters else 0.0)
 
     @property
     def of_state(self) -> bool:

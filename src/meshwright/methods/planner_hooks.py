@@ -43,6 +43,7 @@ class SearchScope:
         model: The model, if it is a module; None: one of a family of language models.
         follows_graph: Whether replicas are averaged by a DDP that follows the graph of what the model returns.
         experts: Experts of a layer, 1 for a dense decoder; None for what is no known decoder.
+        trained: Share of the parameters that train.
     """
 
     world: int = 1
@@ -51,6 +52,7 @@ class SearchScope:
     model: nn.Module | None = None
     follows_graph: bool = False
     experts: int | None = None
+    trained: float = 1.0
 
 
 def within_node(divisors: Sequence[int], node: int) -> tuple[int, ...]:

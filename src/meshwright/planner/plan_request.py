@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError, StrategyError, readable_bytes
-from meshwright.methods import SAMPLED, Role, find_method, method_of_axes, num_micro_batches
+from meshwright.methods import SAMPLED, Method, Role, find_method, method_of_axes, num_micro_batches
 from meshwright.planner.config_models import (
     config_path,
     model_of_shape,
@@ -152,36 +152,49 @@ class PlanRequest:
         return found
 
     def _searched(self, progress: Callable[[int, int], None] | None) -> Found:
-        """Search, for a small model in its own precision, too.
+        """Search, and search again without what the best plan has where users would ask about that.
 
-        Autocast casts every weight: of a small model, that takes longer to launch than it saves.
+        Autocast casts every weight: of a small model, that takes longer to launch than it saves. Offloading asks much,
+        so the best plan without it is shown, however slow.
         """
         found = self._search(progress)
-        best = found.plans[0] if found.plans else None
-        lowers = None if best is None else find_method(best.strategy, lambda each: each.role is Role.PRECISION)
-        given = read_constraints(self.excluded, self.included)
-        if best is None or lowers is None or found.out_of_time:
+        if found.plans and _is_small(found.plans[0]):
+            found = self._without(Role.PRECISION, found, _REACH)
+        offloads = all(find_method(plan.strategy, _offloads) for plan in found.plans)
+        if not offloads or self.top == 1 or self.objective == "memory":
             return found
-        if lowers.method_name in given or not _is_small(best):
+        return self._without(Role.OFFLOADING, found, math.inf)
+
+    def _without(self, role: Role, found: Found, reach: float) -> Found:
+        """Return what was found, and the best of each family without the best plan's method of a role.
+
+        Args:
+            role: The role.
+            found: Left as it is where that method was asked for, and where the time is up.
+            reach: Times worse than the best: so far the best plan of another family is shown; of any, the first alone.
+        """
+        leading = find_method(found.plans[0].strategy, lambda each: each.role is role) if found.plans else None
+        given = read_constraints(self.excluded, self.included)
+        if leading is None or found.out_of_time or leading.method_name in given:
             return found
         left_s = None if self.limit_s is None else max(self.limit_s - found.seconds, 1.0)
-        plainer = dataclasses.replace(self, excluded=(*self.excluded, lowers.method_name), limit_s=left_s)
+        plainer = dataclasses.replace(self, excluded=(*self.excluded, leading.method_name), limit_s=left_s)
         try:
-            wider = plainer._search(None)
+            other = plainer._search(None)
         except MeshwrightError:
             return found
+        both = sorted((*found.plans, *(other.plans if reach < math.inf else other.plans[:1])), key=self._rank)
         firsts: dict[Family, Plan] = {}
-        both = sorted((*found.plans, *wider.plans), key=self._rank)
         for plan in both:  # each search counts what is near its own best
-            if self._rank(plan)[0] <= _REACH * self._rank(both[0])[0]:
+            if self._rank(plan)[0] <= reach * self._rank(both[0])[0]:
                 firsts.setdefault(family_of_plan(plan), plan)
         return dataclasses.replace(
             found,
             plans=tuple([*firsts.values()][: self.top]),
-            num_considered=found.num_considered + wider.num_considered,
-            num_predicted=found.num_predicted + wider.num_predicted,
-            seconds=found.seconds + wider.seconds,
-            is_complete=found.is_complete and wider.is_complete,
+            num_considered=found.num_considered + other.num_considered,
+            num_predicted=found.num_predicted + other.num_predicted,
+            seconds=found.seconds + other.seconds,
+            is_complete=found.is_complete and other.is_complete,
         )
 
     def _search(self, progress: Callable[[int, int], None] | None) -> Found:
@@ -418,6 +431,10 @@ def _is_small(plan: Plan) -> bool:
     if known is None or plan.model_flops is None:
         return False
     return plan.model_flops < known.cluster.device.peak_flops_per_s("fp32") * known.time.step_time_s
+
+
+def _offloads(method: Method) -> bool:
+    return method.role is Role.OFFLOADING
 
 
 def _check_traced(plan: Plan) -> None:

@@ -28,6 +28,7 @@ from meshwright.planner.search.search_space import (
     default_space,
     offloads,
     on_axis,
+    trained_share,
 )
 from meshwright.planner.search.search_state import (
     FollowUp,
@@ -209,7 +210,7 @@ def search(
     constrain = functools.partial(constrained, excluded=excluded, included=required, world=subject.world, node=node)
     given = constrain(space or default_space(subject))
     decided = given.offload != ((),) or names_role(Role.OFFLOADING, (*excluded, *required))
-    offload = () if decided else offloads(subject.world)
+    offload = () if decided else offloads(subject.world, trained_share(subject))
     limit = TimeLimit(limit_s, enough_s)
     passes = _Passes(subject, cluster, node, objective, top, max_predictions, progress, limit, (reach, of_family))
     with limit.watched():
@@ -316,7 +317,7 @@ class _Passes:
             return state
         for space, without in tried:
             if offload and (without.ran_out or self.objective == "memory"):
-                state = self._through(space.replace(offload=offload), state.for_offloading(without))
+                state = self._through(space.replace(offload=((), *offload)), state.for_offloading(without))
         return state
 
     def _through(self, space: Space, before: SearchState | None = None) -> SearchState:

@@ -132,9 +132,24 @@ def _of_axis(axis: str) -> type[Method]:
     return method
 
 
-def offloads(world: int = 1) -> tuple[Choice, ...]:
-    """Return the choices of offloading on a number of devices, those that move the least first."""
-    return searched(Role.OFFLOADING, SearchScope(world))
+def offloads(world: int = 1, trained: float = 1.0) -> tuple[Choice, ...]:
+    """Return the choices of offloading on a number of devices, those that move the least first.
+
+    Args:
+        world: Number of devices.
+        trained: Share of the parameters that train.
+    """
+    return searched(Role.OFFLOADING, SearchScope(world, trained=trained))
+
+
+def trained_share(subject: Subject) -> float:
+    """Return the share of a subject's parameters that train; 0 for formulas of adapters around a frozen base."""
+    shape, model = getattr(subject, "shape", None), getattr(subject, "model", None)
+    if shape is not None:
+        return 0.0 if shape.adapters is not None else 1.0
+    every = [] if model is None else [(each.numel(), each.requires_grad) for each in model.parameters()]
+    whole = sum(numel for numel, _ in every)
+    return sum(numel for numel, trained in every if trained) / whole if whole else 1.0
 
 
 @functools.cache
@@ -343,11 +358,17 @@ class Candidates:
                 rest = (*outer, *loss, *kernels, *space.extra)
                 if is_worth and not is_worth(Branch(mesh, axes, sharding, precision, recompute, rest, schedule)):
                     continue
-                for offload in space.offload:
+                for offload in self._offloads(mesh, sharding):
                     rest = (*outer, *loss, *offload, *kernels, *space.extra)
                     branch = Branch(mesh, axes, sharding, precision, recompute, rest, schedule)
                     if self._allowed(branch, sizes, divided):
                         yield branch
+
+    def _offloads(self, mesh: Mesh, sharding: Choice) -> Iterable[Choice]:
+        """Return what may leave devices, and nothing beside it where an earlier pass without it did not come here."""
+        every = self.space.offload
+        came = mesh.ranks > 1 or not sharding or _hold_equal(mesh)
+        return [offload for offload in every if offload] if came and len(every) > 1 else every
 
     def _kernels(self, schedule: PipelineParallel | None) -> Choice:
         in_parts = schedule is not None and schedule.splits_backward
@@ -411,7 +432,8 @@ def shards_alone(mesh: Mesh, space: Space) -> bool:
     """Return whether a space shards on a mesh with one data-parallel rank.
 
     Ranks that divide a sample or hold other experts hold equal weights, so they can be sharded over, too. Parameters
-    that leave a device come back as FSDP2 gathers them, even on one rank.
+    that leave a device come back as FSDP2 gathers them, even on one rank. Where memory is short, sharding on one rank
+    helps by itself: weights are cast block by block, and autocast keeps all that it has cast until backward is done.
     """
     offloads = itertools.chain.from_iterable(space.offload)
     leaves = any(isinstance(method, Method) and method.moves_parameters for method in offloads)
@@ -446,6 +468,9 @@ MOST = 0.15
 FULL_DEVICE = 0.02
 """Surcharge of a plan that takes all memory it may; of one that takes half of it, half of that."""
 
+LONE_SHARDS = 0.05
+"""Surcharge of sharding on a single rank: it saves autocast's copies of weights, and nobody expects it."""
+
 _SAMPLED = ("data", "zero")
 _TOKENS = {"sequence": "tokens", "context": "tokens"}
 
@@ -464,7 +489,9 @@ def surcharge(plan: Plan) -> float:
     usable = 0 if plan.forecast is None else usable_bytes(plan.forecast.cluster.device)
     usable = max(usable, plan.limit_bytes or 0)
     full = min(plan.needed_bytes / usable, 1.0) if usable else 0.0
-    return min(methods_surcharge(plan.strategy.methods) + FULL_DEVICE * full, MOST)
+    axis = plan.step.shard_axis
+    lone = axis is not None and plan.step.size(axis) == 1 and plan.step.offloaded is None
+    return min(methods_surcharge(plan.strategy.methods) + FULL_DEVICE * full + LONE_SHARDS * lone, MOST)
 
 
 def family_of(axes: Sequence[tuple[str, int]], methods: Iterable[MethodConfig]) -> Family:

@@ -134,17 +134,18 @@ class Fusion:
                     self.repeated[storage] = first
 
     def fates(self, saved: Iterable[int]) -> dict[int, Fate]:
-        """Return what becomes of the storages that blocks save; those that stay as they are are left out."""
-        known = set(saved)
+        """Return what becomes of the storages that blocks save, in this order; those that stay as they are are left out."""
+        known = dict.fromkeys(saved)  # in order: which of equal casts stays must be the same in every block
         gone = {storage for storage in known if storage in self.sources and storage not in self.in_memory}
         # Of equal casts one is saved, and not the first where that is a frozen layer's.
-        others_first = sorted(known - gone, key=self.repeated.__contains__, reverse=True)
+        staying = [storage for storage in known if storage not in gone]
+        others_first = sorted(staying, key=self.repeated.__contains__, reverse=True)
         one_of = {self.repeated.get(storage, storage): storage for storage in others_first}
-        twins = known - gone - {*one_of.values()}
+        twins = {*staying} - {*one_of.values()}
         by_place: dict[int, list[int]] = {}
         for storage in gone:
             by_place.setdefault(self.places[storage], []).append(storage)
-        cut = {each for place, wanted in by_place.items() for each in self._cut(place, wanted, known - gone)}
+        cut = {each for place, wanted in by_place.items() for each in self._cut(place, wanted, {*staying})}
         found: dict[int, Fate] = dict.fromkeys((gone | twins) - cut, "gone")
         return found | dict.fromkeys(cut - gone, "kept")
 

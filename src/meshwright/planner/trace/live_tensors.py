@@ -101,7 +101,8 @@ class SavedTensors:
 
     def note_needed(self) -> None:
         """Note of every call how many modules around it save something after it, and what compiled blocks save."""
-        self.fates = self.fusion.fates(self.sizes.keys() - self.weights - self.given.keys())
+        others = self.weights | self.given.keys()
+        self.fates = self.fusion.fates(each for each in self.sizes if each not in others)
         self.moved = self.fusion.moved(self.sizes.keys(), self.fates)
         last: dict[nn.Module, int] = {}  # the number of the last tensor saved while it ran
         for position, stack in enumerate(self.log):
