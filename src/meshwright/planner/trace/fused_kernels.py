@@ -134,7 +134,7 @@ class Fusion:
                     self.repeated[storage] = first
 
     def fates(self, saved: Iterable[int]) -> dict[int, Fate]:
-        """Return what becomes of the storages that blocks save, in this order; those that stay as they are are left out."""
+        """Return what becomes of the storages that blocks save, in their order; those that stay so are left out."""
         known = dict.fromkeys(saved)  # in order: which of equal casts stays must be the same in every block
         gone = {storage for storage in known if storage in self.sources and storage not in self.in_memory}
         # Of equal casts one is saved, and not the first where that is a frozen layer's.

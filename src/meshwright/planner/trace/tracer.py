@@ -24,6 +24,7 @@ from meshwright.loss.lazy_logits import LazyLogits
 from meshwright.methods.base import torch_dtype
 from meshwright.nn import widened
 from meshwright.planner.trace.aten_kernels import device_of_pass
+from meshwright.planner.trace.continued_blocks import NotRepeatedError
 from meshwright.planner.trace.fake_pass import Pass, Predicted, Trace, places_of
 from meshwright.planner.trace.repeated_blocks import FEWEST, Repeated, find_repeated
 from meshwright.runtime.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
@@ -307,13 +308,17 @@ class Tracer:
             return _untraced(reason)._replace(boundaries=self._sent_beside_experts(now))
 
     def _look_whether_it_ever_runs(self, now: Conditions, reason: str) -> None:
-        """Once, after a failure, run the model as it is: where that fails, most other conditions need not be tried."""
+        """Once, after a failure, run the model as it is: where that fails, most other conditions need not be tried.
+
+        What has been traced under any conditions runs.
+        """
         plain = Conditions(None, None, None, now.samples, None, blocks=self._blocks)
         if now == plain:
             self.never_runs = reason
         elif self.never_runs is None:
             self.never_runs = ""
-            self.of(plain)
+            if all(traced.activations is None for traced in self._known.values()):
+                self.of(plain)
 
     def _run(self, now: Conditions) -> Traced:
         inputs = self._inputs_of(now.samples)
@@ -358,8 +363,10 @@ class Tracer:
             return one.predict()
         try:
             found = one.predict_repeated(repeated, check=kind not in self._repeats)
-        except Exception:  # blocks differ, or the model counts on their number; what else is wrong shows again
-            self._repeats[kind] = False
+        except Exception as error:  # blocks differ, or the model counts on their number
+            if now.split is not None and self._repeats.get((True, None)) and not isinstance(error, NotRepeatedError):
+                raise  # undivided, they repeat: it is how they are divided
+            self._repeats[kind] = False  # what else is wrong shows again
         else:
             self._repeats[kind] = True
             return found
