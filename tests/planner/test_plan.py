@@ -177,6 +177,28 @@ def test_plans_in_full_precision_are_shown_where_they_are_near_the_best(factor, 
     assert len(request.found().plans) == shown
 
 
+@pytest.mark.parametrize("top", [1, 4])
+def test_the_best_plan_that_does_not_offload_is_shown_however_slow(top, monkeypatch):
+    request = PlanRequest(named_model(SMALL), find_cluster("h100x2"), 8, top=top)
+    offloads = ["fsdp", "amp_native", ("offload", {"optimizer": 1.0})]
+    best, other, worse = request.planned([Strategy(offloads), Strategy(["zero1"]), Strategy(["fsdp"])]).plans
+    slow = [
+        dataclasses.replace(each, forecast=dataclasses.replace(each.forecast, time=time))
+        for each, factor in ((other, 3), (worse, 4))
+        for time in [dataclasses.replace(each.forecast.time, step_time_s=best.forecast.time.step_time_s * factor)]
+    ]
+    asked = []
+
+    def search(self, _):
+        asked.append(self.excluded)
+        return Found(tuple(slow) if self.excluded else (best,))
+
+    monkeypatch.setattr(PlanRequest, "_search", search)
+    monkeypatch.setattr("meshwright.planner.plan_request._is_small", lambda plan: False)
+    assert request.found().plans == ((best, slow[0]) if top > 1 else (best,))
+    assert asked == [(), ("offload",)][: min(top, 2)]
+
+
 class ByName(nn.Module):
     """Takes arguments by name, as transformers' models do."""
 

@@ -3,8 +3,10 @@
 import contextlib
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from meshwright.cost import find_cluster
 from meshwright.errors import ConfigError, MeshwrightError
@@ -15,12 +17,15 @@ from meshwright.planner.plans import usable_bytes
 from meshwright.planner.search import default_space, read_constraints, search
 from meshwright.planner.search.constraints import constrained
 from meshwright.planner.search.search_space import (
+    LONE_SHARDS,
     MODEL_ERROR,
     MOST,
     Candidates,
     family_of,
     methods_surcharge,
+    offloads,
     surcharge,
+    trained_share,
 )
 from meshwright.planner.search.search_state import rank_of_plan
 from meshwright.planner.search.within_time import TimeLimit
@@ -66,6 +71,29 @@ def test_the_best_of_each_family_is_what_looking_at_everything_finds():
     assert [rank_of_plan(plan, "tokens_per_s")[0] for plan in found.plans] == within[:10]
     families = [family_of(plan.step.axes, plan.strategy.methods) for plan in found.plans]
     assert len(set(families)) == len(families) > 1
+
+
+def test_a_single_rank_is_sharded_where_memory_is_short_and_that_is_worth_it():
+    # Autocast keeps all weights that it has cast; FSDP2 has those of two blocks.
+    found = request("llama-3-3b:seq=2048", "a100-80x1", 16, top=4).found()
+    shards = [plan.step.shard_axis is not None for plan in found.plans]
+    assert shards == [False, True]  # a little faster, and not expected
+    assert all(plan.step.offloaded is None for plan in found.plans)
+    simple, sharded = found.plans
+    assert surcharge(sharded) - surcharge(simple) == pytest.approx(LONE_SHARDS, abs=0.01)
+    roomy = request("llama-3-1b:seq=2048", "h200x1", 4, top=4).found()
+    assert [plan.step.shard_axis for plan in roomy.plans] == [None]
+
+
+def test_states_of_adapters_stay_where_they_are():
+    (every,) = {len(offloads(8)), len(offloads(8, trained=0.5))}
+    few = [choice[0] for choice in offloads(8, trained=0.01)]
+    assert 0 < len(few) < every
+    assert all(method.parameters or method.activations for method in few)
+    module = nn.Sequential(nn.Linear(30, 30, bias=False), nn.Linear(30, 10, bias=False))
+    assert trained_share(SimpleNamespace(model=module)) == 1.0
+    module[0].requires_grad_(False)
+    assert trained_share(SimpleNamespace(model=module)) == 0.25
 
 
 def test_a_search_leaves_headroom_and_what_is_given_is_taken_as_it_is():

@@ -282,9 +282,14 @@ def test_equal_casts_are_one_and_casts_to_8_bits_are_kept():
         known.noted("aten.mm", [cast], [cast + 10], multiplies=True)
     assert known.fates([2, 3]) == {3: "gone"}
     assert known.fates([3]) == {}  # the first is not saved
+    known.noted("aten._to_copy", [1], [4], dtype=torch.bfloat16)
+    known.noted("aten.mm", [4], [14], multiplies=True)
+    # Of those, too, one stays: by the order of saving, which is the same in every block.
+    assert known.fates([3, 4]) == {3: "gone"}
+    assert known.fates([4, 3]) == {4: "gone"}
     for cast in (20, 21):  # casts of casts
         known.noted("aten._to_copy", [cast - 18], [cast])
         known.noted("aten.mm", [cast], [cast + 10], multiplies=True)
     assert len(known.fates([20, 21])) == 1
-    known.noted("aten._to_copy", [1], [4], dtype=torch.float8_e4m3fn)
-    assert known.fates([4]) == {}
+    known.noted("aten._to_copy", [1], [5], dtype=torch.float8_e4m3fn)
+    assert known.fates([5]) == {}

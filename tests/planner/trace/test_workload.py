@@ -127,6 +127,33 @@ def test_sizes_and_blocks_that_are_continued_are_what_a_pass_finds(monkeypatch):
     assert (found.activations, found.flops, found.ops) == (whole.activations, whole.flops, whole.ops)
 
 
+class Breaks:
+    """Divides layers, and fails as it runs."""
+
+    divides_batch, dims, local_shape = False, {}, staticmethod(lambda parameter: tuple(parameter.shape))
+
+    def running(self, log):
+        raise RuntimeError("a part does not fit")
+
+    def boundaries(self, model, log):
+        return ()
+
+
+def test_what_fails_divided_is_not_run_again_whole(monkeypatch):
+    def forward(model, ids):
+        return tiny.loss_func(ids, model(ids))
+
+    tracer = Tracer(tiny.plain(num_layers=9), lambda samples: torch.zeros(samples, 16, dtype=torch.long), forward)
+    tracer.of(Conditions("bf16", None, None, 2, None))
+    passes = []
+    monkeypatch.setattr(Pass, "_record", lambda self, real=Pass._record: passes.append(1) or real(self))
+    with pytest.raises(mw.ModelError, match="a part does not fit"):
+        tracer.of(Conditions("bf16", None, None, 2, Breaks()))
+    assert len(passes) == 1  # a few blocks, once
+    tracer.of(Conditions("bf16", None, None, 4, None))
+    assert len(passes) == 2  # those of the model itself repeat as before
+
+
 class Reads(nn.Module):
     def __init__(self, how):
         super().__init__()

@@ -303,7 +303,7 @@ class Tracer:
                     raise  # training would fail in the same way
                 return _untraced(reason)._replace(boundaries=self._sent_beside_experts(now))
             whole = dataclasses.replace(now, split=None)
-            if now.split is not None and self._trace(whole).activations is not None:
+            if now.split is not None and self.of(whole).activations is not None:
                 raise _does_not_fit(reason) from error
             return _untraced(reason)._replace(boundaries=self._sent_beside_experts(now))
 
