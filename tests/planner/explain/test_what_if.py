@@ -80,8 +80,28 @@ def test_memory_lets_what_was_too_large_in():
     slow = found().plans[-1]
     known = {each.change: each for each in what_if(subject_of, Found((slow,), (large,)))}
     roomier = known["twice the memory on every device"]
-    assert roomier.plan.strategy == large.strategy
+    assert roomier.plan.step.axes == large.step.axes  # with less recomputed, if that fits, too
     assert "best then: data 16" in roomier.outcome
+
+
+def test_more_memory_recomputes_less_offloads_nothing_and_takes_larger_micro_batches():
+    subject = FamilyWorkload(parse_family("llama-3-8b:seq=2048"), make_cluster("A100-40", 8), 64, limit_bytes=34 * 2**30)
+
+    def of(where, samples):
+        limit = round(subject.limit_bytes * where.device.memory_bytes / subject.cluster.device.memory_bytes)
+        return dataclasses.replace(subject, cluster=where, batch_size=samples, limit_bytes=limit)
+
+    tight = Strategy(["fsdp", ("amp_native", "bf16"), "checkpoint", ("offload", {"optimizer": 0.5})])
+    plan = subject.plan(tight, 4)
+    assert plan.fits
+    known = {each.change: each for each in what_if(of, Found((plan,)))}
+    roomier = known["twice the memory on every device"]
+    assert roomier.speed_up > 1.15
+    assert roomier.plan.step.offloaded is None
+    assert roomier.plan.fits
+    assert known["links inside a node twice as fast"].plan.strategy == plan.strategy
+    kept = {each.change: each for each in what_if(of, Found((plan,)), "memory")}
+    assert kept["twice the memory on every device"].plan.strategy == plan.strategy
 
 
 def test_the_best_then_is_the_best_by_the_same_objective():

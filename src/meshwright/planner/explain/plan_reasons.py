@@ -40,6 +40,7 @@ from meshwright.planner.plans import (
     usable_bytes,
 )
 from meshwright.planner.search import Found, Objective
+from meshwright.planner.search.search_space import searched
 from meshwright.planner.search.search_state import rank_of_plan
 from meshwright.planner.search.within_time import OutOfTimeError, TimeLimit
 from meshwright.runtime.lazy import paused_collection
@@ -333,8 +334,10 @@ def what_if(
 ) -> tuple[WhatIf, ...]:
     """Predict the strategies that were found, and those that did not fit, under changed circumstances.
 
-    Nothing is searched again: only strategies that the search has found are considered. Methods that a search uses only
-    by name are added to the best plan. What changes the most comes first.
+    Nothing is searched again: strategies that the search has found are considered, and where there is more memory, or
+    more of something that takes it, what the best of them may become: with less recomputed, with nothing offloaded, and
+    with larger micro-batches. Methods that a search uses only by name are added to the best plan. What changes the most
+    comes first.
 
     Args:
         subject_of: Returns the subject for a cluster and a number of samples per step.
@@ -370,13 +373,15 @@ def _changes(subject_of: SubjectOf, found: Found, objective: Objective) -> Itera
     assert best.forecast is not None
     cluster, samples = best.forecast.cluster, best.forecast.samples
 
-    def outcome(change: str, where: Cluster, number: int) -> _Change:
-        return change, _best(_replanned(subject_of(where, number), found, number), objective)
+    def outcome(change: str, where: Cluster, number: int, *, may_relax: bool = True) -> _Change:
+        subject = subject_of(where, number)
+        plan = _best(_replanned(subject, found, number), objective)
+        return change, _relaxed(subject, plan, objective) if may_relax else plan
 
     yield from _more_devices(subject_of, found, cluster, samples, objective)
     yield outcome(f"twice the batch, {2 * samples} samples", cluster, 2 * samples)
     for words, faster in _faster_links(cluster):
-        yield outcome(words, faster, samples)
+        yield outcome(words, faster, samples, may_relax=False)
     roomier = dataclasses.replace(
         cluster, device=dataclasses.replace(cluster.device, memory_bytes=2 * cluster.device.memory_bytes)
     )
@@ -442,7 +447,7 @@ def _more_devices(
         wider = (each for plan in _every(found) for each in _spread(plan, now, more, samples))
         plan = _best((_planned(subject, strategy, parts) for strategy, parts in wider), objective)
         if plan is not None:
-            yield f"{more} devices instead of {now}", plan
+            yield f"{more} devices instead of {now}", _relaxed(subject, plan, objective)
             return
 
 
@@ -458,6 +463,36 @@ def _spread(plan: Plan, now: int, more: int, samples: int) -> Iterator[tuple[Str
         for number_of_parts in sorted(parts):
             if samples % (replicas * number_of_parts) == 0:
                 yield plan.strategy.with_method(mesh_method(tuple(axes))), number_of_parts
+
+
+def _relaxed(subject: Subject, plan: Plan | None, objective: Objective) -> Plan | None:
+    """Return the best of what a plan may become where memory is less short than where it was found."""
+    if plan is None or objective == "memory":
+        return plan
+    axes = dict(plan.step.axes)
+    replicas = math.prod(size for name, size in axes.items() if name in SAMPLED)
+    each = (plan.forecast.samples if plan.forecast is not None else 0) // replicas
+    numbers = {parts for parts in _fewer(plan.step.num_micro_batches) if each % parts == 0}
+    lighter = (_planned(subject, strategy, parts) for strategy in _lighter(plan.strategy) for parts in sorted(numbers))
+    return _best((plan, *lighter), objective)
+
+
+def _lighter(strategy: Strategy) -> Iterator[Strategy]:
+    """Yield the strategy, and the same with less recomputed; then both with nothing offloaded."""
+    offload = find_method(strategy, lambda each: each.role is Role.OFFLOADING)
+    for kept in (strategy, *([strategy.without(offload.method_name)] if offload is not None else [])):
+        recompute = find_method(kept, lambda each: each.role is Role.RECOMPUTATION)
+        yield kept
+        if recompute is not None:
+            without = kept.without(recompute.method_name)
+            yield without
+            for (option,) in searched(Role.RECOMPUTATION):
+                if option != recompute:
+                    yield without.with_method(option)
+
+
+def _fewer(parts: int) -> tuple[int, ...]:
+    return parts, max(parts // 2, 1), max(parts // 4, 1)
 
 
 def _replanned(subject: Subject, found: Found, samples: int) -> Iterator[Plan | None]:
