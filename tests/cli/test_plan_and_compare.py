@@ -195,6 +195,7 @@ def test_a_function_of_the_users_builds_the_model(tmp_path, monkeypatch):
         (("--strategy", "absent.json"), "absent.json"),
         (("--include", "fsdpp"), "did you mean 'fsdp'"),
         (("--include", "checkpoint(evry=2)"), "evry"),
+        (("--include", "checkpoint evry=2"), "evry"),
     ],
 )
 def test_a_refusal_is_one_paragraph(arguments, words):

@@ -226,8 +226,8 @@ def _number_of_tokens(text: str | None) -> float | None:
 
 
 def _constraints_line(text: str) -> tuple[Any, ...]:
-    """Return a method's name, or with keys as in the text of a strategy."""
-    return Strategy(text).methods if "(" in text else (text,)
+    """Return a method's name, or with keys as in the text of a strategy, or as tables show it."""
+    return Strategy(text).methods if "(" in text or " " in text.strip() else (text,)
 
 
 def plan(options: PlanOptions) -> int:
