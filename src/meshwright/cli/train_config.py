@@ -235,8 +235,8 @@ class StrategyTable(Table):
     methods: str | list[Any] = Field(
         default="auto",
         description="'auto', text such as \"zero2 + amp_native(dtype='bf16')\" (or as meshwright plan shows it: "
-        "\"zero 8: zero2, amp_native bf16\"), a list of names and [name, config] pairs (see: meshwright methods), or the "
-        "path of a .json file, as strategy.json of an earlier run",
+        '"zero 8: zero2, amp_native bf16"), a list of names and [name, config] pairs (see: meshwright methods), or '
+        "the path of a .json file, as strategy.json of an earlier run",
     )
     file: str | None = Field(default=None, description="the same path under a name of its own, instead of methods")
     excluded: list[str] = Field(default=[], description="methods that 'auto' must not use")

@@ -85,7 +85,8 @@ def test_memory_lets_what_was_too_large_in():
 
 
 def test_more_memory_recomputes_less_offloads_nothing_and_takes_larger_micro_batches():
-    subject = FamilyWorkload(parse_family("llama-3-8b:seq=2048"), make_cluster("A100-40", 8), 64, limit_bytes=34 * 2**30)
+    shape, cluster = parse_family("llama-3-8b:seq=2048"), make_cluster("A100-40", 8)
+    subject = FamilyWorkload(shape, cluster, 64, limit_bytes=34 * 2**30)
 
     def of(where, samples):
         limit = round(subject.limit_bytes * where.device.memory_bytes / subject.cluster.device.memory_bytes)
