@@ -271,6 +271,7 @@ BAD = [
     ("amp_native bf17", "'dtype' has a value", "'bf16'"),
     ("zero 8: fsdp twice", "of a wrong kind", "keys from"),
     ("zero 0: fsdp", "impossible size", "1 or more"),
+    ("zero 2 x zero 4: fsdp", "listed twice", "once"),
     ("fsdp, checkpoint evry=2", "no config key 'evry'", "every"),
     ("no/such/file.json", "cannot be read", "JSON file"),
     (b"\xff\xfe", "not text", "UTF-8"),

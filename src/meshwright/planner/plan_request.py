@@ -183,14 +183,17 @@ class PlanRequest:
             other = plainer._search(None)
         except MeshwrightError:
             return found
-        both = sorted((*found.plans, *(other.plans if reach < math.inf else other.plans[:1])), key=self._rank)
-        firsts: dict[Family, Plan] = {}
-        for plan in both:  # each search counts what is near its own best
-            if self._rank(plan)[0] <= reach * self._rank(both[0])[0]:
-                firsts.setdefault(family_of_plan(plan), plan)
+        if reach == math.inf:
+            plans = [*found.plans[: self.top - 1], *other.plans[:1]]
+        else:
+            both, firsts = sorted((*found.plans, *other.plans), key=self._rank), dict[Family, Plan]()
+            for plan in both:  # each search counts what is near its own best
+                if self._rank(plan)[0] <= reach * self._rank(both[0])[0]:
+                    firsts.setdefault(family_of_plan(plan), plan)
+            plans = [*firsts.values()][: self.top]
         return dataclasses.replace(
             found,
-            plans=tuple([*firsts.values()][: self.top]),
+            plans=tuple(sorted(plans, key=self._rank)),
             num_considered=found.num_considered + other.num_considered,
             num_predicted=found.num_predicted + other.num_predicted,
             seconds=found.seconds + other.seconds,

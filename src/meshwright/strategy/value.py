@@ -433,10 +433,10 @@ def _from_short_text(text: str) -> list[MethodConfig]:
     mesh, colon, rest = text.partition(":")
     if not colon:
         mesh, rest = ("", text) if _MESH.fullmatch(text) is None else (text, "")
-    axes = {name: int(size) for name, size in re.findall(r"(\w+) (\d+)", mesh)}
+    axes = [(name, int(size)) for name, size in re.findall(r"(\w+) (\d+)", mesh)]
     named = [_from_words(*each.split()) for each in re.split("[,+]", rest) if each.strip()]
     names = [method.method_name for method in named]
-    implied = (f"{axis}_parallel" for axis in axes)
+    implied = (f"{axis}_parallel" for axis, _ in axes)
     named += [parse_method(name) for name in implied if name in METHOD_CONFIGS and name not in names]
     return [parse_method(("parallel_mode", axes)), *named] if axes else named
 
