@@ -284,6 +284,7 @@ BAD = [
         ("fsdp + amp_native bf16", ["fsdp", ("amp_native", "bf16")]),
         ("one rank: checkpoint selective every=2", [("checkpoint", {"policy": "selective", "every": 2})]),
         ("data 8", [("parallel_mode", {"data": 8})]),
+        ("zero2, module_replace rms_norm/fused_loss", ["zero2", ("module_replace", ("rms_norm", "fused_loss"))]),
         (
             "tensor 2 x zero 4: zero2, module_replace fused_loss, offload optimizer=0.5",
             [

@@ -316,7 +316,8 @@ def _from_string(source: str) -> list[MethodConfig]:
         return []
     if stripped[:1] in "{[":
         return _from_json(stripped, "the text given")
-    if stripped.endswith(".json") or os.sep in stripped or _is_file(stripped):
+    is_path = os.sep in stripped and not _SHORT.fullmatch(stripped)  # "module_replace rms_norm/fused_loss" is none
+    if stripped.endswith(".json") or is_path or _is_file(stripped):
         return _from_file(Path(stripped))
     return _from_text(stripped)
 
