@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError, StrategyError, readable_bytes
-from meshwright.methods import SAMPLED, Method, Role, find_method, method_of_axes, num_micro_batches
+from meshwright.methods import SAMPLED, Role, find_method, method_of_axes, num_micro_batches
 from meshwright.planner.config_models import (
     config_path,
     model_of_shape,
@@ -160,8 +160,8 @@ class PlanRequest:
         found = self._search(progress)
         if found.plans and _is_small(found.plans[0]):
             found = self._without(Role.PRECISION, found, _REACH)
-        offloads = all(find_method(plan.strategy, _offloads) for plan in found.plans)
-        if not offloads or self.top == 1 or self.objective == "memory":
+        every_offloads = all(offloads for *_, offloads in map(family_of_plan, found.plans))
+        if not every_offloads or self.top == 1 or self.objective == "memory":
             return found
         return self._without(Role.OFFLOADING, found, math.inf)
 
@@ -434,10 +434,6 @@ def _is_small(plan: Plan) -> bool:
     if known is None or plan.model_flops is None:
         return False
     return plan.model_flops < known.cluster.device.peak_flops_per_s("fp32") * known.time.step_time_s
-
-
-def _offloads(method: Method) -> bool:
-    return method.role is Role.OFFLOADING
 
 
 def _check_traced(plan: Plan) -> None:

@@ -80,7 +80,8 @@ def test_memory_lets_what_was_too_large_in():
     slow = found().plans[-1]
     known = {each.change: each for each in what_if(subject_of, Found((slow,), (large,)))}
     roomier = known["twice the memory on every device"]
-    assert roomier.plan.step.axes == large.step.axes  # with less recomputed, if that fits, too
+    # With less recomputed, as that fits, too.
+    assert roomier.plan.strategy.without("checkpoint") == large.strategy.without("checkpoint")
     assert "best then: data 16" in roomier.outcome
 
 

@@ -469,11 +469,10 @@ def _relaxed(subject: Subject, plan: Plan | None, objective: Objective) -> Plan 
     """Return the best of what a plan may become where memory is less short than where it was found."""
     if plan is None or objective == "memory":
         return plan
-    axes = dict(plan.step.axes)
-    replicas = math.prod(size for name, size in axes.items() if name in SAMPLED)
-    each = (plan.forecast.samples if plan.forecast is not None else 0) // replicas
-    numbers = {parts for parts in _fewer(plan.step.num_micro_batches) if each % parts == 0}
-    lighter = (_planned(subject, strategy, parts) for strategy in _lighter(plan.strategy) for parts in sorted(numbers))
+    parts = plan.step.num_micro_batches
+    numbers = sorted(number for number in {parts, parts // 2 or 1, parts // 4 or 1} if parts % number == 0)
+    others = ((strategy, number) for strategy in _lighter(plan.strategy) for number in numbers)
+    lighter = (_planned(subject, *other) for other in others if other != (plan.strategy, parts))
     return _best((plan, *lighter), objective)
 
 
@@ -489,10 +488,6 @@ def _lighter(strategy: Strategy) -> Iterator[Strategy]:
             for (option,) in searched(Role.RECOMPUTATION):
                 if option != recompute:
                     yield without.with_method(option)
-
-
-def _fewer(parts: int) -> tuple[int, ...]:
-    return parts, max(parts // 2, 1), max(parts // 4, 1)
 
 
 def _replanned(subject: Subject, found: Found, samples: int) -> Iterator[Plan | None]:
