@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 import types
 
 import pytest
@@ -13,6 +14,7 @@ import meshwright as mw
 from meshwright.cost import find_cluster
 from meshwright.methods import ModuleReplace, SearchScope, register_replace_pair, replacement_of
 from meshwright.methods.replace import fused_layers as liger
+from meshwright.methods.replace.attention_backends import fused_with_sinks, gains_by_attention
 from meshwright.methods.replace.fused_layers import proven_forward
 from meshwright.methods.replace.user_pairs import _PAIRS
 from meshwright.strategy import Strategy
@@ -78,6 +80,56 @@ def test_attention_of_transformers_computes_the_same_with_padding(name):
         used.square().mean().backward()
         results.append([used.detach(), *(p.grad for p in each.parameters() if p.grad is not None)])
     torch.testing.assert_close(*results, rtol=1e-4, atol=2e-6)  # eager softmax is in fp32
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_attention_with_sinks_is_fused_and_computes_the_same_with_padding(compiled):
+    plain = split_runs.build("gptoss")  # one block sees five tokens, one all
+    model, said = replaced(copy.deepcopy(plain), ["attention"])
+    assert said == "attention: 2 modules eager -> meshwright_sinks"
+    for block in model.model.layers if compiled else ():
+        block.compile(fullgraph=False, dynamic=False)
+    ids, real = tiny.Tokens().ids[:3], (torch.arange(tiny.SEQ_LEN) < torch.tensor([[12], [7], [5]])).long()
+    for mask in (None, real, real.flip(1)):
+        results = []
+        for each in (plain, model):
+            used = each(input_ids=ids, attention_mask=mask).logits
+            (used if mask is None else used[mask.bool()]).square().mean().backward()
+            results.append([used.detach(), *(p.grad.clone() for p in each.parameters())])
+            each.zero_grad()
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+        grads = dict(zip([name for name, _ in model.named_parameters()], results[1][1:], strict=True))
+        assert all(grad.any() for name, grad in grads.items() if "sinks" in name)
+    with pytest.raises(mw.ModelError, match="gives its attention softcap"):
+        fused_with_sinks(model, *torch.randn(3, 1, 2, 4, 8), None, softcap=30.0)
+
+
+def test_queries_of_a_cache_see_the_keys_before_them():
+    results = []
+    for model in (split_runs.build("gptoss"), replaced(split_runs.build("gptoss"), ["attention"])[0]):
+        cache, parts = None, []
+        for part in tiny.Tokens().ids[:2].split([4, 3, 1, tiny.SEQ_LEN - 8], dim=1):
+            with torch.no_grad():
+                output = model.eval()(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+        results.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+def test_attention_with_sinks_that_computes_something_else_is_left(monkeypatch):
+    model = split_runs.build("gptoss")
+    module = sys.modules[type(model).__module__]
+    own = module.eager_attention_forward
+
+    def twice(*args, **kwargs):
+        found, weights = own(*args, **kwargs)
+        return 2 * found, weights
+
+    monkeypatch.setattr(module, "eager_attention_forward", twice)
+    assert not gains_by_attention(model)
+    assert "stays eager: its own attention is another than softmax" in replaced(model, ["attention"])[1]
+    assert model.config._attn_implementation == "eager"
 
 
 def test_attention_that_was_chosen_or_cannot_be_is_left_alone_and_said():
@@ -420,6 +472,37 @@ def train_replaced(name, strategy):
 
 
 CASES = {
+    "fsdp, sinks": ("gptoss", [("module_replace", ["attention", "linears"]), "fsdp", "checkpoint"]),
+    "sequence, sinks": (
+        "gptoss",
+        [("parallel_mode", {"sequence": 2}), "sequence_parallel", ("module_replace", ["attention", "linears"])],
+    ),
+    "context, sinks": (
+        "gptoss",
+        [("parallel_mode", {"context": 2}), "context_parallel", ("module_replace", ["attention", "linears"])],
+    ),
+    "sequence, compile, sinks": (
+        "gptoss",
+        [
+            ("parallel_mode", {"sequence": 2}),
+            "sequence_parallel",
+            ("module_replace", ["attention", "linears"]),
+            "compile",
+        ],
+    ),
+    "context, compile, sinks": (
+        "gptoss",
+        [
+            ("parallel_mode", {"context": 2}),
+            "context_parallel",
+            ("module_replace", ["attention", "linears"]),
+            "compile",
+        ],
+    ),
+    "tensor, sinks": (
+        "gptoss",
+        [("parallel_mode", {"tensor": 2}), TOKENS, ("module_replace", ["attention", "linears"])],
+    ),
     "fsdp": ("llama", [("module_replace", {"loss": True}), "fsdp", "checkpoint"]),
     "data": ("gpt2", [("module_replace", {"loss": True})]),
     "tensor": ("llama", [("parallel_mode", {"tensor": 2}), "tensor_parallel", "module_replace"]),
@@ -471,7 +554,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [c if c in ("fsdp", "tensor, loss") else pytest.param(c, marks=pytest.mark.long) for c in CASES]
+    "case",
+    [c if c in ("fsdp", "fsdp, sinks", "tensor, loss") else pytest.param(c, marks=pytest.mark.long) for c in CASES],
 )
 def test_parity(ranks, case):
     name, strategy, *world = CASES[case]
@@ -482,7 +566,8 @@ def test_parity(ranks, case):
     # Ranks of a pipeline hold parts.
     held = {key.removeprefix("module."): value for _, own, _ in results for key, value in own.items()}
     check_weights(held, before, weights)
-    assert any("linears:" in notice and "eager -> sdpa" in notice for notice in results[0][2])
+    becomes = "eager -> meshwright_sinks" if name == "gptoss" else "eager -> sdpa"
+    assert any("linears:" in notice and becomes in notice for notice in results[0][2])
 
 
 def test_ddp_cannot_look_for_unused_parameters_through_logits_that_are_not_there():
@@ -558,6 +643,28 @@ def test_a_search_offers_the_loss_without_logits_where_there_is_a_head_and_ddp_r
     assert option.fuses_loss
     assert not option.not_simulated
     assert ModuleReplace(loss=True).not_simulated
+
+
+def test_a_search_replaces_attention_that_computes_all_scores_unless_told_not_to():
+    scope = SearchScope(model=split_runs.build("gptoss"))
+    assert not ModuleReplace.is_optional(scope)
+    assert [each.include for each in ModuleReplace.search_options(scope)] == [
+        ("attention",),
+        ("attention", "fused_loss"),
+    ]
+    for model in (tiny.build("gpt2"), tiny.plain(), None):
+        assert ModuleReplace.is_optional(SearchScope(model=model))
+    asked = {"global_batch": 8, "sample_batch": tiny.Tokens().ids[:2], "loss_func": logits_squared}
+    found = mw.plan(split_runs.build("gptoss"), "h100x2", **asked)
+    assert all(plan.strategy.get("module_replace").fuses_attention for plan in found)
+    without = mw.plan(split_runs.build("gptoss"), "h100x2", excluded=["module_replace"], **asked)
+    assert all("module_replace" not in plan.strategy for plan in without)
+    by_name = mw.plan(split_runs.build("gptoss"), "h100x2", included=[("module_replace", "rms_norm")], **asked)
+    assert all(plan.strategy.get("module_replace").include == ("rms_norm",) for plan in by_name)
+
+
+def logits_squared(_, output):
+    return output.logits.float().square().mean()
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])

@@ -89,6 +89,11 @@ class PlannerHooks(MethodConfig):
         return (cls.parse(None),)
 
     @classmethod
+    def is_optional(cls, scope: SearchScope) -> bool:
+        """Return whether a search tries plans without the method; not where any plan gains by its first config."""
+        return True
+
+    @classmethod
     def axis_sizes(cls, divisors: Sequence[int], node: int) -> tuple[int, ...]:
         """Return the sizes of the method's axis that a search tries.
 
@@ -170,6 +175,11 @@ class PlannerHooks(MethodConfig):
     @property
     def fuses_loss(self) -> bool:
         """Return whether the loss is computed from the head's input, without the logits."""
+        return False
+
+    @property
+    def fuses_attention(self) -> bool:
+        """Return whether attention that computes all scores is replaced by one that does not."""
         return False
 
     @property

@@ -308,8 +308,11 @@ class FamilyWorkload:
         widens = precision is not None and precision.compute_dtypes(sharded=False).output is not None
         is_gathered = resolved.shard_axis is not None
         autocasts = not is_gathered and precision is not None and precision.compute_dtypes(sharded=False).autocast
+        impl = _with_wide_logits(self.implementation) if widens else self.implementation
+        if any(each.fuses_attention for each in in_phase_order(strategy)):
+            impl = dataclasses.replace(impl, attention=OWN.attention, score_moves=OWN.score_moves)
         impl = dataclasses.replace(
-            _with_wide_logits(self.implementation) if widens else self.implementation,
+            impl,
             keeps_gathered=any(each.keeps_gathered for each in in_phase_order(strategy)),
             sums_apart=any(each.splits_backward for each in in_phase_order(strategy)),
             divides_blocks_alone=True,

@@ -14,7 +14,7 @@ from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.methods.gradient_averaging import broadcast_tensors
 from meshwright.methods.planner_hooks import Role, SearchScope
-from meshwright.methods.replace.attention_backends import replace_attention
+from meshwright.methods.replace.attention_backends import gains_by_attention, replace_attention
 from meshwright.methods.replace.fused_layers import (
     LIGER,
     find_heads,
@@ -105,11 +105,21 @@ class ModuleReplace(Method):
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try the loss without logits, where it is clear which layer is the head; all else changes users' modules."""
+        """Try the loss without logits, where it is clear which layer is the head.
+
+        All else changes users' modules: only attention that need not compute all scores is always replaced.
+        """
+        attention = () if cls.is_optional(scope) else ("attention",)
         heads = [] if scope.model is None else [*find_heads(scope.model).values()]
         # Scores of a few classes, which may have the shape of a small table, are nothing to do without.
         has_head = scope.model is None or (len(heads) == 1 and heads[0].out_features > heads[0].in_features)
-        return (cls.parse(["fused_loss"]),) if has_head and not scope.follows_graph else ()
+        losses = ((), ("fused_loss",)) if has_head and not scope.follows_graph else ((),)
+        return tuple(cls.parse([*attention, *loss]) for loss in losses if attention or loss)
+
+    @classmethod
+    def is_optional(cls, scope: SearchScope) -> bool:
+        """Return whether a search tries plans without it; not where attention would compute all scores then."""
+        return scope.model is None or not gains_by_attention(scope.model)
 
     def is_tried_on(self, sizes: Mapping[str, int]) -> bool:
         """Leave the loss as it is where its words are divided, unless ranks have the same rows."""
@@ -158,10 +168,15 @@ class ModuleReplace(Method):
         return asked and "fused_loss" not in self.exclude
 
     @property
+    def fuses_attention(self) -> bool:
+        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
+        return self.wants("attention")
+
+    @property
     def not_simulated(self) -> str:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
-        is_loss_alone = self.include is not None and set(self.include) <= {"fused_loss"}
-        return "" if is_loss_alone else "the kernels that it replaces beside the loss are not simulated for a family"
+        is_known = self.include is not None and set(self.include) <= {"attention", "fused_loss"}
+        return "" if is_known else "norms and experts that it replaces are not simulated for a family"
 
     def _check_names(self) -> None:
         known = (*BUILT_IN, *registered_pairs())

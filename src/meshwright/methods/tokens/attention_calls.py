@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import sys
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,7 +17,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from meshwright.errors import ModelError
-from meshwright.methods.tokens.ring_attention import Alone, attend_in_ring
+from meshwright.methods.tensor.axis_exchange import as_products
+from meshwright.methods.tokens.ring_attention import (
+    Alone,
+    AttentionOver,
+    Ring,
+    attend_in_ring,
+    outputs_of,
+    with_four_dims,
+)
 from meshwright.methods.tokens.token_order import TokenOrder
 
 Attend = Callable[..., torch.Tensor]
@@ -119,12 +129,7 @@ class AttentionCalls(TorchFunctionMode):
         if "s_aux" not in options:
             return own(module, *tensors, **options)
         query, key, value, mask, *_ = (*tensors, options.get("attention_mask"))
-        grouped, sinks, dropout = key.shape[1] != query.shape[1], options["s_aux"], options.get("dropout", 0.0)
-        attend: Attend = scaled_dot_product_attention
-        if sinks is not None:
-            attend = functools.partial(attention_with_sinks, sinks=sinks)
-        out = attend(query, key, value, mask, dropout, scale=options.get("scaling"), enable_gqa=grouped)
-        found = out.transpose(1, 2).contiguous()
+        found = attend_with_sinks(query, key, value, mask, options)
         if self._compare is not None:
             self._compare(own(module, *tensors, **options)[0], found)
         return found, None
@@ -133,6 +138,10 @@ class AttentionCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace attention; run any other function as it is."""
+        if func is _RING and args[5] == _NUMBER_ALONE:  # what attention with sinks is in compiled code
+            self.count += 1
+            query, key, value, mask, sinks, _, is_causal, scale, _ = args
+            return self._attend(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=True, sinks=sinks), None
         if func is not scaled_dot_product_attention and func is not attention_with_sinks:
             return func(*args, **(kwargs or {}))
         self.count += 1
@@ -163,6 +172,133 @@ def _eager_attention(replaced: Callable[..., Any]) -> Iterator[None]:
             vars(interface)["get_interface"] = before
 
 
+# --- Attention with sinks, and rings in compiled code
+
+# [Note: rings in compiled code] Torch captures no sends between neighbours, and masks are read while attention runs. So
+# compiled code has a whole ring as one operator, of whose results it knows the shapes alone. Operators take numbers and
+# no objects: rings have one.
+
+_RINGS: weakref.WeakValueDictionary[int, Ring] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def number_of(ring: Ring) -> int:
+    """Return the number of a new ring; it has that as long as it lives."""
+    number = next(_NUMBERS)
+    _RINGS[number] = ring
+    return number
+
+
+_ALONE = Alone()
+_NUMBER_ALONE = number_of(_ALONE)
+_ARGUMENTS = "Tensor? mask, Tensor? sinks, int ring, bool is_causal, float? scale, SymInt tokens"
+
+
+@torch.library.custom_op(
+    "meshwright::ring_attention",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_ARGUMENTS}) -> (Tensor, Tensor)",
+)
+def ring_in_compiled_code(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    ring: int,
+    *how: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as one operator; see [Note: rings in compiled code]. Return the output, and its log-sum-exp."""
+    attention = AttentionOver.of(_RINGS[ring], mask, sinks, *how)
+    return attention.forward(query, key, value, with_four_dims(mask) if mask is not None else None, sinks)
+
+
+@ring_in_compiled_code.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = outputs_of(query, value.shape[-1])
+    return out.to(query.dtype), lse
+
+
+@torch.library.custom_op(
+    "meshwright::ring_attention_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor out, Tensor lse, Tensor query, Tensor key, Tensor value, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _ring_backward(
+    gradient: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    ring: int,
+    *how: Any,
+) -> tuple[torch.Tensor, ...]:
+    attention = AttentionOver.of(_RINGS[ring], mask, sinks, *how)
+    mask = with_four_dims(mask) if mask is not None else None
+    found = attention.backward(gradient, query, key, value, mask, sinks, out, lse, trains_sinks=True)
+    of_query, *others, of_sinks = found
+    laid_out = of_query if of_query.stride() == query.stride() else torch.empty_like(query).copy_(of_query)
+    return laid_out, *others, of_sinks if of_sinks is not None else query.new_empty(0)
+
+
+@_ring_backward.register_fake
+def _(gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+    query, key, value, _, sinks, *_ = given
+    return *map(torch.empty_like, (query, key, value)), query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+_RING: Any = torch.ops.meshwright.ring_attention.default
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    tensors, ctx.how = inputs[:5], inputs[5:]
+    ctx.save_for_backward(*output, *tensors)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _back(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, sinks = _ring_backward(gradient, *ctx.saved_tensors, *ctx.how)
+    return query, key, value, None, sinks if ctx.needs_input_grad[4] else None, *(None,) * 4
+
+
+ring_in_compiled_code.register_autograd(_back, setup_context=_keep)
+
+
+def attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: Mapping[str, Any],
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Attend as transformers' functions are asked to.
+
+    Args:
+        query: (batch, heads, queries, features).
+        key: (batch, groups, keys, features).
+        value: Like ``key``.
+        mask: As torch's attention takes it.
+        options: ``s_aux``, the sinks or None, ``dropout`` and ``scaling``.
+        is_causal: Whether a query sees the keys up to its own.
+
+    Returns:
+        (batch, queries, heads, features of ``value``).
+    """
+    grouped, sinks = key.shape[1] != query.shape[1], options.get("s_aux")
+    attend: Attend = scaled_dot_product_attention
+    if sinks is not None:
+        attend = functools.partial(attention_with_sinks, sinks=sinks)
+    how = {"scale": options.get("scaling"), "enable_gqa": grouped}
+    out = attend(query, key, value, mask, options.get("dropout", 0.0), is_causal, **how)
+    return out.transpose(1, 2).contiguous()
+
+
 def attention_with_sinks(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -181,7 +317,7 @@ def attention_with_sinks(
         ModelError: With dropout.
     """
     tensors = (query, key, value, sinks)
-    if has_torch_function(tensors):
+    if not torch.compiler.is_compiling() and has_torch_function(tensors):
         answer: torch.Tensor = handle_torch_function(
             attention_with_sinks, tensors, *tensors[:3], attn_mask, dropout_p, is_causal,
             scale=scale, enable_gqa=enable_gqa, sinks=sinks,
@@ -194,9 +330,12 @@ def attention_with_sinks(
             got=str(dropout_p),
             fix="switch the dropout of attention weights off (attention_dropout=0 in the model's config)",
         )
-    return attend_in_ring(
-        Alone(), *tensors[:3], attn_mask, query.shape[2], is_causal=is_causal, scale=scale, sinks=sinks
-    )
+    tokens = query.shape[2]
+    if torch.compiler.is_compiling():
+        products = map(as_products, tensors[:3])
+        out, _ = _RING(*products, attn_mask, sinks, _NUMBER_ALONE, is_causal, scale, tokens)
+        return out
+    return attend_in_ring(_ALONE, *tensors[:3], attn_mask, tokens, is_causal=is_causal, scale=scale, sinks=sinks)
 
 
 @contextlib.contextmanager

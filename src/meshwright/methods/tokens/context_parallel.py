@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
@@ -20,14 +18,17 @@ from meshwright.errors import ModelError
 from meshwright.methods.base import Job, Method, Phase, parts_between_layers
 from meshwright.methods.tensor.axis_exchange import TensorAxis, as_products
 from meshwright.methods.tensor.traffic_log import tensor_bytes
-from meshwright.methods.tokens.attention_calls import TokenRanks, check_among_parts, check_mask
+from meshwright.methods.tokens.attention_calls import (
+    TokenRanks,
+    check_among_parts,
+    check_mask,
+    number_of,
+    ring_in_compiled_code,
+)
 from meshwright.methods.tokens.ring_attention import (
     Arriving,
-    AttentionOver,
     attend_in_ring,
     bytes_in_backward,
-    outputs_of,
-    with_four_dims,
 )
 from meshwright.methods.tokens.sequence_parallel import Ledger, Ranks, traced_gather, traced_total
 from meshwright.methods.tokens.token_order import TokenOrder
@@ -50,8 +51,7 @@ class ContextRanks(TokenRanks):
     axis: ClassVar[str] = "context"
 
     def __init__(self, axis: TensorAxis, *, balance: bool, heads: int = 1, within: int = 1) -> None:
-        self._axis, self._number = axis, next(_NUMBERS)
-        _RANKS[self._number] = self
+        self._axis, self._number = axis, number_of(self)
         self.order = _nested(TokenOrder(METHOD, axis.size, axis.index, balance), heads, within)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
@@ -108,88 +108,9 @@ class ContextRanks(TokenRanks):
             check_mask(attn_mask, tokens, METHOD)
         if torch.compiler.is_compiling():
             tensors = map(as_products, (query, key, value))
-            out, _ = _ring(*tensors, attn_mask, sinks, self._number, is_causal, scale, tokens)
+            out, _ = ring_in_compiled_code(*tensors, attn_mask, sinks, self._number, is_causal, scale, tokens)
             return out
         return attend_in_ring(self, query, key, value, attn_mask, tokens, is_causal=is_causal, scale=scale, sinks=sinks)
-
-
-# [Note: rings in compiled code] Torch captures no sends between neighbours, and masks are read while attention runs. So
-# compiled code has a whole ring as one operator, of whose results it knows the shapes alone. Operators take numbers and
-# no objects: ranks have one.
-
-_RANKS: weakref.WeakValueDictionary[int, ContextRanks] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-_ARGUMENTS = "Tensor? mask, Tensor? sinks, int ranks, bool is_causal, float? scale, SymInt tokens"
-
-
-@torch.library.custom_op(
-    "meshwright::ring_attention",
-    mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, {_ARGUMENTS}) -> (Tensor, Tensor)",
-)
-def _ring(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    ranks: int,
-    *how: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    attention = AttentionOver.of(_RANKS[ranks], mask, sinks, *how)
-    return attention.forward(query, key, value, with_four_dims(mask) if mask is not None else None, sinks)
-
-
-@_ring.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = outputs_of(query, value.shape[-1])
-    return out.to(query.dtype), lse
-
-
-@torch.library.custom_op(
-    "meshwright::ring_attention_backward",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor out, Tensor lse, Tensor query, Tensor key, Tensor value, "
-    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _ring_backward(
-    gradient: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    ranks: int,
-    *how: Any,
-) -> tuple[torch.Tensor, ...]:
-    attention = AttentionOver.of(_RANKS[ranks], mask, sinks, *how)
-    mask = with_four_dims(mask) if mask is not None else None
-    found = attention.backward(gradient, query, key, value, mask, sinks, out, lse, trains_sinks=True)
-    of_query, *others, of_sinks = found
-    laid_out = of_query if of_query.stride() == query.stride() else torch.empty_like(query).copy_(of_query)
-    return laid_out, *others, of_sinks if of_sinks is not None else query.new_empty(0)
-
-
-@_ring_backward.register_fake
-def _(gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
-    query, key, value, _, sinks, *_ = given
-    return *map(torch.empty_like, (query, key, value)), query.new_empty(0) if sinks is None else torch.empty_like(sinks)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    tensors, ctx.how = inputs[:5], inputs[5:]
-    ctx.save_for_backward(*output, *tensors)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _back(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, sinks = _ring_backward(gradient, *ctx.saved_tensors, *ctx.how)
-    return query, key, value, None, sinks if ctx.needs_input_grad[4] else None, *(None,) * 4
-
-
-_ring.register_autograd(_back, setup_context=_keep)
 
 
 def _nested(order: TokenOrder, heads: int, within: int) -> TokenOrder:

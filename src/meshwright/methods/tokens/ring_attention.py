@@ -314,8 +314,10 @@ class _Merged:
 
     def add_sinks(self, sinks: torch.Tensor) -> None:
         """Merge one more key for every head, whose score is the head's sink and whose value is zero."""
-        everywhere = sinks.to(self.lse.dtype)[:, None].expand_as(self.lse)
-        self.add(slice(0, self.out.shape[2]), self.out.new_zeros(()), everywhere)
+        self.fill()
+        total = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
+        self.out.mul_((self.lse - total).exp().unsqueeze(-1))
+        self.lse.copy_(total)
 
 
 class _Sum:
@@ -371,6 +373,8 @@ class AttentionOver:
         tokens: int,
     ) -> AttentionOver:
         """Return what is computed under a mask (…, tokens or 1, tokens)."""
+        if ring.order.size == 1:  # nothing to skip: no need to read the mask, for which a host waits
+            return cls(ring, None, is_causal, scale, tokens)
         table = causal_table(ring.order) if is_causal else None
         if mask is not None:
             # Beside sinks a query that sees nothing gets zeros, whether it was the lowest number that hid it, or
@@ -392,7 +396,7 @@ class AttentionOver:
         for step in range(order.size):
             arriving = self.ring.pass_on(pair) if step < order.size - 1 else None
             source = (order.index - step) % order.size
-            view = self._view(source, query.shape[2])
+            view = self._view(source, query, key)
             if view is not None:
                 merged.add(view.rows, *self._block(view, query, pair, mask, source).forward())
             if arriving is not None:
@@ -423,7 +427,7 @@ class AttentionOver:
         for step in range(order.size):
             arriving = self.ring.pass_on(pair) if step < order.size - 1 else None
             source = (order.index - step) % order.size
-            view, parts = self._view(source, query.shape[2]), None
+            view, parts = self._view(source, query, key), None
             if view is not None:
                 rows = [tensor[:, :, view.rows] for tensor in (gradient, out, lse)]
                 parts = self._block(view, query, pair, mask, source).backward(*rows)
@@ -444,9 +448,11 @@ class AttentionOver:
         of_sinks = _sinks_gradient(sinks, gradient, out, lse) if sinks is not None and trains_sinks else None
         return own.value().to(query.dtype), of_key, of_value, of_sinks
 
-    def _view(self, source: int, part: int) -> View | None:
-        """Return the view of the keys of rank ``source``, where each rank has ``part`` tokens, some of them padding."""
-        order = self.ring.order
+    def _view(self, source: int, query: torch.Tensor, key: torch.Tensor) -> View | None:
+        """Return the view of the keys of rank ``source``; each rank has as many tokens, some of them padding."""
+        order, part = self.ring.order, query.shape[2]
+        if order.size == 1:  # whose queries may be others than its keys, as beside a cache
+            return View(slice(0, part), slice(0, key.shape[2]), self.is_causal)
         view: View | None = View(slice(0, part), slice(0, part))
         if self.table is not None:
             view = view_of(self.table, order, source, part, is_causal=self.is_causal)

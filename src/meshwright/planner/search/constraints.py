@@ -215,7 +215,7 @@ def _excluding(space: Space, name: str) -> Space:
         precision=without(space.precision) or ((),),
         recompute=_or_nothing(without(space.recompute), space.recompute),
         offload=_or_nothing(without(space.offload), space.offload),
-        loss=without(space.loss),
+        loss=without(space.loss) or ((),),
         kernels=_or_nothing(without(space.kernels), space.kernels),
     )
 

@@ -474,7 +474,7 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
         sizes={axis: sizes for axis, sizes in space.sizes.items() if axis not in ("pipeline", *_DIVIDE_TOKENS)},
         axis_methods={**space.axis_methods, "tensor": on_axis("tensor", _SLOW)[:1]},
         inner_axes=1,
-        loss=((),),
+        loss=space.loss[:1],
     )
     asked = options.get("excluded", ()), options.get("included", ())
     is_scarce = subject.batch_size is not None and subject.batch_size < subject.world

@@ -104,7 +104,7 @@ def default_space(subject: Subject, *, lower_precision: bool = True, module: nn.
         precision=searched(Role.PRECISION, scope) or ((),),
         half_dtype=subject.half_dtype,
         recompute=((), *searched(Role.RECOMPUTATION, scope)),
-        loss=((), *searched(Role.LOSS, scope)),
+        loss=searched(Role.LOSS, scope, optional=True),
         kernels=(*searched(Role.KERNELS, scope), ()),
     )
 
@@ -115,10 +115,14 @@ def default_space(subject: Subject, *, lower_precision: bool = True, module: nn.
 # finds are worth these kernels (a large model's products leave little to fuse) is asked at last (``within_time.py``).
 
 
-def searched(role: Role, scope: SearchScope | None = None) -> tuple[Choice, ...]:
-    """Return the configs that methods offer as answers to one decision."""
-    scope = scope or SearchScope()
-    return tuple((option,) for method in methods_for(role) for option in method.search_options(scope))
+def searched(role: Role, scope: SearchScope | None = None, *, optional: bool = False) -> tuple[Choice, ...]:
+    """Return the configs that methods offer as answers to one decision.
+
+    With ``optional``, doing nothing comes first, unless a model gains by one of them in any plan.
+    """
+    scope, methods = scope or SearchScope(), methods_for(role)
+    nothing: tuple[Choice, ...] = ((),) if optional and all(method.is_optional(scope) for method in methods) else ()
+    return (*nothing, *((option,) for method in methods for option in method.search_options(scope)))
 
 
 def on_axis(axis: str, scope: SearchScope | None = None) -> tuple[Choice, ...]:
@@ -320,7 +324,7 @@ class Candidates:
             sizes = {**dict(mesh.inner), "pipeline": mesh.pipeline}
             methods = [each for each in (*others, *loss) if isinstance(each, Method)]
             self._together[key] = next(conflicts_of(methods, sizes), None) is None
-        if () in self.space.loss:  # it may be left out
+        if len(self.space.loss) > 1:  # it may be left out
             sizes = dict(mesh.inner)
             return self._together[key] and all(each.is_tried_on(sizes) for each in loss if isinstance(each, Method))
         return self._together[key]

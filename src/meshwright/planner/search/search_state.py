@@ -341,7 +341,7 @@ def with_other_loss(small: Space, whole: Space, decided: Collection[str]) -> tup
         whole: All that may be tried.
         decided: Methods that a caller has decided on, by name.
     """
-    options = tuple(each for each in whole.loss if each and not any(m.method_name in decided for m in each))
+    options = tuple(each for each in whole.loss[1:] if not any(m.method_name in decided for m in each))
     sizes = {axis: every for axis, every in small.sizes.items() if axis != "tensor"}
     return (FollowUp(small.replace(sizes=sizes, loss=options), "loss"),) if options else ()
 
