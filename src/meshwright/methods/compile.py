@@ -17,6 +17,7 @@ from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.planner_hooks import Role, SearchScope
+from meshwright.methods.replace.attention_backends import fuse_sinks
 from meshwright.methods.tensor.split_layers import local_parts, swapped_parameters
 from meshwright.methods.tokens.attention_calls import grouped_keys
 from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
@@ -238,6 +239,8 @@ class Compile(Method):
             patches.append((functorch_config, {"activation_memory_budget": self.activation_budget}))
         is_split = job.size("tensor") > 1 and not self.whole  # whose parts are sharded as it begins
         shares_samples = job.size("sequence") > 1 or job.size("context") > 1
+        if shares_samples:
+            fuse_sinks(job.model)
         if job.recomputed and hasattr(dynamo.config, _IN_FORWARD_ALONE):
             patches.append((dynamo.config, {_IN_FORWARD_ALONE: True}))
 

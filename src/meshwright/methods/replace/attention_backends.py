@@ -83,6 +83,14 @@ def replace_attention(
         into.left.append(_nothing_to_do(model, [config for _, config in found]))
 
 
+def fuse_sinks(model: nn.Module) -> None:
+    """Replace eager attention with sinks where compiled code is to call it: there, an own function has no name."""
+    for part, config in _configs(model):
+        if config._attn_implementation == "eager" and _with_sinks(part) and not _reason_against(part, config, _SINKS):
+            _register_sinks()
+            config._attn_implementation = _SINKS
+
+
 def gains_by_attention(model: nn.Module) -> bool:
     """Return whether the attention of a model computes all scores, and need not."""
     return any(
@@ -237,7 +245,10 @@ def _with_sinks(model: nn.Module) -> list[nn.Module]:
 
 def _proven(module: nn.Module) -> bool:
     """Return whether fused attention agrees with a module's own, eager one on random heads, of a few narrow tokens."""
-    own = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    modules = (
+        sys.modules.get(each.__module__) for each in type(module).__mro__
+    )  # the class may be one of a split layer
+    own = next((found for each in modules if (found := getattr(each, "eager_attention_forward", None))), None)
     groups = getattr(module, "num_key_value_groups", None)
     sinks = parameters_of(module)["sinks"]
     if own is None or sinks is None or type(groups) is not int:

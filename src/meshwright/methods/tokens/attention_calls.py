@@ -141,7 +141,9 @@ class AttentionCalls(TorchFunctionMode):
         if func is _RING and args[5] == _NUMBER_ALONE:  # what attention with sinks is in compiled code
             self.count += 1
             query, key, value, mask, sinks, _, is_causal, scale, _ = args
-            return self._attend(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=True, sinks=sinks), None
+            return self._attend(
+                query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=True, sinks=sinks
+            ), None
         if func is not scaled_dot_product_attention and func is not attention_with_sinks:
             return func(*args, **(kwargs or {}))
         self.count += 1
