@@ -6,10 +6,12 @@ the defaults here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import nn
 
@@ -53,6 +55,23 @@ class SearchScope:
     follows_graph: bool = False
     experts: int | None = None
     trained: float = 1.0
+
+
+AttentionKernel = Literal["", "ring"]
+"""Fused attention as torch chooses it, or the kernel that returns the log-sum-exp (``Efficiency.ring``)."""
+
+attention_kernel: ContextVar[AttentionKernel] = ContextVar("attention_kernel", default="")
+"""Which kernel attention would run on a GPU, for traces, which may be made on another device."""
+
+
+@contextmanager
+def attending_by(kernel: AttentionKernel) -> Iterator[None]:
+    """Say by which kernel the attention inside runs; see :data:`attention_kernel`."""
+    before = attention_kernel.set(kernel)
+    try:
+        yield
+    finally:
+        attention_kernel.reset(before)
 
 
 def within_node(divisors: Sequence[int], node: int) -> tuple[int, ...]:
@@ -180,6 +199,10 @@ class PlannerHooks(MethodConfig):
     @property
     def fuses_attention(self) -> bool:
         """Return whether attention that computes all scores is replaced by one that does not."""
+        return False
+
+    def attends_in_ring(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether attention runs as ``ring`` of :data:`AttentionKernel`, given the sizes of the mesh axes."""
         return False
 
     @property

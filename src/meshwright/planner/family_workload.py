@@ -67,6 +67,19 @@ def gaps_of(resolved: Resolved) -> tuple[str, ...]:
     return tuple(f"{method.method_name}: {method.not_simulated}" for method in methods if method.not_simulated)
 
 
+def _attending(impl: Implementation, resolved: Resolved) -> Implementation:
+    """Return an implementation with the attention that methods bring: in rings, and where all scores were computed.
+
+    Most models that compute these have sinks. Ranks that divide tokens compute attention themselves.
+    """
+    methods, sizes = in_phase_order(resolved.strategy), dict(resolved.axes)
+    rings = any(each.attends_in_ring(sizes) for each in methods)
+    if impl.attention == "scores":
+        rings = rings or sizes.get("sequence", 1) > 1 or any(each.fuses_attention for each in methods)
+        return dataclasses.replace(impl, attention="ring", score_moves=None) if rings else impl
+    return dataclasses.replace(impl, attention="ring") if rings and impl.attention == "torch" else impl
+
+
 def _pipeline_in(strategy: Strategy) -> PipelineParallel | None:
     return find_method(strategy, lambda each: each.axis == "pipeline")
 
@@ -309,8 +322,7 @@ class FamilyWorkload:
         is_gathered = resolved.shard_axis is not None
         autocasts = not is_gathered and precision is not None and precision.compute_dtypes(sharded=False).autocast
         impl = _with_wide_logits(self.implementation) if widens else self.implementation
-        if any(each.fuses_attention for each in in_phase_order(strategy)):
-            impl = dataclasses.replace(impl, attention=OWN.attention, score_moves=OWN.score_moves)
+        impl = _attending(impl, resolved)
         impl = dataclasses.replace(
             impl,
             keeps_gathered=any(each.keeps_gathered for each in in_phase_order(strategy)),

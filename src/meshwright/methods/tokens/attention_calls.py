@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -135,7 +135,7 @@ class AttentionCalls(TorchFunctionMode):
         return found, None
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace attention; run any other function as it is."""
         if func is _RING and args[5] == _NUMBER_ALONE:  # what attention with sinks is in compiled code

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshwright.methods.planner_hooks import attending_by
 from meshwright.methods.tensor.axis_exchange import as_products
 from meshwright.methods.tokens.token_order import TokenOrder
 from meshwright.runtime.torch_internals.autograd import Function
@@ -160,23 +161,25 @@ class Block:
 
         Rows that see no key have the output 0 and the log-sum-exp minus infinity.
         """
-        padded = self._padded()
-        if self.query.device.type == "cpu":
-            out, lse = flash_attention_on_cpu(
-                *padded.tensors, 0.0, self.is_causal, attn_mask=self.mask, scale=padded.scale
-            )
-        elif padded._takes_flash():
-            out, lse, *_ = flash_attention(*padded.tensors, 0.0, self.is_causal, False, scale=padded.scale)
-        else:
-            out, lse, *_ = efficient_attention(
-                *padded._ungrouped(), padded._expanded_mask(), True, 0.0, self.is_causal, scale=padded.scale
-            )
-            lse = lse[..., : self.query.shape[2]]
+        with attending_by("ring"):
+            out, lse = self._padded()._forward()
         out = out[..., : self.value.shape[-1]]
         if self.mask is None:
             return out, lse
         blind = (self.mask == -torch.inf).all(-1)  # kernels differ in what they return for these rows
         return out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
+
+    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.query.device.type == "cpu":
+            out, lse = flash_attention_on_cpu(*self.tensors, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale)
+        elif self._takes_flash():
+            out, lse, *_ = flash_attention(*self.tensors, 0.0, self.is_causal, False, scale=self.scale)
+        else:
+            out, lse, *_ = efficient_attention(
+                *self._ungrouped(), self._expanded_mask(), True, 0.0, self.is_causal, scale=self.scale
+            )
+            lse = lse[..., : self.query.shape[2]]
+        return out, lse
 
     def backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         """Return the gradients of query, key and value.
@@ -188,16 +191,17 @@ class Block:
         """
         padded = self._padded()
         gradient, out = (_with_features(tensor, padded.value.shape[-1]) for tensor in (gradient, out))
-        lse = lse.contiguous()
-        if self.query.device.type == "cpu":
-            grads = flash_attention_on_cpu_backward(
-                gradient, *padded.tensors, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=padded.scale
-            )
-        elif padded._takes_flash():
-            grads = padded._flash_backward(gradient, out, lse)
-        else:
-            grads = padded._efficient_backward(gradient, out, lse)
+        with attending_by("ring"):
+            grads = padded._backward(gradient, out, lse.contiguous())
         return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, self.tensors, strict=True))  # type: ignore[return-value]
+
+    def _backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+        if self.query.device.type == "cpu":
+            grads: Gradients = flash_attention_on_cpu_backward(
+                gradient, *self.tensors, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale
+            )
+            return grads
+        return (self._flash_backward if self._takes_flash() else self._efficient_backward)(gradient, out, lse)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.cost import HALF, Op, ProductDtype
+from meshwright.methods.planner_hooks import attention_kernel
 from meshwright.nn.swapped_parameters import FakeDispatchMode
 from meshwright.runtime import imitated_gpu
 from meshwright.runtime.torch_internals.fake_tensors import disable_current_modes, is_traceable_wrapper_subclass
@@ -302,6 +303,7 @@ def _attention(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             int(samples * heads),
             dtype=dtype_of(query),
             causal=bool(given.get("is_causal", False)),
+            variant=attention_kernel.get(),
             moment="backward" if "backward" in name else "forward",
         ),
     )
