@@ -38,7 +38,8 @@ STRENGTH |= {"intra": (0.4, 0.5), "inter": (0.4, 0.5)}
 MEASURED = {("H100", "attention"): 0.7}
 MEASURED |= {(family, name): 0.7 for family in ("B200", "MI300X") for name in ("matmul", "fp8", "attention", "memory")}
 # Four rows of one source take some 0.25 s a step longer than their kernels on every device. On B200 this number takes
-# that up, which nothing else reads: torch takes cuDNN's attention there, and our own rings have the number measured.
+# that up, which nothing else reads: torch takes cuDNN's attention there, and masked attention has the number that was
+# measured.
 MEASURED |= {("B200", "flash2"): 0.15}
 SHARED_STRENGTH = 0.2  # of other constants
 # What a table of whole steps can hardly tell from other terms keeps close to what others have measured. ``early`` keeps
@@ -62,7 +63,7 @@ OUTLIER = 0.3  # and beyond this less and less: such a row has a cause of its ow
 KNOWN = {
     "A100": Efficiency(matmul=0.84, attention=0.5, memory=0.85),
     "H100": Efficiency(matmul=0.73, fp8=0.71, attention=0.53, flash2=0.33, memory=0.85),
-    "B200": Efficiency(matmul=0.70, fp8=0.69, fp4=0.44, attention=0.53, flash2=0.14, ring=0.14, memory=0.85),
+    "B200": Efficiency(matmul=0.70, fp8=0.69, fp4=0.44, attention=0.53, flash2=0.14, masked=0.14, memory=0.85),
     "MI300X": Efficiency(matmul=0.47, fp8=0.38, attention=0.13, memory=0.85),
 }
 DEFAULT = Calibration(

@@ -230,7 +230,9 @@ def attention(session: Session) -> None:
         out, lse = block.forward()
         found = [out, *block.backward(gradient, out, lse)]
         off = max(_apart(one, other) for one, other in zip(found, expected, strict=True))
-        return _within("outputs or gradients", off, 1e-5 if dtype == torch.float32 else 2e-2)
+        found_right = _within("outputs or gradients", off, 1e-5 if dtype == torch.float32 else 2e-2)
+        # Since Hopper cuDNN is to compute what has no mask: FlashAttention is about half as fast there.
+        return {**found_right, "by_cudnn": not session.tiny and block._padded()._takes_cudnn()}
 
     # The stand-in has no flash kernel.
     with session.gpu():

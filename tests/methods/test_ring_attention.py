@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshwright as mw
+from meshwright.methods.tokens import ring_attention
 from meshwright.methods.tokens.attention_calls import attention_with_sinks
 from meshwright.methods.tokens.context_parallel import ContextRanks
-from meshwright.methods.tokens.ring_attention import causal_table, mask_table, view_of
-from meshwright.methods.tokens.token_order import TokenOrder
+from meshwright.methods.tokens.token_order import TokenOrder, causal_table, mask_table, view_of
+from meshwright.runtime.torch_internals.operators import flash_attention_on_cpu, flash_attention_on_cpu_backward
 
 RANKS, TOKENS, FEATURES = 3, 12, 5
+CPU = torch.device("cpu")
 CAUSAL = torch.ones(TOKENS, TOKENS).tril().bool()
 
 
@@ -149,6 +151,51 @@ def test_sinks_join_the_softmax_once(case, ranks):
     for ours, right in zip(found, (expected.detach(), *(leaf.grad for leaf in leaves[:3])), strict=True):
         torch.testing.assert_close(ours, right, rtol=0, atol=1e-13)
     torch.testing.assert_close(sum(each.grad for each in mine), leaves[3].grad, rtol=0, atol=1e-13)
+
+
+def _on_cpu(*given, scale, last=False, off=0.0):
+    """A kernel of cuDNN's or FlashAttention's as torch's CPU computes it; cuDNN's log-sum-exp has a last dim of 1."""
+    out, lse = flash_attention_on_cpu(*given[:3], 0.0, given[-1 if last else -2], scale=scale)
+    return (out, (lse + off).unsqueeze(-1) if last else lse, None)
+
+
+def _backward_on_cpu(gradient, query, key, value, out, lse, *rest, scale):
+    lse, is_causal = (lse.squeeze(-1), rest[-1]) if lse.dim() == 4 else (lse, rest[5])
+    return flash_attention_on_cpu_backward(gradient, query, key, value, out, lse, 0.0, is_causal, scale=scale)
+
+
+@pytest.mark.parametrize(("off", "agrees"), [(0.0, True), (0.5, False), (None, False)])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_cudnn_computes_a_block_only_where_it_says_what_flash_attention_says(monkeypatch, grouped, off, agrees):
+    def cudnn(*given, scale):
+        if off is None:
+            raise RuntimeError("no kernel")
+        return _on_cpu(*given, scale=scale, last=True, off=off)
+
+    monkeypatch.setattr(ring_attention, "cudnn_attention", cudnn)
+    monkeypatch.setattr(ring_attention, "cudnn_attention_backward", _backward_on_cpu)
+    monkeypatch.setattr(ring_attention, "flash_attention", _on_cpu)
+    monkeypatch.setattr(ring_attention, "flash_attention_backward", _backward_on_cpu)
+    kind = (CPU, torch.bfloat16, 16, grouped)
+    assert [ring_attention._cudnn_agrees.__wrapped__(*kind, causal) for causal in (True, False)] == [agrees] * 2
+
+
+@pytest.mark.parametrize("capability", [8, 9])
+def test_cudnn_computes_what_torchs_own_attention_would_compute_with_it(monkeypatch, capability):
+    monkeypatch.setattr(ring_attention, "can_use_flash_attention", lambda params: True)
+    monkeypatch.setattr(ring_attention, "can_use_cudnn_attention", lambda params: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(ring_attention, "_cudnn_agrees", lambda *kind: kind == (CPU, torch.bfloat16, 8, True, True))
+    query, key = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8)
+
+    def takes(dtype=torch.bfloat16, mask=None, causal=True):
+        tensors = (each.to(dtype) for each in (query, key, key))
+        return ring_attention.Block(*tensors, mask, causal, None)._takes_cudnn()
+
+    assert takes() == (capability >= 9)
+    assert not takes(torch.float32)
+    assert not takes(mask=torch.zeros(1, 1, 8, 8))
+    assert not takes(causal=False)  # whose kernels disagree
 
 
 def test_half_precision_is_merged_in_fp32():

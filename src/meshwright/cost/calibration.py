@@ -91,8 +91,8 @@ class Efficiency:
         attention: Fraction of the half-precision peak, in the fused attention that torch takes by itself, with heads of
             width 128, forward and backward together: cuDNN's on Hopper and Blackwell, else FlashAttention-2.
         flash2: The same of FlashAttention-2, where torch takes another by itself; None: as ``attention``.
-        ring: The same of attention whose log-sum-exp is needed, over a ring or with sinks, which is torch's
-            FlashAttention-2 on all devices; None: as ``flash2``.
+        masked: The same of attention under a mask whose log-sum-exp is needed, over a ring or with sinks: by torch's
+            memory-efficient kernel, which is taken to be as fast as FlashAttention-2; None: as ``flash2``.
         memory: Fraction of the memory bandwidth, in kernels that are bound by it.
         intra: Fraction of the bandwidth of links inside a node.
         inter: Fraction of the bandwidth of links between nodes.
@@ -109,7 +109,7 @@ class Efficiency:
     fp4: float | None = None
     attention: float = 0.45
     flash2: float | None = None
-    ring: float | None = None
+    masked: float | None = None
     memory: float = 0.8
     intra: float = 0.75
     inter: float = 0.7

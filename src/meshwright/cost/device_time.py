@@ -138,8 +138,8 @@ class Machine:
         """Return the rate of fused attention with heads of a width."""
         slower = self.constants.flash1 if variant == "flash1" else 1.0
         known = self.efficiency
-        named = known.flash2 if variant in ("flash1", "flash2", "ring") and dtype != "fp32" else None
-        named = known.ring if variant == "ring" and named is not None and known.ring is not None else named
+        named = known.flash2 if variant in ("flash1", "flash2", "masked") and dtype != "fp32" else None
+        named = known.masked if variant == "masked" and named is not None and known.masked is not None else named
         fraction = slower * (known.of_attention(dtype)[0] if named is None else named)
         narrow = 1.0 if variant == "flash1" else min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
         peak = self.device.peak_flops_per_s("half" if dtype in ("fp8", "fp4") else dtype)

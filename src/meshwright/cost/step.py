@@ -215,7 +215,7 @@ class Op:
     functions: int = 0  # of a move: elements to which it applies a function that takes a CPU longer than their bytes
     dtype: ProductDtype = HALF
     causal: bool = False  # of an attention: half of the scores are not computed
-    variant: Literal["", "early", "flash1", "flash2", "ring"] = ""  # see Constants, and Efficiency.flash2
+    variant: Literal["", "early", "flash1", "flash2", "masked"] = ""  # see Constants, and Efficiency.flash2
     scaling: Scaling = ""  # of a product in 8 or 4 bits, see ``casts``
     casts_weight: bool = True  # of the same; False: its weight is cast once a step, or was gathered so
     count: int = 1

@@ -57,8 +57,8 @@ class SearchScope:
     trained: float = 1.0
 
 
-AttentionKernel = Literal["", "ring"]
-"""Fused attention as torch chooses it, or the kernel that returns the log-sum-exp (``Efficiency.ring``)."""
+AttentionKernel = Literal["", "masked"]
+"""Fused attention as fast as torch's own, or under a mask that returns the log-sum-exp (``Efficiency.masked``)."""
 
 attention_kernel: ContextVar[AttentionKernel] = ContextVar("attention_kernel", default="")
 """Which kernel attention would run on a GPU, for traces, which may be made on another device."""
@@ -199,10 +199,6 @@ class PlannerHooks(MethodConfig):
     @property
     def fuses_attention(self) -> bool:
         """Return whether attention that computes all scores is replaced by one that does not."""
-        return False
-
-    def attends_in_ring(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether attention runs as ``ring`` of :data:`AttentionKernel`, given the sizes of the mesh axes."""
         return False
 
     @property

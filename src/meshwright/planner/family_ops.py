@@ -59,7 +59,7 @@ class Implementation:
     Args:
         attention: ``torch`` is the fused attention that torch 2.11 takes by itself: cuDNN's on Hopper and Blackwell,
             else FlashAttention-2. ``flash1`` and ``flash2`` are the generations of FlashAttention on any device (Dao et
-            al. 2022, in Triton; Dao 2023), ``scores`` materializes them. ``ring`` is what our own rings attend by.
+            al. 2022, in Triton; Dao 2023), ``scores`` materializes them. ``masked`` is what ours is with sinks.
         score_moves: Bytes that kernels move for each materialized score beside the products, in forward and in
             backward; None: those of one kernel that masks, and takes the softmax.
         dropout: Whether dropout's masks are saved.
@@ -98,7 +98,7 @@ class Implementation:
             for each kernel that is listed.
     """
 
-    attention: Literal["torch", "scores", "flash1", "flash2", "ring"] = "torch"
+    attention: Literal["torch", "scores", "flash1", "flash2", "masked"] = "torch"
     score_moves: tuple[int, int] | None = None
     dropout: bool = False
     compiled: bool = False
@@ -357,7 +357,7 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
     heads, width = shape.heads // run.tensor, shape.head_width
     queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
     if run.impl.attention != "scores":
-        variant: Literal["", "flash1", "flash2", "ring"] = "" if run.impl.attention == "torch" else run.impl.attention
+        variant: Literal["", "flash1", "flash2", "masked"] = "" if run.impl.attention == "torch" else run.impl.attention
         fused = _matmul(run, queries, keys, width)
         return (
             dataclasses.replace(

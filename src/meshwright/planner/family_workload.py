@@ -68,16 +68,15 @@ def gaps_of(resolved: Resolved) -> tuple[str, ...]:
 
 
 def _attending(impl: Implementation, resolved: Resolved) -> Implementation:
-    """Return an implementation with the attention that methods bring: in rings, and where all scores were computed.
+    """Return an implementation with the attention that methods bring in place of one that computes all scores.
 
-    Most models that compute these have sinks. Ranks that divide tokens compute attention themselves.
+    Most models with such have sinks, and blocks that see a window. Ranks that divide tokens attend by themselves.
     """
-    methods, sizes = in_phase_order(resolved.strategy), dict(resolved.axes)
-    rings = any(each.attends_in_ring(sizes) for each in methods)
-    if impl.attention == "scores":
-        rings = rings or sizes.get("sequence", 1) > 1 or any(each.fuses_attention for each in methods)
-        return dataclasses.replace(impl, attention="ring", score_moves=None) if rings else impl
-    return dataclasses.replace(impl, attention="ring") if rings and impl.attention == "torch" else impl
+    divides = any(size > 1 for axis, size in resolved.axes if axis in ("sequence", "context"))
+    fuses = divides or any(each.fuses_attention for each in in_phase_order(resolved.strategy))
+    if impl.attention != "scores" or not fuses:
+        return impl
+    return dataclasses.replace(impl, attention="masked", score_moves=None)
 
 
 def _pipeline_in(strategy: Strategy) -> PipelineParallel | None:

@@ -24,9 +24,8 @@ from meshwright.methods.tokens.ring_attention import (
     Ring,
     attend_in_ring,
     outputs_of,
-    with_four_dims,
 )
-from meshwright.methods.tokens.token_order import TokenOrder
+from meshwright.methods.tokens.token_order import TokenOrder, with_four_dims
 
 Attend = Callable[..., torch.Tensor]
 

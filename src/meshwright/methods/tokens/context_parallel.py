@@ -252,10 +252,6 @@ class ContextParallel(Method):
         ranks, heads = sizes.get(AXIS, 1), sizes.get("sequence", 1)
         return functools.partial(TracedContext, ranks, self.balance, heads, within) if ranks > 1 else None
 
-    def attends_in_ring(self, sizes: Mapping[str, int]) -> bool:
-        """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`."""
-        return sizes.get(AXIS, 1) > 1
-
     def _order(self, size: int) -> TokenOrder:
         return TokenOrder(self.method_name, size, 0, self.balance)
 

@@ -1,26 +1,36 @@
 """Compute attention while keys and values travel around a ring of ranks.
 
-Three parts: which chunks of keys a rank's queries see (tables and views); torch's attention kernels that return the
-log-sum-exp, so that outputs over several blocks of keys can be merged; the ring itself.
+Two parts: torch's attention kernels that return the log-sum-exp, so that outputs over several blocks of keys can be
+merged; the ring itself. Which chunks of keys a rank's queries see is in ``token_order.py``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention, cudnn_sdp_enabled
 
 from meshwright.methods.planner_hooks import attending_by
 from meshwright.methods.tensor.axis_exchange import as_products
-from meshwright.methods.tokens.token_order import TokenOrder
+from meshwright.methods.tokens.token_order import (
+    Table,
+    TokenOrder,
+    View,
+    causal_table,
+    mask_table,
+    view_of,
+    with_four_dims,
+)
 from meshwright.runtime.torch_internals.autograd import Function
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 from meshwright.runtime.torch_internals.operators import (
+    cudnn_attention,
+    cudnn_attention_backward,
     efficient_attention,
     efficient_attention_backward,
     flash_attention,
@@ -28,105 +38,6 @@ from meshwright.runtime.torch_internals.operators import (
     flash_attention_on_cpu,
     flash_attention_on_cpu_backward,
 )
-from meshwright.runtime.torch_internals.tensors import version_of
-
-Table = tuple[tuple[bool, ...], ...]
-"""Per chunk of this rank and chunk of the sequence: whether any query of the one sees any key of the other."""
-
-
-@dataclass(frozen=True)
-class View:
-    """The smallest rectangle of chunks that holds all keys of one rank which this rank's queries see."""
-
-    rows: slice  # of this rank's queries
-    columns: slice  # of the other rank's keys
-    is_causal: bool = False  # within the rectangle
-
-    def without_padding(self, rows: int, columns: int) -> View | None:
-        """Return the part of the rectangle within the first ``rows`` and ``columns``; None if nothing is left."""
-        rows, columns = min(rows, self.rows.stop), min(columns, self.columns.stop)
-        if rows <= self.rows.start or columns <= self.columns.start:
-            return None
-        return View(slice(self.rows.start, rows), slice(self.columns.start, columns), self.is_causal)
-
-    def additive(
-        self, mask: torch.Tensor | None, order: TokenOrder, source: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """Cut this rectangle out of a mask over all tokens, as a tensor that is added to the scores."""
-        if mask is None:
-            return None
-        own = order.part(mask, -2)[..., self.rows, :] if mask.shape[-2] > 1 else mask
-        cut = order.at(source).part(own, -1)[..., self.columns]
-        if cut.dtype == torch.bool:
-            return torch.zeros_like(cut, dtype=dtype).masked_fill_(~cut, -torch.inf)
-        return cut.to(dtype)
-
-
-def causal_table(order: TokenOrder) -> Table:
-    """Return the table of causal attention."""
-    return tuple(tuple(key <= query for key in range(order.num_chunks)) for query in order.chunks)
-
-
-def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask as (batch or 1, heads or 1, tokens or 1, tokens)."""
-    return mask[(None,) * (4 - mask.dim())]
-
-
-def mask_table(mask: torch.Tensor, order: TokenOrder, hidden: float = -torch.inf) -> Table:
-    """Return the table of a mask (…, tokens or 1, tokens).
-
-    A query sees a key where the mask is True, or above ``hidden``, the number that hides keys. Reading the values makes
-    the host wait for a CUDA device, so the table is cached: a mask that all layers share is read once. In a fake tensor
-    all is visible.
-    """
-    if isinstance(mask, FakeTensor) or mask.is_meta:
-        return ((True,) * order.num_chunks,) * len(order.chunks)
-    if mask.is_inference():  # it has no version, so changes could not be seen
-        return _read_table(with_four_dims(mask), order, hidden)
-    key = version_of(mask), order, hidden
-    known = _tables.get(mask)
-    if known is None or known[0] != key:
-        known = _tables[mask] = key, _read_table(with_four_dims(mask), order, hidden)
-    table: Table = known[1]
-    return table
-
-
-_tables = WeakTensorKeyDictionary()  # mask -> (its version, order, what hides), table
-
-
-def _read_table(mask: torch.Tensor, order: TokenOrder, hidden: float) -> Table:
-    seen = mask if mask.dtype == torch.bool else mask > hidden
-    missing = order.padded(mask.shape[-1]) - mask.shape[-1]
-    seen = F.pad(seen, (0, missing, 0, missing if mask.shape[-2] > 1 else 0))
-    columns = seen.flatten(0, 1).any(0).unflatten(-1, (order.num_chunks, -1)).any(-1)
-    if columns.shape[0] == 1:
-        return (tuple(columns[0].tolist()),) * len(order.chunks)
-    chunks = columns.unflatten(0, (order.num_chunks, -1)).any(1)
-    return tuple(map(tuple, chunks[list(order.chunks)].tolist()))
-
-
-def view_of(table: Table, order: TokenOrder, source: int, tokens: int, *, is_causal: bool) -> View | None:
-    """Describe which keys of rank ``source`` this rank's queries see; None if they see none.
-
-    Args:
-        table: See :data:`Table`.
-        order: This rank's order of tokens.
-        source: The rank whose keys they are.
-        tokens: Number of tokens of each rank.
-        is_causal: Whether attention is causal.
-    """
-    keys = order.at(source).chunks
-    rows = [place for place, row in enumerate(table) if any(row[key] for key in keys)]
-    if not rows:
-        return None
-    columns = [place for place, key in enumerate(keys) if any(row[key] for row in table)]
-    size = tokens // len(keys)
-    return View(
-        slice(rows[0] * size, (rows[-1] + 1) * size),
-        slice(columns[0] * size, (columns[-1] + 1) * size),
-        is_causal and source == order.index,
-    )
-
 
 # --- Attention over one block of keys, by torch's kernels that return the log-sum-exp
 #
@@ -137,6 +48,7 @@ _aten: Any = torch.ops.aten
 _FEATURES = 8  # CUDA kernels take multiples of this
 _KEYS = 16  # alignment of a mask's rows in the memory-efficient kernel
 _QUERIES = 32  # padding of its log-sum-exp
+_CUDNN_SINCE = 9  # compute capability from which on cuDNN's kernels are much the fastest: Hopper
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -161,7 +73,7 @@ class Block:
 
         Rows that see no key have the output 0 and the log-sum-exp minus infinity.
         """
-        with attending_by("ring"):
+        with attending_by("masked" if self.mask is not None else ""):
             out, lse = self._padded()._forward()
         out = out[..., : self.value.shape[-1]]
         if self.mask is None:
@@ -172,8 +84,10 @@ class Block:
     def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.query.device.type == "cpu":
             out, lse = flash_attention_on_cpu(*self.tensors, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale)
+        elif self._takes_cudnn():
+            out, lse = self._cudnn_forward()
         elif self._takes_flash():
-            out, lse, *_ = flash_attention(*self.tensors, 0.0, self.is_causal, False, scale=self.scale)
+            out, lse = self._flash_forward()
         else:
             out, lse, *_ = efficient_attention(
                 *self._ungrouped(), self._expanded_mask(), True, 0.0, self.is_causal, scale=self.scale
@@ -191,7 +105,7 @@ class Block:
         """
         padded = self._padded()
         gradient, out = (_with_features(tensor, padded.value.shape[-1]) for tensor in (gradient, out))
-        with attending_by("ring"):
+        with attending_by("masked" if self.mask is not None else ""):
             grads = padded._backward(gradient, out, lse.contiguous())
         return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, self.tensors, strict=True))  # type: ignore[return-value]
 
@@ -201,6 +115,8 @@ class Block:
                 gradient, *self.tensors, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=self.scale
             )
             return grads
+        if self._takes_cudnn():
+            return self._cudnn_backward(gradient, out, lse)
         return (self._flash_backward if self._takes_flash() else self._efficient_backward)(gradient, out, lse)
 
     @property
@@ -217,11 +133,41 @@ class Block:
         query, key, value = (_with_features(tensor, features) for tensor in self.tensors)
         return Block(query, key, value, self.mask, self.is_causal, scale)
 
+    @property
+    def _is_grouped(self) -> bool:
+        return self.query.shape[1] != self.key.shape[1]
+
     def _takes_flash(self) -> bool:
         if self.mask is not None:
             return False
-        grouped = self.query.shape[1] != self.key.shape[1]
-        return can_use_flash_attention(SDPAParams(*self.tensors, None, 0.0, self.is_causal, grouped))
+        return can_use_flash_attention(SDPAParams(*self.tensors, None, 0.0, self.is_causal, self._is_grouped))
+
+    def _takes_cudnn(self) -> bool:
+        """Return whether cuDNN computes it, as torch's own attention does on the same devices."""
+        query, kind = self.query, (self._is_grouped, self.is_causal)
+        if self.mask is not None or query.dtype == torch.float32 or not (cudnn_sdp_enabled() and self._takes_flash()):
+            return False
+        if not can_use_cudnn_attention(SDPAParams(*self.tensors, None, 0.0, self.is_causal, self._is_grouped)):
+            return False
+        if torch.cuda.get_device_capability(query.device)[0] < _CUDNN_SINCE:
+            return False
+        return isinstance(query, FakeTensor) or _cudnn_agrees(query.device, query.dtype, query.shape[-1], *kind)
+
+    def _cudnn_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = cudnn_attention(*self.tensors, None, True, 0.0, self.is_causal, scale=self.scale)
+        return out, lse.view(out.shape[:3])
+
+    def _cudnn_backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+        unused = torch.zeros((), dtype=torch.int64)  # random state of dropout
+        grads: Gradients = cudnn_attention_backward(
+            gradient, *self.tensors, out, lse.unsqueeze(-1), unused, unused, None, None, None, self.query.shape[2],
+            self.key.shape[2], 0.0, self.is_causal, scale=self.scale,
+        )  # fmt: skip
+        return grads
+
+    def _flash_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = flash_attention(*self.tensors, 0.0, self.is_causal, False, scale=self.scale)
+        return out, lse
 
     def _flash_backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         unused = torch.empty(2, dtype=torch.uint64, device=self.query.device)  # random state of dropout
@@ -253,6 +199,32 @@ class Block:
         keys = self.key.shape[2]
         aligned = F.pad(self.mask.contiguous(), (0, -keys % _KEYS))[..., :keys]
         return aligned.expand(*self.query.shape[:3], keys)
+
+
+@functools.cache
+def _cudnn_agrees(device: torch.device, dtype: torch.dtype, features: int, grouped: bool, is_causal: bool) -> bool:
+    """Return whether cuDNN's kernels say what FlashAttention's do of a few random tokens; asked once for each kind.
+
+    Its results and its log-sum-exp are no public function of torch's. Where they are others than what is needed here,
+    or cannot be had, FlashAttention computes attention.
+    """
+    generator, tokens, heads = torch.Generator().manual_seed(0), 128, 4
+    shapes = [(1, count, tokens, features) for count in (heads, *[heads // 2 if grouped else heads] * 2, heads)]
+    with torch.no_grad():
+        query, key, value, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        block = Block(query, key, value, None, is_causal, features**-0.5)
+        out, lse = block._flash_forward()
+        more = lse + 0.5  # of more keys, as in a ring
+        try:
+            found = *block._cudnn_forward(), *block._cudnn_backward(gradient, out, more)
+        except RuntimeError:
+            return False
+        expected = out, lse, *block._flash_backward(gradient, out, more)
+    return all(_close(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+def _close(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((mine - other).float().abs().max() <= 2e-2 * other.float().abs().max())
 
 
 def _with_features(tensor: torch.Tensor, features: int) -> torch.Tensor:

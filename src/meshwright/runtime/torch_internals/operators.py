@@ -16,6 +16,8 @@ __all__ = [
     "SCHEMA",
     "OpOverloadPacket",
     "cast_grouped_products",
+    "cudnn_attention",
+    "cudnn_attention_backward",
     "efficient_attention",
     "efficient_attention_backward",
     "embedding_bag",
@@ -43,6 +45,8 @@ flash_attention = _aten._scaled_dot_product_flash_attention
 flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward
 flash_attention_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_on_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+cudnn_attention = _aten._scaled_dot_product_cudnn_attention
+cudnn_attention_backward = _aten._scaled_dot_product_cudnn_attention_backward
 efficient_attention = _aten._scaled_dot_product_efficient_attention
 efficient_attention_backward = _aten._scaled_dot_product_efficient_attention_backward
 
