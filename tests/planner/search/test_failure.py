@@ -8,7 +8,7 @@ import pytest
 from meshwright.cost import find_cluster
 from meshwright.errors import StrategyError
 from meshwright.planner import FamilyWorkload, parse_family
-from meshwright.planner.search import find, search, search_and_trace
+from meshwright.planner.search import find, search, search_and_trace, within_time
 from meshwright.planner.search.find import nothing_works
 from meshwright.planner.search.within_time import TimeLimit, out_of_time
 from meshwright.strategy import Strategy
@@ -48,9 +48,29 @@ def test_what_fills_devices_and_hosts_is_not_offloaded_in_every_way(host_gib, tr
     with mock.patch.object(find._Passes, "_through", through), pytest.raises(StrategyError) as refused:
         search(subject(host_gib))
     assert any(space.offload != ((),) for space in passes) == tried
+    # What the first pass shows is not looked for in others: the one more is the search for enough devices.
+    assert len(passes) == 1 or tried
     assert "No strategy fits into the memory of a rank" in str(refused.value)
     assert "of host memory" in str(refused.value)
     assert "take 4 of these devices" in str(refused.value)
+
+
+def test_where_there_is_no_time_to_look_for_enough_devices_states_tell_how_many_are_too_few(monkeypatch):
+    monkeypatch.setattr(find, "_GROWTH_S", 0.0)
+    with pytest.raises(
+        StrategyError, match=r"take more than 2 of these devices, for activations come on top"
+    ) as refused:
+        search(subject(5), limit_s=60.0)
+    told = str(refused.value)
+    assert "at most 2.00 GiB and 4.50 GiB of host memory for each of 2 devices" in told
+    assert "Got 17.41 GiB of parameters and optimizer states, 8.70 GiB for each" in told
+
+
+def test_what_formulas_find_too_large_is_told_when_the_time_is_up():
+    error = StrategyError("No strategy fits", expected="at most 2 GiB", got="3 GiB for zero1", fix="take 4 devices")
+    told = str(within_time._fits_nowhere(error, TimeLimit(20.0), 0.9))
+    assert "within 20 s of processor time. Got none by formulas in 90% of the memory: 3 GiB for zero1" in told
+    assert "take 4 devices; or give it more time" in told
 
 
 def test_where_the_time_ends_the_smallest_that_was_tried_is_named():

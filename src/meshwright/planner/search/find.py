@@ -7,10 +7,11 @@ for which every prediction takes seconds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from meshwright.cost import Cluster, Memory, Step, moments, peak
@@ -39,7 +40,7 @@ from meshwright.planner.search.search_state import (
     divided_next,
     with_other_loss,
 )
-from meshwright.planner.search.within_time import TimeLimit, out_of_time
+from meshwright.planner.search.within_time import OutOfTimeError, TimeLimit, out_of_time
 from meshwright.runtime.lazy import paused_collection
 from meshwright.strategy import Strategy
 
@@ -77,6 +78,39 @@ def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> Strat
         got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {method_names(smallest.strategy)}; {reason}",
         fix="; or ".join(remedies) + "; or name a strategy yourself to try it all the same",
     )
+
+
+@dataclass(frozen=True)
+class _States:
+    """Parameters and optimizer states that fill all devices and their hosts, however they are divided.
+
+    Args:
+        world: Number of devices.
+        held_bytes: All parameters and optimizer states.
+        limit_bytes: What a device may hold.
+        host_bytes: What each device may take of its host.
+    """
+
+    world: int
+    held_bytes: int
+    limit_bytes: int
+    host_bytes: int
+
+    def error(self, devices: int | None) -> StrategyError:
+        """Return the error that says so; ``devices`` would do, None: it is not known how many."""
+        room = self.limit_bytes + self.host_bytes
+        enough = f"take {devices} of these devices"
+        if devices is None:
+            enough = f"take more than {self.held_bytes // room} of these devices, for activations come on top"
+        return StrategyError(
+            "No strategy fits into the memory of a rank",
+            expected=f"at most {readable_bytes(self.limit_bytes)} and {readable_bytes(self.host_bytes)} of host memory "
+            f"for each of {self.world} devices",
+            got=f"{readable_bytes(self.held_bytes)} of parameters and optimizer states, "
+            f"{readable_bytes(self.held_bytes // self.world)} for each device",
+            fix=f"{enough}; or train adapters around frozen weights, or take an optimizer with smaller states; or name "
+            "a strategy yourself to try it all the same",
+        )
 
 
 def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
@@ -152,6 +186,7 @@ Progress = Callable[[int, int], None]
 
 MAX_PREDICTIONS = 1500
 _MOST_GROWTH = 1024
+_GROWTH_S = 3.0  # in which a search that has a limit looks for the number of devices that would do
 _Tried = tuple[Space, SearchState]  # the state after its pass without offloading
 
 
@@ -215,6 +250,8 @@ def search(
     passes = _Passes(subject, cluster, node, objective, top, max_predictions, progress, limit, (reach, of_family))
     with limit.watched():
         given, state = passes.first(given, may_lower=not names_role(Role.PRECISION, required))
+        wider = growing or next((each.space for each in reversed(follow_ups) if each.where == "last"), given)
+        passes.check_states(given, state, offload, constrain(wider))
         tried, state = passes.follow(given, state, follow_ups, constrain, offload)
     if not state.plans and limit.is_over:
         raise out_of_time(limit, state.too_large[0] if state.too_large else None)
@@ -248,6 +285,7 @@ class _Passes:
         families: tuple[float | None, int],
     ) -> None:
         self.limit, (self.reach, self.of_family) = limit, families
+        self._growing = TimeLimit()  # of the search for more devices
         self.subject, self.cluster, self.node, self.objective = subject, cluster, node, objective
         self.top, self.max_predictions, self.progress = top, max_predictions, progress
         self.bounds = None if cluster is None else Bounds(subject, cluster)
@@ -301,20 +339,35 @@ class _Passes:
             state.plans = self._through(space, state.for_families(each.reach)).plans
         return tried, state
 
-    def _overflows(self, world: int) -> bool:
-        """Return whether parameters and optimizer states alone fill devices and hosts, however they are divided."""
+    def _overflows(self, world: int) -> _States | None:
+        """Return parameters and optimizer states if they alone fill devices and hosts, however they are divided."""
         host = None if self.cluster is None else usable_host_bytes(self.cluster)
         if self.bounds is None or self.bounds.limit_bytes is None or host is None:
-            return False
-        return self.bounds.state_bytes() > world * (self.bounds.limit_bytes + host)
+            return None
+        held, limit = self.bounds.state_bytes(), self.bounds.limit_bytes
+        return _States(world, held, limit, host) if held > world * (limit + host) else None
+
+    def check_states(self, space: Space, state: SearchState, offload: tuple[Choice, ...], growing: Space) -> None:
+        """End a search of which the first pass shows that parameters and states fit nowhere but on disks.
+
+        Args:
+            space: The space of the first pass.
+            state: After it.
+            offload: What may leave devices.
+            growing: What is tried on more devices.
+
+        Raises:
+            StrategyError: With the number of devices that would do.
+        """
+        states = None if state.plans else self._overflows(self.subject.world)
+        if states is not None and {*space.offload} <= {(), *offloads(self.subject.world)}:  # none to disk
+            raise states.error(self.fewest_devices(_roomiest(growing, (*growing.offload, *offload))))
 
     def _in_other(self, space: Space, state: SearchState, *, only_better: bool = True) -> _Tried:
         return space, self._through(space, state.for_other_space(only_better=only_better))
 
     def _offloading(self, tried: Sequence[_Tried], state: SearchState, offload: tuple[Choice, ...]) -> SearchState:
         """Pass with offloading where something too large could be among the best once it takes less."""
-        if not state.plans and self._overflows(self.subject.world):
-            return state
         for space, without in tried:
             if offload and (without.ran_out or self.objective == "memory"):
                 state = self._through(space.replace(offload=((), *offload)), state.for_offloading(without))
@@ -382,10 +435,12 @@ class _Passes:
         grow: Callable[[int], Subject] | None = getattr(self.subject, "on", None)
         if grow is None or self.cluster is None:
             return None
-        world = self.subject.world
-        for times in range(1, _MOST_GROWTH.bit_length()):
-            if self._fits_on(number := world << times, grow, space):
-                return self._between(number // 2, number, grow, space)
+        world, left_s = self.subject.world, self.limit.left_s
+        self._growing = TimeLimit(None if left_s is None else min(left_s, _GROWTH_S))
+        with contextlib.suppress(OutOfTimeError):
+            for times in range(1, _MOST_GROWTH.bit_length()):
+                if self._fits_on(number := world << times, grow, space):
+                    return self._between(number // 2, number, grow, space)
         return None
 
     def _between(self, few: int, enough: int, grow: Callable[[int], Subject], space: Space) -> int:
@@ -404,7 +459,7 @@ class _Passes:
             return False
         larger, cluster = grow(number), self.cluster.resized(number)
         wider = space.replace(sizes=_wider(space, default_space(larger)))
-        return self._fits(larger, cluster, wider)
+        return self._fits(larger, cluster, wider, self._growing)
 
     def batches_nearby(self, space: Space) -> list[int]:
         """Return fitting batches near one that the devices cannot share equally."""
@@ -415,11 +470,22 @@ class _Passes:
         below = batch - batch % world
         return [n for n in (below, below + world) if n and self._fits(of_batch(n), self.cluster, space)]
 
-    def _fits(self, subject: Subject, cluster: Cluster, space: Space) -> bool:
+    def _fits(self, subject: Subject, cluster: Cluster, space: Space, limit: TimeLimit | None = None) -> bool:
+        """Return whether any strategy of a space fits.
+
+        Raises:
+            OutOfTimeError: When the limit is over before that is known.
+        """
         candidates = Candidates(space, subject.world, cluster.devices_per_node, subject.batch_size)
         bounds = Bounds(subject, cluster)
-        engine = Engine(subject, candidates, bounds, "memory", 1, self.max_predictions, None, any_will_do=True)
-        return bool(engine.run().plans)
+        limit = limit or TimeLimit()
+        engine = Engine(
+            subject, candidates, bounds, "memory", 1, self.max_predictions, None, any_will_do=True, time_limit=limit
+        )
+        found = engine.run()
+        if not found.plans and limit.is_over:
+            raise OutOfTimeError
+        return bool(found.plans)
 
 
 def _is_untraced(state: SearchState) -> bool:

@@ -84,6 +84,13 @@ class TimeLimit:
             raise OutOfTimeError
 
 
+_SLOW_TRACE = (
+    "A module that computes its tokens one after the other in Python takes minutes to trace: shorten seq, or install "
+    "its kernels"
+)
+_TIME_WAS_UP = "The time was up before a strategy was found that fits"
+
+
 def out_of_time(limit: TimeLimit, smallest: Plan | None = None) -> StrategyError:
     """Return the error for a search whose time was up before it found anything.
 
@@ -97,11 +104,11 @@ def out_of_time(limit: TimeLimit, smallest: Plan | None = None) -> StrategyError
         where += f"; the smallest so far, {method_names(smallest.strategy)}, needs {needs}"
         where += "" if smallest.fits_device else f" of {readable_bytes(smallest.limit_bytes or 0)}"
     return StrategyError(
-        "The time was up before a strategy was found that fits",
+        _TIME_WAS_UP,
         expected=f"a strategy within {limit.seconds:.3g} s of processor time",
         got=f"none{where}",
-        fix="give it more time (limit_s, --limit-s), or name a strategy to predict that alone. A module that computes "
-        "its tokens one after the other in Python takes minutes to trace: shorten seq, or install its kernels",
+        fix="give it more time (limit_s, --limit-s), or name a strategy to predict that alone. "
+        + (_SLOW_TRACE if smallest is None else "More devices, or such with more memory, need less of each"),
     )
 
 
@@ -193,7 +200,9 @@ def search_and_trace(
             if left is not None or within == limit_bytes:
                 raise  # it says what is too small, whatever time is left
             if limit.is_over:
-                raise out_of_time(limit) from error
+                if error.what == _TIME_WAS_UP:
+                    raise
+                raise _fits_nowhere(error, limit, formulas.within) from error
             within = limit_bytes
             continue
         plans = found.plans
@@ -214,6 +223,16 @@ def search_and_trace(
         least = state.too_large[0]
         within = int(within * min((least.limit_bytes or 0) / least.needed_bytes, 1.0))
     return None
+
+
+def _fits_nowhere(error: StrategyError, limit: TimeLimit, within: float) -> StrategyError:
+    """Return the error of a search by formulas in a part of the memory, where no time is left for all of it."""
+    return StrategyError(
+        _TIME_WAS_UP,
+        expected=f"a strategy within {limit.seconds:.3g} s of processor time",
+        got=f"none by formulas in {within:.0%} of the memory: {error.got}",
+        fix=f"{error.fix}; or give it more time (limit_s, --limit-s)",
+    )
 
 
 def _seconds_of(limit: TimeLimit, formulas: _Formulas) -> tuple[float | None, float | None]:
