@@ -74,13 +74,16 @@ def test_a_plan_leaves_a_model_as_it_is_even_a_module_in_two_places():
         assert all(a is b for a, b in zip(now, before[id(module)], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "vit"])
+@pytest.mark.parametrize("kind", ["gpt2", "vit", "siglip"])
 def test_a_transformers_config_is_built_without_weights(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = {
         "gpt2": lambda: transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=128, n_positions=64),
         "vit": lambda: transformers.ViTConfig(**small, image_size=32, patch_size=8),
+        "siglip": lambda: transformers.SiglipConfig(
+            text_config=small, vision_config={**small, "image_size": 32, "patch_size": 8}
+        ),
     }[kind]()
     config.save_pretrained(tmp_path)
     planned = named_model(f"hf:{tmp_path}", 16 if kind == "gpt2" else None)

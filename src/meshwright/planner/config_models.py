@@ -180,10 +180,10 @@ def transformers_model(path: Path, seq: int | None, dtype: torch.dtype = torch.f
     config = read_model_config(path)
     has_encoder = getattr(config, "is_encoder_decoder", False)  # a decoder alone takes this from its config
     module: Any = model_of_config(config, path, on_meta=True, dtype=dtype)
-    if hasattr(config, "image_size"):
+    if (of_images := _config_of_images(config, module)) is not None:
         _check_takes(module, "pixel_values")
         with _naming_config(path):
-            images = _images(config)
+            images = _images(of_images)
         return ModuleModel(_name(config, path), module, images, model_input_format="unpack_dict")
     if config.model_type == "whisper" and _is_of(module, config, "AutoModelForSpeechSeq2Seq"):
         seq = _checked_seq(config, seq)
@@ -462,6 +462,14 @@ def _is_encoder(config: Any) -> bool:
 def _name(config: Any, path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     return f"{config.model_type} ({folder.name or folder.resolve().name})"
+
+
+def _config_of_images(config: Any, module: Any) -> Any:
+    """Return the config that says how large images are; None for what does not take them alone."""
+    if hasattr(config, "image_size"):
+        return config
+    nested = getattr(config, "vision_config", None)  # of CLIP and SigLIP as classifiers
+    return nested if module.main_input_name == "pixel_values" and hasattr(nested, "image_size") else None
 
 
 def _images(config: Any) -> dict[str, torch.Tensor]:

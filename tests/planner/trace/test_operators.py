@@ -42,6 +42,8 @@ def test_products_and_attention_by_their_dims():
     given = (None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1)
     (convolution,) = kernels(aten.convolution.default, image, filters, *given)
     assert (convolution.m, convolution.n, convolution.k) == (2 * 4, 5, 3 * 16)
+    # As torch calls it where padding is "valid".
+    assert kernels(aten.convolution.default, image, filters, None, [4, 4], [0], [1, 1], False, [0], 1) == (convolution,)
     made = aten.convolution(image, filters, *given)
     backward = (made, image, filters, [5], *given[1:])
     assert len(kernels(aten.convolution_backward.default, *backward, [False, True, True])) == 1

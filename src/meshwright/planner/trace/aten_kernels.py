@@ -250,10 +250,12 @@ def _convolution(args: tuple[Any, ...]) -> tuple[Op, ...]:
 
 
 def _convolved(args: tuple[Any, ...]) -> tuple[int]:
-    features, weight, stride, padding, dilation = args[0], args[1], args[3], args[4], args[5]
+    features, weight = args[0], args[1]
     if args[6]:  # transposed: every element of the input meets the whole filter
         return (math.prod(features.shape[2:]),)
-    sizes = zip(features.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    # One number may stand for all dims, as where padding is called "valid".
+    steps, pads, wides = (tuple(each) * (weight.dim() - 2 if len(each) == 1 else 1) for each in args[3:6])
+    sizes = zip(features.shape[2:], weight.shape[2:], steps, pads, wides, strict=True)
     return (math.prod((size + 2 * pad - wide * (width - 1) - 1) // step + 1 for size, width, step, pad, wide in sizes),)
 
 
