@@ -242,13 +242,14 @@ def test_a_config_that_is_none_is_told(tmp_path):
     [
         ("Whisper", "the decoder alone"),
         ("ResNet", "of pixel_values"),
-        ("CLIP", "of pixel_values"),
+        ("CLIP", "of input_ids, pixel_values"),
         ("Wav2Vec2", "no model"),
     ],
 )
 def test_a_config_of_neither_text_nor_images_names_the_way_by_functions(kind, words, tmp_path):
     transformers = pytest.importorskip("transformers")
-    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    named = {"architectures": ["CLIPModel"]} if kind == "CLIP" else {}
+    getattr(transformers, f"{kind}Config")(**named).save_pretrained(tmp_path)
     with pytest.raises(mw.ModelError, match=f"{words}.*--model MODULE:FUNCTION --sample MODULE:FUNCTION"):
         mw.plan(f"hf:{tmp_path}", "h100x2", global_batch=4, seq=8)
 
