@@ -84,7 +84,10 @@ def replace_attention(
 
 
 def fuse_sinks(model: nn.Module) -> None:
-    """Replace eager attention with sinks where compiled code is to call it: there, an own function has no name."""
+    """Replace eager attention with sinks where compiled blocks divide tokens, for good.
+
+    Other blocks take the place of transformers' functions while they run, which torch does not see as it compiles.
+    """
     for part, config in _configs(model):
         if config._attn_implementation == "eager" and _with_sinks(part) and not _reason_against(part, config, _SINKS):
             _register_sinks()
@@ -245,9 +248,8 @@ def _with_sinks(model: nn.Module) -> list[nn.Module]:
 
 def _proven(module: nn.Module) -> bool:
     """Return whether fused attention agrees with a module's own, eager one on random heads, of a few narrow tokens."""
-    modules = (
-        sys.modules.get(each.__module__) for each in type(module).__mro__
-    )  # the class may be one of a split layer
+    # The class may be that of a split layer, made elsewhere.
+    modules = (sys.modules.get(each.__module__) for each in type(module).__mro__)
     own = next((found for each in modules if (found := getattr(each, "eager_attention_forward", None))), None)
     groups = getattr(module, "num_key_value_groups", None)
     sinks = parameters_of(module)["sinks"]
