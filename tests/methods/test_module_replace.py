@@ -1,6 +1,7 @@
 """``module_replace``: what takes a module's place computes the same, keeps what was on it, and is in the plan."""
 
 import copy
+import dataclasses
 import functools
 import sys
 import types
@@ -17,6 +18,8 @@ from meshwright.methods.replace import fused_layers as liger
 from meshwright.methods.replace.attention_backends import fused_with_sinks, gains_by_attention
 from meshwright.methods.replace.fused_layers import proven_forward
 from meshwright.methods.replace.user_pairs import _PAIRS
+from meshwright.planner.strategy_choice import choose
+from meshwright.planner.workload import Workload
 from meshwright.strategy import Strategy
 from tests import tiny
 from tests.methods import expert_runs, split_runs
@@ -654,6 +657,24 @@ def test_a_search_replaces_attention_that_computes_all_scores_unless_told_not_to
     assert all("module_replace" not in plan.strategy for plan in without)
     by_name = mw.plan(split_runs.build("gptoss"), "h100x2", included=[("module_replace", "rms_norm")], **asked)
     assert all(plan.strategy.get("module_replace").include == ("rms_norm",) for plan in by_name)
+
+
+def test_what_is_chosen_where_no_cluster_is_known_replaces_such_attention_too():
+    def inputs(samples):
+        return tiny.Tokens().ids[:samples]
+
+    def forward(model, ids):
+        return model(ids).logits.square().mean()
+
+    model = split_runs.build("gptoss")
+    subject = Workload(model, CPU, torch.optim.SGD, inputs, forward, 8, None, 2, 3, limit_bytes=None)
+    plan, reason = choose(subject)
+    assert reason.startswith("chose parallel_mode(data=2) + module_replace(include=['attention']): the first that fits")
+    assert plan.memory.activations < choose(subject, excluded=["module_replace"])[0].memory.activations
+    by_name, _ = choose(subject, included=[("module_replace", "rms_norm")])
+    assert by_name.strategy.get("module_replace").include == ("rms_norm",)
+    subject = dataclasses.replace(subject, model=tiny.build("gpt2"))
+    assert "module_replace" not in choose(subject)[0].strategy
 
 
 def logits_squared(_, output):

@@ -6,10 +6,11 @@ fits of a short list is chosen, least communication first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
+from meshwright.methods import Role, SearchScope
 from meshwright.methods.base import SHARDING
 from meshwright.methods.composition import LEAST_COMMUNICATION_FIRST, without_mixed
 from meshwright.methods.parallel_mode import ParallelMode
@@ -20,6 +21,7 @@ from meshwright.strategy.value import METHOD_CONFIGS
 
 if TYPE_CHECKING:
     from meshwright.planner.search import Found
+    from meshwright.strategy import MethodConfig
 
 
 _SHOWN, _RUN, _MAX_PREDICTIONS = 3, 6, 60
@@ -28,7 +30,7 @@ _SHOWN, _RUN, _MAX_PREDICTIONS = 3, 6, 60
 def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> tuple[Plan, str]:
     """Choose the fastest strategy that fits into a rank's memory.
 
-    Without a cluster, the first that fits of data, zero2, fsdp and fsdp with checkpoint.
+    Without a cluster, the first that fits of data, zero2, fsdp and fsdp with checkpoint, with what all of them gain by.
 
     Args:
         workload: The model and how it is trained.
@@ -121,7 +123,7 @@ def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[Me
 
 
 def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Strategy]:
-    required = read_constraints(excluded, included)
+    required = _with_gains(workload, read_constraints(excluded, included), excluded)
     # An included sharding method takes the place of a candidate's own.
     replaced = SHARDING if any(getattr(method, "shards", False) for method in required.values()) else ()
     kept: list[list[str]] = []
@@ -139,6 +141,17 @@ def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[A
         )
     configs = {name: as_devices_have(method, workload.half_dtype) for name, method in required.items()}
     return (Strategy([configs.get(name, name) for name in names]) for names in kept)
+
+
+def _with_gains(
+    workload: Subject, required: Mapping[str, MethodConfig], excluded: Sequence[str]
+) -> Mapping[str, MethodConfig]:
+    """Add what any strategy of a model gains by, such as attention that need not compute all scores."""
+    from meshwright.planner.search.search_space import searched
+
+    first, *_ = (*searched(Role.LOSS, SearchScope(model=getattr(workload, "model", None)), optional=True), ())
+    gains = {each.method_name: each for each in first if each.method_name not in (*required, *excluded)}
+    return {**required, **gains}
 
 
 def _reason(plan: Plan, tried: list[Plan]) -> str:

@@ -244,7 +244,9 @@ def _other_loss(plan: Plan) -> str:
     behind = (held["loss"].activations or 0) - (held["recomputation"].activations or 0)
     if behind < plan.needed_bytes - (plan.limit_bytes or 0):
         return ""
-    offered = (each for method in methods_for(Role.LOSS) for each in method.search_options(SearchScope()))
+    # What is in the strategy already, with other keys, would have to be said as a whole.
+    free = (method for method in methods_for(Role.LOSS) if method.method_name not in plan.strategy)
+    offered = (each for method in free for each in method.search_options(SearchScope()))
     helps = [str(each) for each in offered if next(conflicts_of([*methods, each], sizes), None) is None]
     return f"; {readable_bytes(behind)} of it is of the loss: try it without logits, {helps[0]}" if helps else ""
 
