@@ -209,9 +209,11 @@ def _cudnn_agrees(device: torch.device, dtype: torch.dtype, features: int, group
     or cannot be had, FlashAttention computes attention.
     """
     generator, tokens, heads = torch.Generator().manual_seed(0), 128, 4
-    shapes = [(1, count, tokens, features) for count in (heads, *[heads // 2 if grouped else heads] * 2, heads)]
+    shapes = [(1, tokens, count, features) for count in (heads, *[heads // 2 if grouped else heads] * 2, heads)]
     with torch.no_grad():
-        query, key, value, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        drawn = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+        query, key, value, gradient = (each.transpose(1, 2) for each in drawn)  # as models lay them out
+        key, value = key.contiguous(), value.contiguous()  # as they travel
         block = Block(query, key, value, None, is_causal, features**-0.5)
         out, lse = block._flash_forward()
         more = lse + 0.5  # of more keys, as in a ring
