@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import warnings
 
 import pytest
 import torch
@@ -177,7 +178,13 @@ def test_cudnn_computes_a_block_only_where_it_says_what_flash_attention_says(mon
     monkeypatch.setattr(ring_attention, "flash_attention", _on_cpu)
     monkeypatch.setattr(ring_attention, "flash_attention_backward", _backward_on_cpu)
     kind = (CPU, torch.bfloat16, 16, grouped)
-    assert [ring_attention._cudnn_agrees.__wrapped__(*kind, causal) for causal in (True, False)] == [agrees] * 2
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert [ring_attention._cudnn_agrees.__wrapped__(*kind, causal) for causal in (True, False)] == [agrees] * 2
+    reason = "" if agrees else "no kernel" if off is None else "its results are others"
+    assert [str(each.message).endswith(reason) for each in told if "in place of cuDNN" in str(each.message)] == (
+        [] if agrees else [True] * 2
+    )
 
 
 @pytest.mark.parametrize("capability", [8, 9])
@@ -196,6 +203,15 @@ def test_cudnn_computes_what_torchs_own_attention_would_compute_with_it(monkeypa
     assert not takes(torch.float32)
     assert not takes(mask=torch.zeros(1, 1, 8, 8))
     assert not takes(causal=False)  # whose kernels disagree
+
+
+def test_sinks_of_minus_infinity_take_nothing_from_queries_that_see_a_key_or_none():
+    mask = CASES["random"][0]
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, TOKENS, FEATURES, dtype=torch.float64) for _ in range(3))
+    found = attention_with_sinks(query, key, value, mask, sinks=torch.full((4,), -torch.inf, dtype=torch.float64))
+    expected = F.scaled_dot_product_attention(query, key, value, mask).nan_to_num()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 def test_half_precision_is_merged_in_fp32():
