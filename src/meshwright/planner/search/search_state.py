@@ -305,8 +305,8 @@ class FollowUp:
 
         Where that divides layers, only the same tensor axis is tried. A real module is proved anew for every size,
         which takes seconds, and the size that divides layers best is also the best for the tokens between them. A
-        pipeline around it stays, with any schedule: that takes no other trace. Where the best recomputes, those sizes
-        are tried for which memory was too small. Another loss takes traces of its own, which differ between parameters
+        pipeline around it stays, with any schedule, and twice the size is tried, too: it lost most by what every rank of
+        it did with all tokens. Where the best recomputes, those sizes are tried for which memory was too small. Another loss takes traces of its own, which differ between parameters
         that are sharded and others.
         """
         if self.where == "loss" and state.best is not None and state.best.step.shard_axis is not None:
@@ -315,9 +315,12 @@ class FollowUp:
             return self.space
         best = dict(state.best.step.axes)
         tensor, pipeline = best.get("tensor", 1), best.get("pipeline", 1)
-        sizes = (tensor,) if tensor > 1 else () if _divides_or_offloads(state.best) else _cramped(state, first)
-        tried = {"tensor": sizes} if sizes else {}
-        tried |= {"pipeline": (1, pipeline)} if tensor > 1 and pipeline > 1 else {}
+        if tensor > 1 and pipeline > 1:
+            larger = tuple(size for size in self.space.sizes["tensor"] if size == 2 * tensor)
+            tried = {"tensor": (tensor, *larger), "pipeline": (1, pipeline)}
+        else:
+            sizes = (tensor,) if tensor > 1 else () if _divides_or_offloads(state.best) else _cramped(state, first)
+            tried = {"tensor": sizes} if sizes else {}
         return self.space.replace(sizes={**self.space.sizes, **tried})
 
 
