@@ -20,9 +20,11 @@ from meshwright.planner.model_shapes import parse_family
 from meshwright.strategy import Strategy
 from tests import tiny
 from tests.methods import split_runs
+from tests.methods.expert_runs import attending
 from tests.methods.test_checkpoint import job
 from tests.methods.test_parity import BATCH, check_weights, full_weights
 from tests.parity.layouts import scheduled
+from tests.planner.trace.models import mixtral as stacked_experts
 
 EAGER = {"backend": "aot_eager"}  # compiles forward and backward, and runs them with eager kernels
 ONE_GRAPH = {**EAGER, "fullgraph": True}
@@ -235,23 +237,48 @@ def test_what_a_cuda_graph_cannot_hold_is_refused(config, micro_batches, said):
 @pytest.mark.parametrize(
     ("changes", "is_tried"),
     [
-        ({}, True), ({"half_dtype": None}, False), ({"experts": 8}, False), ({"experts": None}, False),
+        ({}, True), ({"half_dtype": None}, False),
         ({"model": nn.Linear(2, 2)}, False),
         ({"model": tiny.build("plain")}, True),
     ],
 )  # fmt: skip
-def test_a_search_tries_what_has_been_measured(changes, is_tried):
-    scope = dataclasses.replace(SearchScope(8, "bf16", experts=1), **changes)
+def test_a_search_tries_blocks_on_gpus(changes, is_tried):
+    scope = dataclasses.replace(SearchScope(8, "bf16"), **changes)
     assert Compile.search_options(scope) == ((Compile.parse(None),) if is_tried else ())
 
 
 def test_a_search_leaves_compiled_modules_and_state_spaces_alone():
-    scope = SearchScope(8, "bf16", model=tiny.build("plain"), experts=1)
+    scope = SearchScope(8, "bf16", model=tiny.build("plain"))
+    scope.model.stem = nn.Conv1d(2, 2, 1)  # what is not in a block is not compiled
+    assert Compile.search_options(scope)
     find_blocks(scope.model)[0][1].mixer = nn.Conv1d(2, 2, 1)
     assert Compile.search_options(scope) == ()
     scope = dataclasses.replace(scope, model=tiny.build("plain"))
     compile_forward([find_blocks(scope.model)[0][1]], contextlib.nullcontext, backend="eager")
     assert Compile.search_options(scope) == ()
+
+
+@pytest.mark.parametrize("kind", ["grouped_mm", "eager", "listed"])
+def test_a_search_leaves_experts_that_are_called_one_by_one_alone(kind):
+    model = attending(2) if kind == "listed" else stacked_experts()
+    if kind != "listed":
+        model.set_experts_implementation(kind)
+    assert bool(Compile.search_options(SearchScope(8, "bf16", model=model))) == (kind == "grouped_mm")
+
+
+def test_a_block_of_stacked_experts_is_one_graph():
+    torch.manual_seed(0)
+    model, ids = stacked_experts(), torch.randint(0, 50, (2, 16))
+    model.config.use_cache = False  # a cache knows its layer, and every layer would be a graph of its own
+    expected = model(ids, labels=ids).loss
+    torch._dynamo.reset()
+    counters.clear()
+    compile_forward([block for _, block in find_blocks(model)], contextlib.nullcontext, backend="aot_eager")
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_blocks_of_divided_experts_that_run_again_are_not_compiled_and_that_is_told():

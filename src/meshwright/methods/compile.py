@@ -16,6 +16,7 @@ from meshwright.cost.calibration import COMPILED_CALL, COMPILED_KERNEL
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
+from meshwright.methods.expert.expert_layers import loops_over_experts
 from meshwright.methods.planner_hooks import Role, SearchScope
 from meshwright.methods.replace.attention_backends import fuse_sinks
 from meshwright.methods.tensor.split_layers import local_parts, swapped_parameters
@@ -132,16 +133,20 @@ class Compile(Method):
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try blocks on GPUs where what it is worth has been measured: of decoders that are dense and attend.
+        """Try blocks on GPUs, but for those whose code runs loops.
 
-        Routing between experts breaks graphs, and state spaces run loops or kernels of their own.
+        State spaces run over tokens in loops or by kernels of their own, and experts that are called one by one get
+        rows of their own number in every step. Stacked experts are one product, and their block one graph.
         """
-        if scope.half_dtype is None or scope.experts != 1:
+        if scope.half_dtype is None:
             return ()
-        modules = [] if scope.model is None else [*scope.model.modules()]
-        if scope.model is not None and not find_blocks(scope.model):
+        if scope.model is None:
+            return (cls.parse(None),)
+        blocks = [block for _, block in find_blocks(scope.model)]
+        has_loops = any(isinstance(each, nn.Conv1d) for block in blocks for each in block.modules())
+        if not blocks or has_loops or loops_over_experts(scope.model) or any(map(is_compiled, scope.model.modules())):
             return ()
-        return () if any(is_compiled(each) or isinstance(each, nn.Conv1d) for each in modules) else (cls.parse(None),)
+        return (cls.parse(None),)
 
     def fuses_blocks(self, sizes: Mapping[str, int], *, recomputes: bool) -> bool:
         """See :class:`~meshwright.methods.planner_hooks.PlannerHooks`, and [Note: compiled blocks that run again]."""

@@ -44,7 +44,6 @@ class SearchScope:
         is_slow: Whether a prediction takes seconds, so that only the configs that usually win are worth it.
         model: The model, if it is a module; None: one of a family of language models.
         follows_graph: Whether replicas are averaged by a DDP that follows the graph of what the model returns.
-        experts: Experts of a layer, 1 for a dense decoder; None for what is no known decoder.
         trained: Share of the parameters that train.
     """
 
@@ -53,7 +52,6 @@ class SearchScope:
     is_slow: bool = False
     model: nn.Module | None = None
     follows_graph: bool = False
-    experts: int | None = None
     trained: float = 1.0
 
 

@@ -136,6 +136,15 @@ def expert_layers(model: nn.Module, patterns: Sequence[str], ranks: int) -> list
     return layers
 
 
+def loops_over_experts(model: nn.Module) -> bool:
+    """Return whether experts are called one by one: where they are listed, or a model of transformers says so."""
+    for layer in _found(model, ()):
+        config = None if isinstance(layer, ListedExperts) else getattr(layer.module, "config", None)
+        if isinstance(layer, ListedExperts) or getattr(config, "_experts_implementation", None) == "eager":
+            return True
+    return False
+
+
 def _found(model: nn.Module, patterns: Sequence[str]) -> Iterator[ExpertLayer]:
     modules = dict(model.named_modules())
     inside: list[str] = []

@@ -93,7 +93,6 @@ def default_space(subject: Subject, *, lower_precision: bool = True, module: nn.
         cluster.device.half_dtype if has_half and cluster is not None else None,
         model=getattr(subject, "model", module),
         follows_graph=getattr(subject, "follows_graph", False),
-        experts=getattr(getattr(subject, "shape", None), "experts", None),
     )
     working = {axis: _of_axis(axis) for axis in (*INNER_AXES, "pipeline", "replica")}
     sizes = {axis: method.axis_sizes(divisors_of(world), node) for axis, method in working.items()}
