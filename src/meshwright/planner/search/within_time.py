@@ -301,7 +301,11 @@ def _without_kernels(plan: Plan, subject: Subject, included: Collection[str]) ->
         plainer = subject.plan(plan.strategy.without(kernels.method_name), plan.step.num_micro_batches)
     except (OutOfTimeError, MeshwrightError):  # what has been predicted is not lost for it
         return None
-    return plainer if plainer.fits else None
+    if not plainer.fits:
+        return None
+    # A resolved strategy no longer knows what was left out of it, and why.
+    others = (each for each in plan.notices if not each.startswith(kernels.method_name))
+    return replace(plainer, notices=tuple(dict.fromkeys([*others, *plainer.notices])))
 
 
 @dataclass
