@@ -124,6 +124,17 @@ def test_by_its_name_a_method_is_included_with_any_keys():
     assert selective.strategy.get("checkpoint").policy == "selective"
 
 
+def test_what_replaces_modules_is_included_with_the_keys_that_are_tried_or_without_any():
+    subject = {"model": "llama:layers=4,hidden=1024,heads=16,vocab=32000,seq=1024", "cluster": "h100x1"}
+    call = {**subject, "global_batch": 4, "top": 1}
+    (best,) = planned(**call)
+    assert best.strategy.get("module_replace").include == ("fused_loss",)
+    (again,) = planned(included=["module_replace"], **call)
+    assert again.strategy == best.strategy
+    (norms,) = planned(included=[("module_replace", {"include": ["norm"]})], **call)
+    assert norms.strategy.get("module_replace").include == ("norm",)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

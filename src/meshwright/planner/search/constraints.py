@@ -139,8 +139,10 @@ def _including(space: Space, method: MethodConfig, world: int, node: int) -> Spa
         return space.replace(kernels=_with_callers_keys(space.kernels, method))
     if role is Role.PRECISION:
         return space
-    if role is Role.LOSS:
+    if role is Role.LOSS and _own_keys(method):
         space = space.replace(loss=((),))  # it is as the caller says
+    elif role is Role.LOSS:  # by its name alone: with the keys that are tried, or without any
+        return space.replace(loss=tuple(dict.fromkeys([*_with_callers_keys(space.loss, method), *choices(method)])))
     space = _with_micro_batches(space, method)
     return space.replace(extra=(*space.extra, method))
 
