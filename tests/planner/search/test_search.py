@@ -80,14 +80,14 @@ def test_a_search_finds_what_looking_at_everything_finds(limit, objective):
 
 
 def test_a_machine_that_was_measured_bounds_its_own_plans():
-    # Bounds of the presets' rates would pass over what is fastest here: 8.5 ms in place of 7.8.
+    # Bounds of the presets' rates would pass over what is fastest here: 9.5 ms in place of 8.1.
     usual = fitted()
     efficiency = dataclasses.replace(usual.of("A100"), matmul=1.0, attention=1.0)
     constants = dataclasses.replace(usual.constants, in_step=0.2, step_s=1e-5)
     measured = Calibration({"A100": efficiency}, constants)
     subject = FamilyWorkload(Shape("gpt", 8, 1024, 16, 32000, 1024), make_cluster("A100", 8, 4), 32)
     by_cluster = dataclasses.replace(subject, cluster=dataclasses.replace(subject.cluster, calibration=measured))
-    excluded = ["offload", "comm", "ema", "sequence_parallel", "context_parallel"]  # the best has none of them
+    excluded = ["checkpoint", "comm", "compile", "context_parallel", "ema", "half", "offload", "sequence_parallel"]
     found = search(by_cluster, top=1, excluded=excluded)
     told = search(dataclasses.replace(subject, calibration=measured), top=1, excluded=excluded)
     assert found.plans[0].forecast.time == told.plans[0].forecast.time
