@@ -129,7 +129,7 @@ def test_one_device_too_few_is_told_how_many_would_do():
 
 
 def test_the_same_search_finds_the_same_and_says_what_it_passed_over():
-    first, again = (search(workload(), top=4) for _ in range(2))
+    first, again = (search(workload(), top=4, excluded=["compile", "context_parallel"]) for _ in range(2))
     assert [str(plan.strategy) for plan in first.plans] == [str(plan.strategy) for plan in again.plans]
     assert first.refused == again.refused
     reasons = [reason for _, reason in first.refused]
