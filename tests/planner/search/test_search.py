@@ -62,7 +62,7 @@ def everything(subject, space, objective="tokens_per_s"):
     [
         pytest.param(None, "tokens_per_s", marks=pytest.mark.long),
         (4 * 2**30, "tokens_per_s"),
-        (None, "memory"),
+        pytest.param(None, "memory", marks=pytest.mark.long),
     ],
 )
 def test_a_search_finds_what_looking_at_everything_finds(limit, objective):
