@@ -56,7 +56,7 @@ def test_the_best_of_each_family_is_what_looking_at_everything_finds():
     subject = workload(batch=8)
     space = default_space(subject).replace(hybrid=False)
     sizes = {axis: space.sizes[axis] for axis in ("tensor", "pipeline")}
-    space = space.replace(sizes=sizes, precision=space.precision[:1])
+    space = space.replace(sizes=sizes, precision=space.precision[:1], recompute=space.recompute[:2])
     found = search(subject, space=space, top=10, reach=1.2, excluded=["offload"])
     best = {}
     candidates = Candidates(space, subject.world, subject.cluster.devices_per_node, subject.batch_size)
