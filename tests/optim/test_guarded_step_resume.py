@@ -60,8 +60,9 @@ def resumed(strategy, optim_func):
     for order in ORDERS:
         job = accelerate(strategy, optim_func)
         train(job, BATCHES[2:3])
+        read = in_a_file(saved)  # what an optimizer loads it goes on to change
         for part in order:
-            getattr(job, part).load_state_dict(saved[part])
+            getattr(job, part).load_state_dict(read[part])
         found.append(train(job, BATCHES[4:]))
     return found
 
