@@ -379,13 +379,13 @@ PIPELINE = ("parallel_mode", {"pipeline": 2})
 @pytest.mark.parametrize(
     "strategy",
     [
-        ["checkpoint"],
         [("checkpoint", {"no_reentrant": False})],
         [("checkpoint", {"policy": "selective"}), "fsdp"],
         ["checkpoint", PIPELINE, ("pipeline_parallel", {"schedule": "1f1b"})],
         *(
             pytest.param(strategy, marks=pytest.mark.long)
             for strategy in (
+                ["checkpoint"],
                 [("checkpoint", {"layers": 2}), "zero2"],
                 ["checkpoint", PIPELINE, ("pipeline_parallel", {"schedule": "zbv"})],
                 ["checkpoint", ("offload", "activation")],

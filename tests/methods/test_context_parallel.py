@@ -60,7 +60,7 @@ CASES = {
     ),
     "tokens cut twice, fsdp": (8, "llama", {"tensor": 2, "context": 2, "zero": 2}, [TOKENS, UNBALANCED, "fsdp"], 1),
 }  # fmt: skip
-SHORT = ("plain", "grouped", "sinks", "tokens cut twice", "loss of rows and words")
+SHORT = ("plain", "grouped", "sinks", "loss of rows and words")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.long) for c in CASES])

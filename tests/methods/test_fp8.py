@@ -113,9 +113,15 @@ def of_two_replicas(scales):
 
 REENTRANT = ("checkpoint", {"no_reentrant": False, "wrap_class": "Block"})
 LAYOUTS = [
-    ([fp8()],), ([fp8(), "fsdp"],), ([fp8(), "checkpoint"],), ([fp8(), "fsdp", "checkpoint"], 2), ([fp8(), REENTRANT],),
+    ([fp8()],), ([fp8(), "fsdp"],), ([fp8(), "fsdp", "checkpoint"], 2), ([fp8(), REENTRANT],),
 ]  # fmt: skip
-MORE_LAYOUTS = [([fp8()], 2), ([fp8(), "zero1"], 2), ([fp8(), "zero2"],), ([fp8(), "zero2", REENTRANT], 2)]
+MORE_LAYOUTS = [
+    ([fp8(), "checkpoint"],),
+    ([fp8()], 2),
+    ([fp8(), "zero1"], 2),
+    ([fp8(), "zero2"],),
+    ([fp8(), "zero2", REENTRANT], 2),
+]
 
 
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.long)], ids=["some", "more"])

@@ -81,8 +81,16 @@ def test_what_stays_whole_beside_shards_is_in_half_with_masters_as_predicted(ran
             assert predicted == measured, kind
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("keys", [{"dtype": "bf16"}, {"dtype": "bf16", "master_weights": False}, {}], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [
+        # Every layout with masters, and the two that differ most with the others; all of both in the long run.
+        pytest.param(layout, keys, marks=[] if row == 0 or layout in ([], ["fsdp"]) else pytest.mark.long)
+        for row, keys in enumerate([{"dtype": "bf16"}, {"dtype": "bf16", "master_weights": False}, {}])
+        for layout in LAYOUTS
+    ],
+    ids=str,
+)
 def test_predicted_bytes_of_half_are_those_held(ranks, layout, keys):
     for found in ranks(2).run(state_bytes, [*layout, ("half", keys)]):
         for kind, predicted, measured in found:

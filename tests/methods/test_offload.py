@@ -186,14 +186,23 @@ def two_ranks_visits(folder):
     on_device = {"update_on": "device", "bucket_bytes": 900}
     (replicated,) = compared([], [on_device], micro=2)
     assert replicated[0]["gradients"] == replicated[2]["gradients"]
-    compared(["zero1"], [{**on_device, "optimizer": 0.7, "activations": 0.4}], micro=2)
     compared(["zero2"], [{**on_device, "parameters": 0.5}], SGD)
     (sharded,) = compared(["fsdp", "checkpoint", ("amp_native", "bf16")], [on_device], micro=2)
     assert sharded[0]["host_optimizer"] == 2 * sharded[0]["host_master"] > 0
+
+
+def two_ranks_more_visits(folder):
+    """Beside those above; one rank alone visits in fp16, too."""
+    on_device = {"update_on": "device", "bucket_bytes": 900}
+    compared(["zero1"], [{**on_device, "optimizer": 0.7, "activations": 0.4}], micro=2)
     compared(["fsdp", ("half", {"dtype": "fp16", "loss_scale": {"initial_scale": 2.0**21}})], [on_device])
 
 
-@pytest.mark.parametrize("run", [two_ranks_replicated, two_ranks_sharded, two_ranks_visits])
+@pytest.mark.parametrize(
+    "run",
+    [two_ranks_replicated, two_ranks_sharded, two_ranks_visits,
+     pytest.param(two_ranks_more_visits, marks=pytest.mark.long)],
+)  # fmt: skip
 def test_two_ranks(ranks, tmp_path, run):
     ranks(2).run(run, str(tmp_path / "states"))
 

@@ -68,7 +68,9 @@ def plain_training(freeze=False, build=build):
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("strategy", [["zero1"], ["zero2"], ["fsdp", "checkpoint"]], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [["zero1"], pytest.param(["zero2"], marks=pytest.mark.long), ["fsdp", "checkpoint"]], ids=str
+)
 def test_a_block_that_is_listed_several_times(ranks, strategy):
     before, expected = dict(listed_again().named_parameters()), plain_training(build=listed_again)
     (trained, _) = ranks(2).run(train, strategy, build=listed_again, num_micro_batches=2)
@@ -142,7 +144,7 @@ NOT_RESHARDED = ("fsdp", {"reshard_after_forward": False})
         (["zero1"], torch.no_grad, False),
         (["zero2"], torch.enable_grad, True),
         ([NOT_RESHARDED], torch.inference_mode, False),
-        (["fsdp"], torch.enable_grad, False),
+        pytest.param(["fsdp"], torch.enable_grad, False, marks=pytest.mark.long),
         (["zero2", ("offload", "optimizer")], torch.no_grad, False),
         pytest.param(["zero1", ("half", "fp16")], torch.no_grad, False, marks=pytest.mark.long),
         pytest.param([NOT_RESHARDED], torch.no_grad, True, marks=pytest.mark.long),

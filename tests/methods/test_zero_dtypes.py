@@ -145,7 +145,7 @@ def test_units_of_several_dtypes_train_as_one_process_does(ranks, kind):
                     torch.testing.assert_close(value, weights[name], rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("kind", ["int8", "complex", "bf16"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.long), "complex", "bf16"])
 def test_units_of_several_dtypes_train_in_mixed_precision(ranks, kind):
     expected, _ = plain(kind)
     for ((losses, own),) in ranks(2).run(train_each, [(["fsdp", ("amp_native", "bf16")], kind)]):

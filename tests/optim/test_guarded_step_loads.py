@@ -79,11 +79,11 @@ def loaded(folder, strategy):
 @pytest.mark.parametrize(
     "strategy",
     [
-        ["fsdp", ("offload", "optimizer")],
+        pytest.param(["fsdp", ("offload", "optimizer")], marks=pytest.mark.long),
         ["fsdp", ("offload", "all")],
         ["parallel_mode", ("half", "bf16")],
         ["fsdp", ("half", "bf16")],
-        ["zero1", ("half", "bf16")],
+        pytest.param(["zero1", ("half", "bf16")], marks=pytest.mark.long),
         ["parallel_mode", ("half", "bf16"), ("offload", "optimizer")],
         [REPLICAS, ("outer", DILOCO)],
         [REPLICAS, ("half", "bf16"), ("outer", {**DILOCO, "split": True})],

@@ -147,7 +147,7 @@ def test_experts(layout, ranks):
     check(ranks(ALL[layout].world).run(both, "mixtral", layout, "born"))
 
 
-@pytest.mark.parametrize("layout", some([("data",), ("fsdp",), ("pipeline x zero",)], [("fsdp",)]))
+@pytest.mark.parametrize("layout", some([("data",), ("fsdp",), ("pipeline x zero",)], []))
 def test_images(layout, ranks):
     check(ranks(ALL[layout].world).run(both, "vit", layout, "born"))
 

@@ -26,6 +26,7 @@ from meshwright.strategy import Strategy
 pytest.importorskip("transformers")
 
 CLUSTER, BATCH, MICRO_BATCHES = find_cluster("h100x8"), 32, 4
+FEW_AXES = ("compile", "context_parallel", "pipeline_parallel", "sequence_parallel")  # are left out of a quick search
 WITHIN = 0.01
 MODELS = {
     "llama": "llama:layers=8,hidden=512,heads=8,kv_heads=4,ffn=1408,vocab=8192,seq=512",
@@ -367,14 +368,16 @@ def test_what_cannot_be_traced_in_parts_is_refused_by_a_search():
     with torch.device("meta"):
         model = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
     split = [mesh(context=2, zero=4), "context_parallel", "zero1", HALF]
-    request = PlanRequest(ModuleModel("", model, token_batch(512), seq=512), CLUSTER, BATCH)
+    others = ("checkpoint", "compile", "half", "offload", "pipeline_parallel", "tensor_parallel")
+    request = PlanRequest(ModuleModel("", model, token_batch(512), seq=512), CLUSTER, BATCH, excluded=others)
     with pytest.raises(StrategyError, match="cannot be traced with its layers or tokens divided"):
         request.subject.plan(Strategy(split), 1)
     found = request.found()
     assert found.plans
     assert all(plan.step.activations is not None for plan in found.plans)
     assert all(dict(plan.step.axes).get("context", 1) == 1 for plan in found.plans)
-    named = dataclasses.replace(request, strategy=Strategy(split)).planned([Strategy(split)]).plans[0]
+    assert any("context" in text and "cannot be traced" in reason for text, reason in found.refused)
+    named = dataclasses.replace(request, strategy=Strategy(split), excluded=()).planned([Strategy(split)]).plans[0]
     assert named.step.activations is None  # predicted as far as it can be
 
 
@@ -413,7 +416,7 @@ def test_a_search_without_time_for_traces_shows_what_formulas_found():
         limits.append(limit)
         assert limit_s > enough_s > 0
         outline = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, limit)
-        return search(outline, reach=2.0, of_family=2)
+        return search(outline, reach=2.0, of_family=2, excluded=FEW_AXES)
 
     subject = PlanRequest(model, CLUSTER, BATCH).subject
     found = search_and_trace(search_within, subject, 70 * 2**30, "tokens_per_s", 3, 1e-9)
@@ -436,11 +439,16 @@ class Predicting:
         return plan if self.fits else dataclasses.replace(plan, limit_bytes=plan.needed_bytes - 1)
 
 
-@pytest.fixture(scope="module")
-def by_formulas():
+@functools.cache
+def searched(top, reach, of_family):
     model = named_model(WIDE["llama"])
     subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
-    return search(subject, top=8, reach=2.0, excluded=["compile"])
+    return search(subject, top=top, reach=reach, of_family=of_family, excluded=FEW_AXES)
+
+
+@pytest.fixture(scope="module")
+def by_formulas():
+    return searched(8, 2.0, 1)
 
 
 def test_no_more_is_traced_than_is_shown(by_formulas):
@@ -592,9 +600,7 @@ class Exceeding(Predicting):
 
 
 def test_the_next_of_its_family_stands_in_for_what_does_not_fit_by_its_trace():
-    model = named_model(WIDE["llama"])
-    subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
-    given = search(subject, top=8, reach=2.0, of_family=3, excluded=["compile"])
+    given = searched(8, 2.0, 3)
     families = [family_of_plan(plan) for plan in given.plans]
     first = next(plan for plan in given.plans if families.count(family_of_plan(plan)) > 1)
     first, *others = [plan for plan in given.plans if family_of_plan(plan) == family_of_plan(first)]
@@ -631,9 +637,7 @@ class Slower(Predicting):
 
 @pytest.mark.parametrize(("times", "resembles"), [(1.3, False), (1.05, False), (1.3, True)])
 def test_what_promises_more_than_a_trace_kept_is_traced_too(times, resembles):
-    model = named_model(WIDE["llama"])
-    subject = FamilyModel(model.name, model.shape).subject(CLUSTER, BATCH, 70 * 2**30)
-    found = search(subject, top=4, reach=1.1, of_family=2, excluded=["compile"])
+    found = searched(4, 1.1, 2)
     assert len(found.plans) > 1
     traced = Slower(found, times)
     kept = search_and_trace(
@@ -691,7 +695,7 @@ def test_a_plan_says_that_formulas_stand_in(text, missing, reason, monkeypatch):
     model = named_model(text)
     assert isinstance(model, FamilyModel)
     for strategy in (None, "fsdp"):
-        best = PlanRequest(model, CLUSTER, 8, strategy=strategy).found().plans[0]
+        best = PlanRequest(model, find_cluster("h100x2"), 8, strategy=strategy).found().plans[0]
         (gap,) = [gap for gap in best.gaps if "formulas" in gap]
         assert reason in gap
 
@@ -715,7 +719,9 @@ def test_experts_are_divided_first_unless_a_caller_decides_on_axes(options, asks
         return space, ()
 
     monkeypatch.setattr("meshwright.planner.plan_request.experts_first", first)
-    monkeypatch.setattr("meshwright.planner.plan_request.search_and_trace", lambda search, *_, **__: search(1, 1, 1))
+    monkeypatch.setattr(
+        "meshwright.planner.plan_request.search_and_trace", lambda search, *_, **__: search(1, 0.1, 0.1)
+    )
     request = PlanRequest(named_model(EXPERTS), CLUSTER, BATCH, limit_s=1, **options)
     with pytest.raises(StrategyError):  # one byte is too little
         request.found()

@@ -14,7 +14,9 @@ def peaks(model, names):
     return {name: max(gather_objects(own_runs.peak_of(subject, *case))) for name, case in cases.items()}
 
 
-@pytest.mark.parametrize("model", sorted(own_runs.SUBJECTS))
+@pytest.mark.parametrize(
+    "model", [pytest.param(each, marks=pytest.mark.long if each == "gpt" else ()) for each in sorted(own_runs.SUBJECTS)]
+)
 def test_state_is_as_predicted_and_so_is_the_peak(ranks, model):
     found = ranks(2).run(peaks, model, ("fsdp", "pipeline 1f1b, 4"))[0]
     assert len(found) == 2

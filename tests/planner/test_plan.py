@@ -272,6 +272,9 @@ _HEADS = {
            for what, n in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 64))},
     ),
 }  # fmt: skip
+_LITTLE = (
+    "checkpoint", "compile", "context_parallel", "offload", "pipeline_parallel", "sequence_parallel", "tensor_parallel",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("task", _HEADS)
@@ -280,7 +283,9 @@ def test_a_model_is_planned_for_what_its_head_is_for(task, tmp_path):
     kind, head, sizes = _HEADS[task]
     config = getattr(transformers, f"{kind}Config")(**sizes, architectures=[f"{kind}{head}"])
     config.save_pretrained(tmp_path)
-    plans = mw.plan(f"hf:{tmp_path}", "h100x2", global_batch=4, seq=16)
+    # The whole space once; what other heads need is no matter of what is divided.
+    excluded = () if task == "classes of text" else _LITTLE
+    plans = mw.plan(f"hf:{tmp_path}", "h100x2", global_batch=4, seq=16, excluded=excluded)
     assert plans[0].step.activations is not None
     assert not any("module_replace" in plan.strategy for plan in plans if task != "speech"), "there are no logits"
 

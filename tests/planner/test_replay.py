@@ -9,7 +9,11 @@ from tests.planner import replay_corpus
 HOW = "if the change is meant: python -m tests.planner.replay_corpus --write, and say why in the commit"
 
 
-LONG = ("mixtral_8x7b_32_experts", "gpt_3_175b_512")  # the slowest; others of the same size are found again too
+LONG = (
+    "mixtral_8x7b_32_experts",
+    "gpt_3_175b_512",
+    "llama_3_70b_64",
+)  # the slowest; others of the same size are found again too
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def best(subject, **changes):
         return float("inf")
 
 
+@pytest.mark.long
 @QUICK
 @given(SHAPES, st.sampled_from([1.0, 1.5, 3.0]), st.sampled_from([2, 4]))
 def test_more_memory_never_hurts(shape, gib, devices):

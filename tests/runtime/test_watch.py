@@ -249,7 +249,10 @@ class Recorder:
         return self.share
 
 
-@pytest.mark.parametrize(("hosts", "order"), [([2], 1), ([4, 4], -1), ([1, 3, 2], 1), ([4] * 4, -1), ([8] * 5, 1)])
+@pytest.mark.parametrize(
+    ("hosts", "order"),
+    [([2], 1), ([4, 4], -1), ([1, 3, 2], 1), ([4] * 4, -1), pytest.param([8] * 5, 1, marks=pytest.mark.long)],
+)
 def test_a_hang_is_found_by_few_operations_of_the_store(monkeypatch, tmp_path, hosts, order):
     world = World(monkeypatch, tmp_path, hosts)
     size, guilty = sum(hosts), sum(hosts) - 1

@@ -227,7 +227,7 @@ def sums_of(strategy):
 SPLIT = [("parallel_mode", ([("tensor", 2), ("data", 2)], None)), "tensor_parallel"]
 
 
-@pytest.mark.parametrize("strategy", [[], ["fsdp"], SPLIT])
+@pytest.mark.parametrize("strategy", [[], pytest.param(["fsdp"], marks=pytest.mark.long), SPLIT])
 def test_numbers_of_all_ranks_come_with_the_loss(ranks, strategy):
     assert ranks(4).run(sums_of, strategy) == [[[], [15, 4], [15, 8], [15, 12]]] * 4
 

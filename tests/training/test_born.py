@@ -223,7 +223,9 @@ def with_built(kind, strategy):
     return True
 
 
-@pytest.mark.parametrize("strategy", [[], ["zero2"], ["fsdp"], [MESH, "tensor_parallel"]], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [[], pytest.param(["zero2"], marks=pytest.mark.long), ["fsdp"], [MESH, "tensor_parallel"]], ids=str
+)
 @pytest.mark.parametrize("kind", ["AdamW", pytest.param("SGD", marks=pytest.mark.long)])
 def test_an_optimizer_built_over_a_model_on_meta(kind, strategy, ranks):
     assert all(ranks(2).run(with_built, kind, strategy))

@@ -129,7 +129,8 @@ def pipelines(schedule="1f1b", **axes):
 
 UNEVEN = [
     (1, [], 8, 4, tiny.loss_func, None), (2, ["fsdp"], 8, 4, tiny.loss_func, None),
-    (3, [], 9, 2, tiny.loss_func, None),  # the last batch: one sample, and repeats of it on two ranks
+    # The last batch: one sample, and repeats of it on two ranks.
+    pytest.param(3, [], 9, 2, tiny.loss_func, None, marks=pytest.mark.long),
     (3, ["zero2"], 9, 3, weighted, of_tokens),
     # 5 samples at the end, in pipelines of micro-batches of 2; 3 and a repeat for each of two; and token weights.
     (2, pipelines(), 8, 4, tiny.loss_func, None),

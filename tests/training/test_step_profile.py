@@ -114,7 +114,9 @@ def norms_of_layers(strategy):
 
 
 @pytest.mark.parametrize(
-    "strategy", [["fsdp"], [("parallel_mode", {"tensor": 2}), "tensor_parallel"], ["zero2"]], ids=str
+    "strategy",
+    [["fsdp"], [("parallel_mode", {"tensor": 2}), "tensor_parallel"], pytest.param(["zero2"], marks=pytest.mark.long)],
+    ids=str,
 )
 def test_norms_of_layers_are_those_of_one_process(ranks, strategy):
     (alone,) = ranks(1).run(norms_of_layers, [])

@@ -74,7 +74,7 @@ def test_initial_values_are_those_of_one_process(ranks, world):
     ranks(world).run(_initial_values)
 
 
-_LONG = ("zero1", "zero2", "sqrt", "kept")
+_LONG = ("zero1", "zero2", "sqrt", "kept", "wrapped")
 TRAINED = [
     *((2, form) for form in ALL_FORMS if form not in _LONG),
     *(

@@ -110,7 +110,9 @@ def trained(kind):
         return together(kind), alone()
 
 
-@pytest.mark.parametrize("kind", ["blocks", "list", "list on two levels", "stages"])
+@pytest.mark.parametrize(
+    "kind", ["blocks", pytest.param("list", marks=pytest.mark.long), "list on two levels", "stages"]
+)
 def test_scripted_functions_in_recomputed_blocks(ranks, kind):
     for losses, expected in ranks(2).run(trained, kind):
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -104,7 +104,7 @@ def reference(name):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=[] if each in ("tensor", "pipeline") else pytest.mark.long) for each in BESIDE]
+    "case", [pytest.param(each, marks=[] if each == "tensor" else pytest.mark.long) for each in BESIDE]
 )
 def test_experts_beside_other_axes_train_as_in_one_process(ranks, case):
     world, name, options = BESIDE[case]

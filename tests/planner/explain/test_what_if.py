@@ -1,6 +1,7 @@
 """What-ifs are plans under changed circumstances, and obey the laws of the simulated step."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -60,7 +61,8 @@ def test_methods_that_are_used_only_by_name_are_asked_for():
 
 @pytest.mark.parametrize(("model", "pads"), [("gpt2", True), ("llama-3-1b", False)])
 def test_a_vocabulary_that_products_do_not_divide_is_padded(model, pads):
-    request = PlanRequest(named_model(model, 1024), CLUSTER, 64, top=2)
+    others = ("compile", "context_parallel", "half", "offload", "pipeline_parallel", "sequence_parallel")
+    request = PlanRequest(named_model(model, 1024), CLUSTER, 64, top=2, excluded=others)
     answer = request.found()
     padded = [each for each in request.what_ifs(answer) if "vocabulary" in each.change]
     assert len(padded) == pads
@@ -130,13 +132,18 @@ def test_without_a_forecast_there_is_nothing_to_ask():
     assert what_if(subject_of, Found((dataclasses.replace(found().plans[0], forecast=None),))) == ()
 
 
-def test_what_ifs_of_a_traced_search_begin_with_what_the_trace_says(monkeypatch):
-    """Formulas predict both sides of a change; figures are those of the trace, times what the change is worth."""
+@functools.cache
+def traced_search():
     pytest.importorskip("transformers")
     text = "llama:layers=4,hidden=1024,heads=8,ffn=2816,vocab=8192,seq=1024"
-    cluster = make_cluster("A100-80", 8)
-    request = PlanRequest(named_model(text), cluster, 32, top=3)
-    found = request.found()
+    axes = ("context_parallel", "pipeline_parallel", "sequence_parallel")  # are left out: the search is quicker
+    request = PlanRequest(named_model(text), make_cluster("A100-80", 8), 32, top=3, excluded=axes)
+    return request, request.found()
+
+
+def test_what_ifs_of_a_traced_search_begin_with_what_the_trace_says(monkeypatch):
+    """Formulas predict both sides of a change; figures are those of the trace, times what the change is worth."""
+    request, found = traced_search()
     best = found.plans[0]
     monkeypatch.setattr(Workload, "plan", None)  # no more traces
     known = {each.change: each for each in request.what_ifs(found)}
@@ -153,11 +160,7 @@ def test_what_ifs_of_a_traced_search_begin_with_what_the_trace_says(monkeypatch)
 
 
 def test_a_plan_that_only_formulas_take_for_the_best_is_no_answer_to_a_change():
-    pytest.importorskip("transformers")
-    text = "llama:layers=4,hidden=1024,heads=8,ffn=2816,vocab=8192,seq=1024"
-    cluster = make_cluster("A100-80", 8)
-    request = PlanRequest(named_model(text), cluster, 32, top=3)
-    found = request.found()
+    request, found = traced_search()
     turned = dataclasses.replace(found, plans=found.plans[::-1])  # as if traces said so
     assert len(turned.plans) > 1
     worst = turned.plans[0].strategy

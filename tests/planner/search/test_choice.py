@@ -56,7 +56,7 @@ def test_the_best_of_each_family_is_what_looking_at_everything_finds():
     subject = workload(batch=8)
     space = default_space(subject).replace(hybrid=False)
     sizes = {axis: space.sizes[axis] for axis in ("tensor", "pipeline")}
-    space = space.replace(sizes=sizes, precision=space.precision[:1])
+    space = space.replace(sizes=sizes, precision=space.precision[:1], recompute=space.recompute[:2])
     found = search(subject, space=space, top=10, reach=1.2, excluded=["offload"])
     best = {}
     candidates = Candidates(space, subject.world, subject.cluster.devices_per_node, subject.batch_size)
@@ -98,24 +98,31 @@ def test_states_of_adapters_stay_where_they_are():
 
 def test_a_search_leaves_headroom_and_what_is_given_is_taken_as_it_is():
     usable = usable_bytes(find_cluster("a100-40x8").device)
-    found = request(top=1).found()
+    few = {"top": 1, "excluded": ["compile", "context_parallel", "pipeline_parallel", "tensor_parallel"]}
+    found = request(**few).found()
     assert found.plans[0].limit_bytes == round(0.94 * usable)
-    assert request(top=1, headroom=0.0).found().plans[0].limit_bytes == usable
+    assert request(**few, headroom=0.0).found().plans[0].limit_bytes == usable
     assert request(strategy=["fsdp"]).found().plans[0].limit_bytes == usable
-    assert request(top=1, memory_limit="30 GiB").found().plans[0].limit_bytes == 30 * 2**30
+    assert request(**few, memory_limit="30 GiB").found().plans[0].limit_bytes == 30 * 2**30
     for options in ({"headroom": 1.0}, {"headroom": -0.1}, {"limit_s": 0}):
         with pytest.raises(ConfigError, match=r"headroom|limit_s"):
             request(**options)
 
 
 def test_blocks_are_compiled_where_that_is_worth_it_and_nobody_decided_otherwise():
-    best = request(top=1).found().plans[0]
+    axes = ["context_parallel", "pipeline_parallel", "sequence_parallel"]  # of no plan here is any
+    best = request(top=1, excluded=axes).found().plans[0]
     assert "compile" in best.strategy
-    eager = request(top=1, excluded=["compile"]).found().plans[0]
+    eager = request(top=1, excluded=["compile", *axes]).found().plans[0]
     assert "compile" not in eager.strategy
     assert rank_of_plan(best, "tokens_per_s")[0] < rank_of_plan(eager, "tokens_per_s")[0]
     # Wide layers spend their time in products, and a GPT's other kernels are few.
-    wide = {"model": "gpt:layers=8,hidden=8192,heads=64,vocab=50304,seq=2048", "cluster": "a100-80x8", "batch": 64}
+    wide = {
+        "model": "gpt:layers=8,hidden=8192,heads=64,vocab=50304,seq=2048",
+        "cluster": "a100-80x8",
+        "batch": 64,
+        "excluded": axes[1:],
+    }
     large = request(**wide, top=3).found().plans
     assert not any("compile" in each.strategy for each in large)
     fused = request(**wide, top=1, included=["compile"]).found().plans[0]

@@ -62,7 +62,7 @@ def everything(subject, space, objective="tokens_per_s"):
     [
         pytest.param(None, "tokens_per_s", marks=pytest.mark.long),
         (4 * 2**30, "tokens_per_s"),
-        (None, "memory"),
+        pytest.param(None, "memory", marks=pytest.mark.long),
     ],
 )
 def test_a_search_finds_what_looking_at_everything_finds(limit, objective):
@@ -80,14 +80,14 @@ def test_a_search_finds_what_looking_at_everything_finds(limit, objective):
 
 
 def test_a_machine_that_was_measured_bounds_its_own_plans():
-    # Bounds of the presets' rates would pass over what is fastest here: 8.5 ms in place of 7.8.
+    # Bounds of the presets' rates would pass over what is fastest here: 9.5 ms in place of 8.1.
     usual = fitted()
     efficiency = dataclasses.replace(usual.of("A100"), matmul=1.0, attention=1.0)
     constants = dataclasses.replace(usual.constants, in_step=0.2, step_s=1e-5)
     measured = Calibration({"A100": efficiency}, constants)
     subject = FamilyWorkload(Shape("gpt", 8, 1024, 16, 32000, 1024), make_cluster("A100", 8, 4), 32)
     by_cluster = dataclasses.replace(subject, cluster=dataclasses.replace(subject.cluster, calibration=measured))
-    excluded = ["offload", "comm", "ema", "sequence_parallel", "context_parallel"]  # the best has none of them
+    excluded = ["checkpoint", "comm", "compile", "context_parallel", "ema", "half", "offload", "sequence_parallel"]
     found = search(by_cluster, top=1, excluded=excluded)
     told = search(dataclasses.replace(subject, calibration=measured), top=1, excluded=excluded)
     assert found.plans[0].forecast.time == told.plans[0].forecast.time
@@ -129,7 +129,7 @@ def test_one_device_too_few_is_told_how_many_would_do():
 
 
 def test_the_same_search_finds_the_same_and_says_what_it_passed_over():
-    first, again = (search(workload(), top=4) for _ in range(2))
+    first, again = (search(workload(), top=4, excluded=["compile", "context_parallel"]) for _ in range(2))
     assert [str(plan.strategy) for plan in first.plans] == [str(plan.strategy) for plan in again.plans]
     assert first.refused == again.refused
     reasons = [reason for _, reason in first.refused]
