@@ -305,9 +305,9 @@ class FollowUp:
 
         Where that divides layers, only the same tensor axis is tried. A real module is proved anew for every size,
         which takes seconds, and the size that divides layers best is also the best for the tokens between them. A
-        pipeline around it stays, with any schedule, and twice the size is tried, too: it lost most by what every rank of
-        it did with all tokens. Where the best recomputes, those sizes are tried for which memory was too small. Another loss takes traces of its own, which differ between parameters
-        that are sharded and others.
+        pipeline around it stays, with any schedule, and twice the size is tried, too: what every rank of it does with
+        all tokens, it does with a part of them here. Where the best recomputes, those sizes are tried for which memory
+        was too small. Another loss takes traces of its own, which differ between parameters that are sharded and others.
         """
         if self.where == "loss" and state.best is not None and state.best.step.shard_axis is not None:
             return self.space.replace(sharding=tuple(filter(None, self.space.sharding)) or self.space.sharding)
