@@ -307,7 +307,7 @@ class FollowUp:
         which takes seconds, and the size that divides layers best is also the best for the tokens between them. A
         pipeline around it stays, with any schedule, and twice the size is tried, too: what every rank of it does with
         all tokens, it does with a part of them here. Where the best recomputes, those sizes are tried for which memory
-        was too small. Another loss takes traces of its own, which differ between parameters that are sharded and others.
+        was too small. Another loss takes traces of its own, which differ between sharded parameters and others.
         """
         if self.where == "loss" and state.best is not None and state.best.step.shard_axis is not None:
             return self.space.replace(sharding=tuple(filter(None, self.space.sharding)) or self.space.sharding)
