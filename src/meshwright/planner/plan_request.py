@@ -43,7 +43,7 @@ from meshwright.planner.search import (
 )
 from meshwright.planner.search.search_space import Family
 from meshwright.planner.search.search_state import Objective, Rank, family_of_plan, rank_of_plan
-from meshwright.planner.search.within_time import worth_its_kernels
+from meshwright.planner.search.within_time import of_whole_search, worth_its_kernels
 from meshwright.planner.workload import ModuleModel, NeverTracedError, Workload, token_batch
 from meshwright.strategy import Strategy, read_size
 
@@ -138,6 +138,8 @@ class PlanRequest:
                 found = self._searched(progress)
             except NeverTracedError as error:
                 raise _untraced(str(error)) from None
+            except StrategyError as error:
+                raise of_whole_search(error, self.limit_s) from error.__cause__
             found = dataclasses.replace(
                 found,
                 plans=tuple(_in_full(plan, self.subject) for plan in found.plans),

@@ -8,6 +8,7 @@ import pytest
 from meshwright.cost import find_cluster
 from meshwright.errors import StrategyError
 from meshwright.planner import FamilyWorkload, parse_family
+from meshwright.planner.plan_request import PlanRequest, named_model
 from meshwright.planner.search import find, search, search_and_trace, within_time
 from meshwright.planner.search.find import nothing_works
 from meshwright.planner.search.within_time import TimeLimit, out_of_time
@@ -81,6 +82,19 @@ def test_where_the_time_ends_the_smallest_that_was_tried_is_named():
     offloading = dataclasses.replace(offloading, limit_bytes=2 * offloading.needed_bytes)
     assert offloading.fits_device
     assert "GiB of 3.60 GiB" in str(out_of_time(TimeLimit(1.0), offloading))
+
+
+@pytest.mark.parametrize("limit_s", [20.0, None])
+def test_an_error_for_want_of_time_names_that_of_the_whole_search(monkeypatch, limit_s):
+    cluster = find_cluster("h100x2")
+    request = PlanRequest(named_model("gpt2"), cluster, 4, limit_s=limit_s)
+
+    def searched(self, progress):
+        raise out_of_time(TimeLimit(6.86))  # what formulas left of it
+
+    monkeypatch.setattr(PlanRequest, "_searched", searched)
+    with pytest.raises(StrategyError, match="within 20 s" if limit_s else r"within 6\.86 s"):
+        request.found()
 
 
 def test_a_search_that_finds_what_is_too_small_says_so_whatever_time_is_left():

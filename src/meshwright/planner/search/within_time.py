@@ -90,6 +90,7 @@ _SLOW_TRACE = (
     "its kernels"
 )
 _TIME_WAS_UP = "The time was up before a strategy was found that fits"
+_WITHIN = "a strategy within {:.3g} s of processor time"
 
 
 def out_of_time(limit: TimeLimit, smallest: Plan | None = None) -> StrategyError:
@@ -106,11 +107,18 @@ def out_of_time(limit: TimeLimit, smallest: Plan | None = None) -> StrategyError
         where += "" if smallest.fits_device else f" of {readable_bytes(smallest.limit_bytes or 0)}"
     return StrategyError(
         _TIME_WAS_UP,
-        expected=f"a strategy within {limit.seconds:.3g} s of processor time",
+        expected=_WITHIN.format(limit.seconds),
         got=f"none{where}",
         fix="give it more time (limit_s, --limit-s), or name a strategy to predict that alone. "
         + (_SLOW_TRACE if smallest is None else "More devices, or such with more memory, need less of each"),
     )
+
+
+def of_whole_search(error: StrategyError, limit_s: float | None) -> StrategyError:
+    """Return an error with the seconds of the whole search, where it says so of what was left for its last part."""
+    if error.what != _TIME_WAS_UP or limit_s is None:
+        return error
+    return StrategyError(error.what, expected=_WITHIN.format(limit_s), got=error.got, fix=error.fix)
 
 
 # --- Tracing what a search by formulas has found. A formula predicts a strategy of a known family in a millisecond, a
@@ -230,7 +238,7 @@ def _fits_nowhere(error: StrategyError, limit: TimeLimit, within: float) -> Stra
     """Return the error of a search by formulas in a part of the memory, where no time is left for all of it."""
     return StrategyError(
         _TIME_WAS_UP,
-        expected=f"a strategy within {limit.seconds:.3g} s of processor time",
+        expected=_WITHIN.format(limit.seconds),
         got=f"none by formulas in {within:.0%} of the memory: {error.got}",
         fix=f"{error.fix}; or give it more time (limit_s, --limit-s)",
     )
