@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -121,6 +122,82 @@ def test_a_pass_without_data_leaves_no_trace():
     loss(model(torch.ones(2, 4))).backward()
     assert (loss.calls, loss.count.item(), len(model.seen)) == (1, 1, 1)
     assert loss.weight.grad is not None
+
+
+def cached(function):
+    """Cache a method as transformers does, behind a function of its own."""
+    known = functools.lru_cache(function)
+    return functools.wraps(function)(lambda self, size: known(self, size))
+
+
+def counted():
+    made = {}
+    return lambda size: made.setdefault(size, torch.arange(size))
+
+
+TABLES: dict[int, torch.Tensor] = {9: torch.zeros(9)}
+IS_SAID = False
+in_closure = counted()
+
+
+def in_default(size, made={}):  # noqa: B006
+    return made.setdefault(size, torch.arange(size))
+
+
+class Angles:
+    """A plain object that makes its table late, and keeps another inside."""
+
+    def __init__(self, inner=None):
+        self.table, self.inner = None, inner
+
+    def __call__(self, size):
+        if self.table is None:
+            self.table = torch.arange(size)
+        return self.table + (0 if self.inner is None else self.inner(size))
+
+
+class Keeps(nn.Module):
+    """Keeps tensors wherever code can, but in a module."""
+
+    table = None
+    tables: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.angles, self.listed = nn.Linear(4, 4), Angles(Angles()), [Angles()]
+
+    @cached
+    def behind(self, size):
+        return torch.arange(size)
+
+    def forward(self, x):
+        global IS_SAID
+        IS_SAID, size = True, x.shape[1]
+        if Keeps.table is None:
+            Keeps.table = torch.arange(size)
+        TABLES.setdefault(size, torch.arange(size))
+        self.tables.setdefault(size, torch.arange(size))
+        places = (
+            Keeps.table, TABLES[size], self.tables[size], in_closure(size), in_default(size), self.behind(size),
+            self.angles(size), self.listed[0](size),
+        )  # fmt: skip
+        return self.linear(x) + sum(places)
+
+
+def test_a_pass_without_data_leaves_no_fake_tensor_outside_modules():
+    model, x = Keeps(), torch.ones(2, 4)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    state = {name: fake.from_tensor(each.detach()).requires_grad_() for name, each in model.named_parameters()}
+    for _ in range(2):
+        with fake:
+            run_with(lambda model, x: model(x).sum(), model, state, x).backward()
+    assert (Keeps.table, Keeps.tables, list(TABLES), model.angles.table, IS_SAID) == (None, {}, [9], None, True)
+    expected = model.linear(x) + 9 * torch.arange(4)  # nine places, of which one is in two objects
+    assert torch.equal(model(x), expected)
+    with fake:  # what holds data stays
+        run_with(lambda model, x: model(x).sum(), model, state, x)
+    assert (Keeps.table.tolist(), TABLES[4].tolist(), model.angles.table.tolist()) == ([0, 1, 2, 3],) * 3
+    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])

@@ -8,6 +8,7 @@ import copy
 import functools
 import logging
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -95,7 +96,7 @@ def run_with(
 
     hook = register_module_forward_pre_hook(enter)
     try:
-        with cleared_function_caches(model):
+        with without_leftovers(model):
             return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
     finally:
         hook.remove()
@@ -229,30 +230,161 @@ def _items(container: Any) -> list[tuple[int, int]]:
     return [(id(key), id(value)) for key, value in pairs]
 
 
+# [Note: caches of a model's code] Code may keep tensors outside its modules: in attributes of its classes, in globals
+# of its files and of those whose functions they import, in caches and closures of functions, and in plain objects.
+# After a pass without data none may hold a fake tensor, or training would compute with it. What holds one is as it was
+# before; all else stays as the pass has left it, for a flag that says what has been done is still right. Installed
+# libraries keep tensors in caches of functions.
+
+_MOST_PLACES, _MOST_ITEMS = 20_000, 10_000
+_LIBRARIES = ("site-packages", "dist-packages")
+_OF_MODULES = frozenset(vars(nn.Module()))
+_NOTHING = object()
+_Place = dict[Any, Any] | list[Any] | set[Any] | collections.deque[Any] | type
+
+
 @contextlib.contextmanager
-def cleared_function_caches(model: nn.Module) -> Iterator[None]:
-    """Clear, on exit, the caches (``functools.lru_cache``, ``cache``) that have stored anything in the block.
+def without_leftovers(model: nn.Module) -> Iterator[None]:
+    """Leave no fake tensor in what a model's code holds outside its modules; see [Note: caches of a model's code].
+
+    Caches of functions (``functools.lru_cache``, ``cache``) that have stored anything in the block are cleared on exit.
 
     Args:
-        model: Functions are sought in its classes, in the modules that define these, and in ``__main__``.
+        model: The model. What its modules, its classes and the files that define these refer to is looked at, and
+            ``__main__``; lists of data, which are long, are not.
     """
-    caches = _caches(model)
-    misses = [each.cache_info().misses for each in caches]
+    outside = _Outside(model)
+    misses = [each.cache_info().misses for each in outside.caches]
+    contents = [(each, dict(vars(each)) if isinstance(each, type) else copy.copy(each)) for each in outside.places]
     try:
         yield
     finally:
-        for cache, before in zip(caches, misses, strict=True):
+        for cache, before in zip(outside.caches, misses, strict=True):
             if cache.cache_info().misses != before:
                 cache.cache_clear()
+        for place, content in contents:
+            _without_fakes(place, content)
 
 
-def _caches(model: nn.Module) -> list[functools._lru_cache_wrapper[Any]]:
-    classes = {parent for module in model.modules() for parent in type(module).__mro__}
-    own = {each for each in classes if not f"{each.__module__}.".startswith(("torch.", "builtins."))}
-    files = [sys.modules.get(name) for name in {"__main__", *(each.__module__ for each in own)}]
-    places = [dict(vars(each)) for each in (*own, *files) if each is not None]
-    found = (value for place in places for value in place.values() if isinstance(value, functools._lru_cache_wrapper))
-    return list(dict.fromkeys(found))
+    """Containers and caches to which a model's code refers beside its modules.
+    """What a model's code refers to beside its modules.
+
+    Attributes:
+        places: Containers, attributes of objects, and classes.
+        caches: Of functions.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.places: list[_Place] = []
+        self.caches: list[functools._lru_cache_wrapper[Any]] = []
+        self._seen = dict[int, Any]()  # by ``id``, which stays theirs as long as they are referenced here
+        classes = {parent for module in model.modules() for parent in type(module).__mro__}
+        kept = {each for each in classes if each.__module__.partition(".")[0] not in ("torch", "builtins")}
+        self._own = {each for each in kept if _is_users(each.__module__)}
+        names = {"__main__", *(each.__module__ for each in kept)}
+        files = {name: vars(sys.modules[name]) for name in sorted(names) if name in sys.modules}
+        own = [file for name, file in files.items() if _is_users(name)]
+        functions = [each for file in own for each in file.values() if isinstance(each, types.FunctionType)]
+        imported = [each.__globals__ for each in functions if _is_users(each.__module__ or "torch")]
+        self._seen |= {id(module): module for module in model.modules()}
+        attributes = (each for module in model.modules() for each in vars(module).items())
+        self._walk([*imported, *(value for name, value in attributes if name not in _OF_MODULES), *own, *self._own])
+        # Of libraries, only functions: these keep tensors in caches, and have many objects.
+        every = (each for place in (*files.values(), *map(vars, kept)) for each in place.values())
+        self._walk([each for each in every if isinstance(each, _FUNCTIONS)])
+
+    def _walk(self, left: list[Any]) -> None:
+        while left and len(self._seen) < _MOST_PLACES:
+            left += self._parts(left.pop())
+
+    def _parts(self, value: Any) -> list[Any]:
+        """Note a value, and return what it refers to."""
+        if isinstance(value, _LEAVES) or id(value) in self._seen:
+            return []
+        self._seen[id(value)] = value
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.caches.append(value)
+            return []
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if isinstance(value, _METHODS):
+            return [value.__func__]
+        place = value if isinstance(value, type) and value in self._own else _place_of(value)
+        if place is None:
+            return []
+        if not isinstance(place, tuple):
+            self.places.append(place)
+        return _values(place)
+
+
+_METHODS = (staticmethod, classmethod, types.MethodType)
+_FUNCTIONS = (types.FunctionType, functools._lru_cache_wrapper, *_METHODS)
+_LEAVES = (str, bytes, int, float, type(None), torch.Tensor, torch.dtype, types.ModuleType)
+
+
+@functools.cache
+def _is_users(module: str) -> bool:
+    """Return whether a module is of a user's own code, and of no library."""
+    package, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
+    return package not in ("torch", *sys.stdlib_module_names) and not any(each in file for each in _LIBRARIES)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not _NOTHING
+    except ValueError:  # of a variable that is not bound yet
+        return False
+
+
+def _place_of(value: Any) -> Any:
+    """Return the container that a value is, or that of a plain object's attributes; None: it holds nothing."""
+    if type(value) in _CONTAINERS or type(value) is tuple:
+        return value if len(value) <= _MOST_ITEMS else None
+    if isinstance(value, type) or not _is_users(type(value).__module__):
+        return None
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+def _values(place: Any) -> list[Any]:
+    if isinstance(place, type):
+        return [*vars(place).values()]
+    return [*place.values()] if isinstance(place, dict) else [*place]
+
+
+def _without_fakes(place: _Place, content: Any) -> None:
+    """Give what holds a fake tensor in a place the value that it had before, or none."""
+    if isinstance(place, type | dict):
+        for key, value in [*(vars(place) if isinstance(place, type) else place).items()]:
+            before = content.get(key, _NOTHING)
+            if value is before or not _holds_fake(value):
+                continue
+            if isinstance(place, type):
+                delattr(place, key) if before is _NOTHING else setattr(place, key, before)
+            elif before is _NOTHING:
+                del place[key]
+            else:
+                place[key] = before
+    elif _items(place) != _items(content) and any(map(_holds_fake, place)):
+        place.clear()
+        (place.extend if isinstance(place, list | collections.deque) else place.update)(content)
+
+
+def _holds_fake(value: Any) -> bool:
+    left, seen = [value], dict[int, Any]()
+    while left and len(seen) < _MOST_PLACES:
+        each = left.pop()
+        if isinstance(each, FakeTensor):
+            return True
+        if not isinstance(each, _LEAVES) and id(each) not in seen:
+            seen[id(each)] = each
+            place = vars(each) if isinstance(each, nn.Module) else _place_of(each)
+            left += [] if place is None else _values(place)
+    return False
 
 
 # --- Results of operators on fake tensors, told without going through ``FakeTensorMode``.
