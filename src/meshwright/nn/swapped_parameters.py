@@ -266,8 +266,8 @@ def without_leftovers(model: nn.Module) -> Iterator[None]:
             _without_fakes(place, content)
 
 
+class _Outside:
     """Containers and caches to which a model's code refers beside its modules.
-    """What a model's code refers to beside its modules.
 
     Attributes:
         places: Containers, attributes of objects, and classes.
