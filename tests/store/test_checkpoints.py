@@ -58,6 +58,18 @@ def test_everything_that_is_not_a_tensor_comes_back(tmp_path):
     assert [{k: v for k, v in group.items() if k != "params"} for group in other.optim.param_groups] == without_params
 
 
+def test_positions_are_stored_as_plain_numbers_or_refused_before_anything_is_written(tmp_path):
+    store = CheckpointStore(tmp_path)
+    state = TrainingState(torch.nn.Linear(2, 2), step=np.int64(3), samples_seen=torch.tensor(12))
+    store.save(state)
+    assert (state.step, state.samples_seen) == (3, 12)
+    assert store.load(TrainingState(torch.nn.Linear(2, 2))).samples_seen == 12
+    for name, value in {"samples_seen": 64.5, "step": -1, "strategy": None}.items():
+        with pytest.raises(CheckpointError, match=f"training state's {name} cannot be stored"):
+            store.save(TrainingState(torch.nn.Linear(2, 2), **({"step": 4} | {name: value})))
+    assert _names(tmp_path) == ["step-00000003"]
+
+
 def test_old_checkpoints_go_and_the_newest_is_found(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     assert store.newest() is None

@@ -248,7 +248,8 @@ def _steps(
         asked = signals.among(sums()) if outer is None else signals.asked() if step % _ASK_REPLICAS_EVERY == 0 else 0
         if is_last and outer is not None:
             outer.synchronize()  # otherwise the last local steps would be lost
-        over = _validated(session, observer, watch, is_last=is_last or bool(asked))
+        # Who is asked to stop has little time, and a checkpoint to write.
+        over = not asked and _validated(session, observer, watch, is_last=is_last)
         ends = is_last or over or bool(asked)
         if ends or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
             _save(session, watch, failures, is_last=ends)

@@ -125,6 +125,8 @@ class CheckpointStore:
         """
         runtime.wait_for_all_ranks(_CALLS)
         failed = failed_before()
+        with runtime.same_on_every_rank():
+            state.settle()
         runtime.check_equal("The step to save", str(state.step), fix="call save at the same step on every rank")
         return self._save(state, non_blocking=non_blocking and not failed)
 

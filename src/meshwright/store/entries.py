@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,39 @@ class TrainingState:
     checkpoint loads only into a model that has them already; those of one that holds them are then left alone."""
     averaged: bool = False
     """Whether ``load`` fills the model with the moving average of its weights (method ``ema``), for evaluation."""
+
+    def settle(self) -> None:
+        """Turn the position of the run into plain numbers: a checkpoint of anything else would not load.
+
+        Raises:
+            CheckpointError: When ``step`` or ``samples_seen`` is no whole number from 0 on, or ``strategy`` no text.
+        """
+        for name in ("step", "samples_seen"):
+            given = getattr(self, name)
+            number = _whole_number(given)
+            if number is None or number < 0:
+                raise CheckpointError(
+                    f"The training state's {name} cannot be stored",
+                    expected="a whole number from 0 on",
+                    got=repr(given),
+                    fix=f"set state.{name} to an int",
+                )
+            setattr(self, name, number)
+        if not isinstance(self.strategy, str):
+            raise CheckpointError(
+                "The training state's strategy cannot be stored",
+                expected="text",
+                got=type(self.strategy).__name__,
+                fix="give str(strategy), or leave it out: it is recorded for information",
+            )
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return an integer of Python, numpy or a tensor of one element; None for anything else."""
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)

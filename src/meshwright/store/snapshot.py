@@ -86,6 +86,7 @@ def capture(
     Raises:
         CheckpointError: When something in it cannot be stored.
     """
+    state.settle()
     entries = model_entries(state.model)
     weights = finest(entries, state.optim)
     left_out = _left_out(state, entries)
