@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from meshwright.cli import app, eval_and_generate, train_loop
@@ -89,6 +89,16 @@ def by_transformers(folder, prompt):
 def test_texts_are_those_of_transformers_on_any_layout(ranks, folder, strategy):
     found, *_ = ranks(2).run(written, folder, "model", strategy=strategy)
     assert found == [by_transformers(folder / "model", prompt) for prompt in PROMPTS]
+
+
+def test_a_text_may_be_longer_than_the_positions_of_a_model(ranks, folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / "short")
+    tokenizer.save_pretrained(folder / "short")
+    found, *_ = ranks(1).run(written, folder, "short", max_new_tokens=40, temperature=1.0)
+    assert any(len(tokenizer(text)["input_ids"]) > 24 for text in found)
 
 
 def test_a_model_without_generate_is_read_token_by_token(ranks, folder):

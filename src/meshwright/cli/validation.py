@@ -315,15 +315,19 @@ class Writer:
         """Return the text that follows; collective, and equal on every rank."""
         torch.manual_seed(self._draws.seed)  # replicas draw alike
         given = torch.tensor([ids], device=accelerated.device)
-        made = self._by_model(accelerated, given) if self._generates(accelerated) else self._by_hand(accelerated, given)
+        writes = self._generates(accelerated, given.shape[1] + self._draws.max_new_tokens)
+        made = self._by_model(accelerated, given) if writes else self._by_hand(accelerated, given)
         reshard(accelerated.model)  # otherwise weights gathered here would outlive a change of the shards
         return self._corpus.tokenizer.decode(made[0, len(ids) :].tolist())
 
     @staticmethod
-    def _generates(accelerated: Accelerated) -> bool:
+    def _generates(accelerated: Accelerated, length: int) -> bool:
+        """Return whether the model itself can write up to so many tokens; beyond its positions, a window moves on."""
+        model = unwrapped(accelerated.model)
         # transformers' models that write nothing have None there.
-        can = getattr(unwrapped(accelerated.model), "generation_config", None) is not None
-        return can and not _needs_whole_windows(accelerated)
+        can = getattr(model, "generation_config", None) is not None
+        most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        return can and not _needs_whole_windows(accelerated) and (most is None or length <= most)
 
     def _by_model(self, accelerated: Accelerated, ids: torch.Tensor) -> torch.Tensor:
         draws, end = self._draws, self._corpus.tokenizer.end_of_text
