@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 from hypothesis import given, strategies as st
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from meshwright.data import (
     GlobalOrder,
@@ -204,3 +204,10 @@ def test_a_stream_that_is_divided_already_is_refused():
     stream._distributed = object()  # as split_dataset_by_node leaves it
     with refused(DataError, "divided among ranks already", "split_dataset_by_node"):
         global_batch_loader(stream, loader_args=None, replica=0, num_replicas=2)
+
+
+def test_interleaved_shards_are_read_by_one_worker():
+    shards = InterleavedShards([list(range(6)), list(range(6, 10))])
+    assert sorted(int(each) for each in DataLoader(shards, batch_size=None, num_workers=1)) == list(range(10))
+    with pytest.raises(DataError, match="num_workers of 0 or 1"):
+        list(DataLoader(shards, batch_size=None, num_workers=2))

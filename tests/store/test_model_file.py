@@ -208,6 +208,17 @@ def test_places_that_cannot_be_written(ranks, tmp_path):
     assert ranks(2).run(_unwritable, tmp_path) == [["file"]] * 2
 
 
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    target, link = tmp_path / "disk" / "model.safetensors", tmp_path / "model.safetensors"
+    target.write_bytes(b"before")
+    link.symlink_to(target)
+    writer.put_in_place(writer.write_beside(link, {"x": torch.ones(100)}), link)
+    assert link.is_symlink()
+    assert target.stat().st_size > 100
+    assert [each.name for each in (tmp_path / "disk").iterdir()] == [target.name]
+
+
 def _save_optimizer(model, path):
     save_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, path, non_blocking=True)
 

@@ -360,7 +360,9 @@ class Writer:
         if not self._draws.temperature:
             return logits.argmax(-1, keepdim=True)
         shares, order = (logits / self._draws.temperature).softmax(-1).sort(descending=True)
-        shares = shares.masked_fill(shares.cumsum(-1) - shares >= self._draws.top_p, 0)
+        is_left_out = shares.cumsum(-1) - shares >= self._draws.top_p
+        is_left_out[:, 0] = False  # of the likeliest, always one
+        shares = shares.masked_fill(is_left_out, 0)
         return order.gather(-1, torch.multinomial(shares, 1))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from meshwright.data.loader import GlobalOrder, forward_epoch, skips
 from meshwright.errors import ConfigError, DataError
@@ -109,7 +109,19 @@ class InterleavedShards(IterableDataset[Any]):
             forward_epoch(each, epoch)
 
     def every(self, first: int, step: int) -> Iterator[Any]:
-        """Iterate over items ``first``, ``first + step``, …, and read no shard that has none of them."""
+        """Iterate over items ``first``, ``first + step``, …, and read no shard that has none of them.
+
+        Raises:
+            DataError: When a shard ends before its length, or each of several workers would read all items.
+        """
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise DataError(
+                "InterleavedShards is read in one order, by one worker",
+                expected="num_workers of 0 or 1",
+                got=f"num_workers={worker.num_workers}, of which each would read every item",
+                fix="leave num_workers out, or take a dataset with a length and indices",
+            )
         opened: dict[int, tuple[Iterator[Any], int]] = {}
         for number, index in itertools.islice(self._places(), first, None, step):
             items, done = opened.get(number) or (iter(self.shards[number]), 0)

@@ -65,7 +65,8 @@ def write_beside(path: Path, content: dict[str, Any] | str) -> Path:
     Raises:
         CheckpointError: As :func:`write_file` does; nothing is left then.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    target = path.resolve()  # a link stays, and what it leads to is written
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
     try:
         with _writing(path):
             if isinstance(content, str):
@@ -90,7 +91,7 @@ def put_in_place(unfinished: Path, path: Path) -> None:
     """
     try:
         with _writing(path):
-            os.replace(unfinished, path)
+            os.replace(unfinished, path.resolve())
     finally:
         unfinished.unlink(missing_ok=True)
 
