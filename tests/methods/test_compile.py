@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright.cost import find_cluster
 from meshwright.methods import Compile, SearchScope
 from meshwright.nn import compile_forward, find_blocks
+from meshwright.nn.four_bit import FourBitLinear
 from meshwright.planner.family_workload import FamilyModel
 from meshwright.planner.model_shapes import parse_family
 from meshwright.strategy import Strategy
@@ -279,6 +280,40 @@ def test_a_block_of_stacked_experts_is_one_graph():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("kind", ["four bits", "norms of adapters", "another forward"])
+def test_a_search_leaves_blocks_alone_that_would_not_gain(kind):
+    model = tiny.build("plain")
+    block = find_blocks(model)[-1][1]
+    if kind == "four bits":
+        block.base = FourBitLinear(nn.Linear(64, 64, device="meta"))
+    elif kind == "norms of adapters":
+        block.lora_magnitude_vector = nn.ModuleDict({"default": nn.Identity()})
+    else:
+        block.forward = block.forward
+    assert Compile.search_options(SearchScope(8, "bf16", model=model)) == ()
+
+
+def test_texts_are_written_without_compiling_every_layer():
+    model = stacked_experts()
+    ids = torch.randint(0, 50, (1, 4))
+    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+    torch._dynamo.reset()
+    counters.clear()
+    compile_forward([block for _, block in find_blocks(model)], contextlib.nullcontext, backend="aot_eager")
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
+    assert not counters["stats"]
+
+
+def test_a_process_may_compile_a_class_for_many_models():
+    torch._dynamo.reset()
+    for _ in range(12):
+        counters.clear()
+        model = tiny.build("plain")
+        compile_forward([block for _, block in find_blocks(model)], contextlib.nullcontext, backend="eager")
+        model(torch.zeros(1, tiny.SEQ_LEN, dtype=torch.long))
+        assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_blocks_of_divided_experts_that_run_again_are_not_compiled_and_that_is_told():

@@ -52,6 +52,48 @@ def test_what_is_unfrozen_later_is_averaged(ranks, all_frozen, options):
         assert apart < 1e-5 < 0.01 < moved
 
 
+class Scaled(torch.nn.Module):
+    """A layer with a scalar, which no method shards."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x + self.scale * self.layer(x)
+
+
+def scalars_unfrozen(strategy):
+    """Scalars of this rank and of one process, and how far these have moved."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Scaled(), Scaled(), torch.nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    alone = copy.deepcopy(model)
+
+    def loss_func(batch, output):
+        return (output - batch.sum(-1, keepdim=True)).square().mean()
+
+    job = mw.accelerate(model, torch.optim.SGD, loss_func=loss_func, strategy=strategy, optim_args=LR)
+    optimizer = torch.optim.SGD(alone.parameters(), **LR)
+    for index in range(12):
+        if index == 3:
+            job.model[0].requires_grad_(True)
+            alone[0].requires_grad_(True)
+        batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(index))
+        job.step(batch[job.replica :: 2])
+        optimizer.zero_grad()
+        loss_func(batch, alone(batch)).backward()
+        optimizer.step()
+    return job.model[0].scale.item(), alone[0].scale.item(), abs(alone[0].scale.item() - 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_scalars_that_are_unfrozen_later_are_averaged_beside_shards(ranks, strategy):
+    for own, expected, moved in ranks(2).run(scalars_unfrozen, [strategy]):
+        assert own == pytest.approx(expected, abs=1e-6)
+        assert moved > 1e-3
+
+
 class Towers(torch.nn.Module):
     """Two that share nothing, so that a backward may run through one of them."""
 

@@ -22,6 +22,7 @@ from meshwright.methods.replace.attention_backends import fuse_sinks
 from meshwright.methods.tensor.split_layers import local_parts, swapped_parameters
 from meshwright.methods.tokens.attention_calls import grouped_keys
 from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
+from meshwright.nn.four_bit import FourBitLinear
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes in which torch captures CUDA graphs
 _MODES = ("default", *_CAPTURING, "max-autotune-no-cudagraphs")
@@ -66,6 +67,12 @@ def _own_parts(module: nn.Module) -> Iterator[None]:
         for each in module.modules():
             stack.enter_context(swapped_parameters(each, local_parts(each)))
         yield
+
+
+def _gains_nothing(module: nn.Module) -> bool:
+    """Return whether a search leaves blocks with such a module alone; one replaced on the instance is not compiled."""
+    has_norms = bool(getattr(module, "lora_magnitude_vector", None))
+    return isinstance(module, nn.Conv1d | FourBitLinear) or has_norms or "forward" in vars(module)
 
 
 class Compile(Method):
@@ -133,18 +140,19 @@ class Compile(Method):
 
     @classmethod
     def search_options(cls, scope: SearchScope) -> tuple[Self, ...]:
-        """Try blocks on GPUs, but for those whose code runs loops.
+        """Try blocks on GPUs, but for those whose code runs loops, or does not gain by it.
 
         State spaces run over tokens in loops or by kernels of their own, and experts that are called one by one get
-        rows of their own number in every step. Stacked experts are one product, and their block one graph.
+        rows of their own number in every step. Stacked experts are one product, and their block one graph. Compiled
+        code keeps what weights in 4 bits unfold to until backward, and DoRA's norms break it.
         """
         if scope.half_dtype is None:
             return ()
         if scope.model is None:
             return (cls.parse(None),)
         blocks = [block for _, block in find_blocks(scope.model)]
-        has_loops = any(isinstance(each, nn.Conv1d) for block in blocks for each in block.modules())
-        if not blocks or has_loops or loops_over_experts(scope.model) or any(map(is_compiled, scope.model.modules())):
+        left = any(map(_gains_nothing, (each for block in blocks for each in block.modules())))
+        if not blocks or left or loops_over_experts(scope.model) or any(map(is_compiled, scope.model.modules())):
             return ()
         return (cls.parse(None),)
 

@@ -380,7 +380,14 @@ def _average_unsharded(ignored: set[nn.Parameter], job: Job) -> None:
         parameter.data = parameter.data.to(job.device, dtype if parameter.is_floating_point() else None)
     if ignored and dtype is not None:
         job.optimizer.master_weights = True
-    average_gradients(ignored, job.mesh_axes.num_averaged, job.mesh_axes.averaging_group if ignored else None)
+    ranks = job.mesh_axes.num_averaged, job.mesh_axes.averaging_group if ignored else None
+    frozen = average_gradients(ignored, *ranks)
+
+    def average_thawed(module: nn.Module, args: Any) -> None:
+        frozen[:] = average_gradients(frozen, *ranks)
+
+    if frozen:  # they may train later, and have no gradient to average before
+        job.model.register_forward_pre_hook(average_thawed)
 
 
 # --- Around a step

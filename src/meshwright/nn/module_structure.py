@@ -311,6 +311,7 @@ def without_fast_path(model: nn.Module) -> None:
 # --- Compiled forwards.
 
 _SHAPES = 8  # versions for shapes and modes: torch's own limit
+_versions: list[int] = []  # of the code of each model that this process has compiled
 _MARK = "_forward_is_compiled"
 
 
@@ -331,9 +332,9 @@ def compile_forward(
 
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     listed = list(modules)
-    # Blocks may have hooks of their own; torch gives up on code that it compiles more often.
-    limit = max(dynamo.config.recompile_limit, len(listed) + _SHAPES)
-    dynamo.config.recompile_limit = limit
+    # Blocks may have hooks of their own; torch gives up on code that it compiles more often, for all models of a class.
+    _versions.append(len(listed) + _SHAPES)
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, sum(_versions))
     for module in listed:
         cls = type(module)
         if cls not in classes:
@@ -349,8 +350,10 @@ def _compiled_class(
     compiled = torch.compile(cls.forward, **options)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A cache knows the layer, so that each would be compiled anew: texts are written without.
+        is_writing = any(map(is_cache, (*args, *kwargs.values())))
         with context(self):
-            return compiled(self, *args, **kwargs)
+            return cls.forward(self, *args, **kwargs) if is_writing else compiled(self, *args, **kwargs)
 
     subclass = class_with(cls, "forward", forward)
     setattr(subclass, _MARK, True)
