@@ -18,7 +18,7 @@ from meshwright.errors import CheckpointError, readable_bytes
 from meshwright.planner.config_models import config_path
 from meshwright.runtime import init_distributed, rank, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole
-from meshwright.store.export import export_adapters, export_weights
+from meshwright.store.export import export_adapters, export_weights, is_weights_file
 from meshwright.store.manifest import (
     MANIFEST,
     RECORD,
@@ -109,7 +109,7 @@ def export_checkpoint(
             raise CheckpointError(
                 f"{option} is not known", expected=", ".join(known), got=given, fix="use one of these"
             )
-    if file_format == "dcp" and out.suffix == ".safetensors":
+    if file_format == "dcp" and is_weights_file(out):
         raise CheckpointError(
             "--format dcp writes a folder",
             expected="the name of one",
@@ -124,7 +124,7 @@ def export_checkpoint(
     run = path.parent.parent
     if file_format == "dcp":
         weights, kind = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), as_dcp=True), "; for torch's DCP"
-    elif (run / ADAPTERS).is_file() and not out.suffix:
+    elif (run / ADAPTERS).is_file() and not is_weights_file(out):
         names, adapter_config = read_adapters(run / ADAPTERS)
         weights = export_adapters(path, out, names=names, config=adapter_config, dtype=_DTYPES.get(dtype or ""))
         kind = "; adapters for peft"
@@ -135,7 +135,7 @@ def export_checkpoint(
         weights = export_weights(
             path, out, dtype=_DTYPES.get(dtype or ""), config=config, pretrained=pretrained if config else None
         )
-        kind = "" if config is None or out.suffix else "; a transformers folder"
+        kind = "" if config is None or is_weights_file(out) else "; a transformers folder"
     if rank() == 0:
         _say_exported(out, weights, path, kind)
     shutdown_distributed()
