@@ -121,7 +121,7 @@ def export_checkpoint(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_distributed(backend="gloo")
     path = _newest_whole(checkpoints_of(directory))
-    run = path.parent.parent
+    run = _run_of(path)
     if file_format == "dcp":
         weights, kind = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), as_dcp=True), "; for torch's DCP"
     elif (run / ADAPTERS).is_file() and not is_weights_file(out):
@@ -144,7 +144,7 @@ def export_checkpoint(
 
 def _export_merged(directory: Path, out: Path, dtype: str | None) -> int:
     path = _newest_whole(checkpoints_of(directory))
-    run = path.parent.parent
+    run = _run_of(path)
     if not (run / ADAPTERS).is_file() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise CheckpointError(
             "--merged merges adapters into their base, on one process",
@@ -157,6 +157,11 @@ def _export_merged(directory: Path, out: Path, dtype: str | None) -> int:
         weights = export_adapters(path, folder, names=names, config=config)
     typer.echo(f"{out}: {len(weights)} tensors of adapters of {path}, merged into their base; a transformers folder")
     return 0
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Return the directory of a checkpoint's run, also where a relative path names less than that."""
+    return Path(os.path.abspath(checkpoint)).parent.parent
 
 
 def _pretrained_folder(run_config: Path) -> Path | None:
