@@ -54,6 +54,17 @@ def test_lines_that_are_no_objects(tmp_path):
     assert bad_lines.skipped == {str(path): 2}
 
 
+def test_halves_of_characters_become_question_marks(tmp_path):
+    path = tmp_path / "a.jsonl"
+    talk = rb'{"messages": [{"role": "user", "content": "\uDC00"}]}'
+    path.write_bytes(rb'{"text": "a\ud800b \ud83d\ude00"}' + b'\n{"text": "c\xed\xa0\x80"}\n' + talk)
+    found = [record.value for record in read_records(path)]
+    assert found == [{"text": "a?b 😀"}, {"text": "c?"}, {"messages": [{"role": "user", "content": "?"}]}]
+    path.write_bytes(rb'{"text": "a\ud800b"}')
+    ids = open_tokens(token_cache([path], ByteTokenizer(), tmp_path / "cache"))
+    assert bytes(ids[:-1].astype("uint8")) == b"a?b"
+
+
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"a\.parquet cannot be read"):

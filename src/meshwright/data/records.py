@@ -25,6 +25,8 @@ _COMPRESSED = {
     "gzip": rb"\x1f\x8b", "bzip2": rb"BZh[1-9]1AY&SY", "xz": rb"\xfd7zXZ\x00", "zstd": rb"\x28\xb5\x2f\xfd",
     "zip": rb"PK\x03\x04",
 }  # fmt: skip
+# Halves of characters, which are no text: as escapes, and as bytes.
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _JSON_LINES = re.compile(r"\.(jsonl|ndjson)(\.(gz|bz2|xz|zst))?$")
 _DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
 _SPLIT = "train"  # of a folder with several
@@ -186,7 +188,7 @@ def _of_json_lines(path: Path, bad_lines: BadLines) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                value, problem = json.loads(line), ""
+                value, problem = _parsed(line), ""
             except (ValueError, RecursionError) as error:
                 value, problem = None, str(error)
             if isinstance(value, dict):
@@ -201,6 +203,14 @@ def _of_json_lines(path: Path, bad_lines: BadLines) -> Iterator[Record]:
                     got=printable(f"{shown!r}{f': {problem}' if problem else ''}"),
                     fix="correct the line, or leave such lines out with data.bad_lines = 'skip'",
                 )
+
+
+def _parsed(line: bytes) -> Any:
+    """Parse a line of JSON; a half of a character without the other becomes a question mark."""
+    value = json.loads(line)
+    if _SURROGATES.search(line):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
 
 
 def _of_parquet(path: Path) -> Iterator[Record]:
