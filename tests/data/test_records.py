@@ -1,5 +1,7 @@
 """Records from every kind of file."""
 
+import bz2
+import errno
 import gzip
 import json
 import sys
@@ -11,7 +13,7 @@ import zstandard
 from pyarrow import parquet
 
 from meshwright.data import BadLines, ByteTokenizer, find_files, open_tokens, read_records, token_cache
-from meshwright.data.records import holds_records
+from meshwright.data.records import holds_records, open_text
 from meshwright.errors import ConfigError, DataError
 
 ROWS = [{"text": "one"}, {"text": "two ü"}, {"text": "three"}]
@@ -75,6 +77,13 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES)[:-10])
     with pytest.raises(DataError, match="is damaged"):
         list(read_records(tmp_path / "b.jsonl.gz"))
+    packed = bz2.compress(LINES)
+    for content in (packed[:-10], packed[:12] + b"\xff" * 8 + packed[20:]):
+        (tmp_path / "c.jsonl.bz2").write_bytes(content)
+        with pytest.raises(DataError, match=r"is damaged.*a whole bzip2 file"):
+            list(read_records(tmp_path / "c.jsonl.bz2"))
+    with pytest.raises(OSError, match="full"), open_text(tmp_path / "c.jsonl.bz2"):
+        raise OSError(errno.ENOSPC, "full")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match=r"needs pyarrow.*pip install"):
         list(read_records(tmp_path / "a.parquet"))

@@ -162,7 +162,9 @@ def open_text(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
         text: Any = raw if kind is None else _READERS[kind](raw)
         try:
             yield text, raw.tell
-        except _damage() as error:
+        except (*_damage(), OSError) as error:
+            if isinstance(error, OSError) and (kind is None or error.errno is not None):
+                raise  # the disk's, or of what is done with the text; bzip2's have no number
             raise DataError(
                 "A compressed file of the corpus is damaged",
                 expected=f"a whole {kind} file",
