@@ -22,19 +22,22 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 def _write(kind, folder):
     path = folder / kind
-    if kind.endswith(".parquet"):
+    if kind.lower().endswith(".parquet"):
         parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     elif kind == "folder":
         datasets.Dataset.from_list(ROWS).save_to_disk(path)
     elif kind == "splits":
         datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(path)
     else:
-        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix.lower(), bytes)
         path.write_bytes(pack(LINES))
     return path
 
 
-@pytest.mark.parametrize("kind", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "folder", "splits"])
+KINDS = ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.PARQUET", "a.JSONL", "a.Jsonl.GZ"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "folder", "splits"])
 def test_records_of_every_kind(tmp_path, kind):
     path = _write(kind, tmp_path)
     assert holds_records(path)

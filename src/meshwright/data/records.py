@@ -27,7 +27,7 @@ _COMPRESSED = {
 }  # fmt: skip
 # Halves of characters, which are no text: as escapes, and as bytes.
 _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-_JSON_LINES = re.compile(r"\.(jsonl|ndjson)(\.(gz|bz2|xz|zst))?$")
+_JSON_LINES = re.compile(r"\.(jsonl|ndjson)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 _DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
 _SPLIT = "train"  # of a folder with several
 
@@ -52,7 +52,7 @@ def holds_records(path: Path) -> bool:
     """Return whether a path is read as records, by its name: JSON lines, Parquet, or a folder of ``datasets``."""
     if path.is_dir():
         return any((path / name).is_file() for name in _DATASET_FILES)
-    return bool(_JSON_LINES.search(path.name)) or path.suffix == ".parquet"
+    return bool(_JSON_LINES.search(path.name)) or path.suffix.lower() == ".parquet"
 
 
 def read_records(path: Path, bad_lines: BadLines | None = None) -> Iterator[Record]:
@@ -69,7 +69,7 @@ def read_records(path: Path, bad_lines: BadLines | None = None) -> Iterator[Reco
     """
     if path.is_dir():
         return _of_dataset(path)
-    return _of_parquet(path) if path.suffix == ".parquet" else _of_json_lines(path, bad_lines or BadLines())
+    return _of_parquet(path) if path.suffix.lower() == ".parquet" else _of_json_lines(path, bad_lines or BadLines())
 
 
 def text_of(record: Record, key: str, otherwise: str = "") -> str:

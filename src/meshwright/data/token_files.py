@@ -221,7 +221,7 @@ def identity_of(path: Path, directory: Path) -> list[str]:
         directory: Folder of the cache, where hashes of files are remembered.
     """
     if not path.is_dir():
-        return [path.suffix if holds_records(path) else "text", _content_of(path, directory)]
+        return [path.suffix.lower() if holds_records(path) else "text", _content_of(path, directory)]
     files = sorted(each for each in path.rglob("*") if each.is_file())
     return ["folder", *(text for each in files for text in (each.name, _content_of(each, directory)))]
 
