@@ -78,8 +78,8 @@ class Samples:
         """Call the function; collective.
 
         Raises:
-            DataError: On every rank, when it fails, returns no dataset, or one that can be read only once, or the ranks'
-                datasets differ in length.
+            DataError: On every rank, when it fails, returns no dataset, or one that can be read only once, or the
+                ranks' datasets differ in length.
         """
         with same_on_every_rank():
             made = self._made(seed)

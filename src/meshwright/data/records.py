@@ -162,7 +162,7 @@ def open_text(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
         text: Any = raw if kind is None else _READERS[kind](raw)
         try:
             yield text, raw.tell
-        except (*_damage(), OSError) as error:
+        except _damage() as error:
             if isinstance(error, OSError) and (kind is None or error.errno is not None):
                 raise  # the disk's, or of what is done with the text; bzip2's have no number
             raise DataError(
@@ -174,8 +174,8 @@ def open_text(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """Return the errors with which libraries meet files that are cut short or changed."""
-    known: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
+    """Return the errors with which libraries meet files that are cut short or changed; some OSErrors are others."""
+    known: tuple[type[Exception], ...] = (EOFError, OSError, lzma.LZMAError, zlib.error)
     with contextlib.suppress(ImportError):
         known += (importlib.import_module("zstandard").ZstdError,)
     return known
