@@ -51,21 +51,21 @@ def test_losses_do_not_depend_on_the_ranks_or_on_a_resume(folder):
 
 
 def test_adapters_leave_alone_or_merged_into_their_base(ranks, folder):
-    for words in (["adapters"], ["merged", "--merged"]):
+    for words in (["adapters-3.1"], ["merged-3.1", "--merged"]):
         result = CliRunner().invoke(
             app, ["checkpoint", "export", str(folder / "one"), str(folder / words[0]), *words[1:]]
         )
         assert result.exit_code == 0, result.output
     base = AutoModelForCausalLM.from_pretrained(folder / "model")
-    adapted = peft.PeftModel.from_pretrained(base, folder / "adapters")
-    whole = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapters-3.1")
+    whole = AutoModelForCausalLM.from_pretrained(folder / "merged-3.1")
     ids = torch.arange(40).reshape(2, 20)
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(folder / "model")(ids).logits
         logits = whole(ids).logits
         assert torch.allclose(logits, adapted(ids).logits, atol=1e-5)
         assert not torch.allclose(logits, plain, atol=1e-3)
-    assert (folder / "merged" / "tokenizer.json").is_file()
+    assert (folder / "merged-3.1" / "tokenizer.json").is_file()
     expected = json.loads((folder / "one" / "eval.jsonl").read_text().splitlines()[-1])["loss"]
     assert test_finetune._alone(whole, folder) == pytest.approx(expected, rel=1e-5)
     found, *_ = ranks(2).run(evaluated, folder, "two", (), "fsdp")

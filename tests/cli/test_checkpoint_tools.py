@@ -190,6 +190,15 @@ def test_torchs_distributed_checkpoint_is_written_by_all_ranks_and_read(gpt2_run
     assert "writes a folder" in _run("export", run, tmp_path / "x.safetensors", "--format", "dcp").stderr
 
 
+def test_relative_paths_inside_a_run_find_what_lies_beside_its_checkpoints(gpt2_run, tmp_path, monkeypatch):
+    run, _ = gpt2_run
+    inside = run / "checkpoints" / "step-00000002"
+    for number, (folder, path) in enumerate([(inside.parent, "."), (inside.parent, inside.name), (inside, "..")]):
+        monkeypatch.chdir(folder)
+        assert "a transformers folder" in _run("export", path, tmp_path / str(number)).stdout
+        assert (tmp_path / str(number) / "config.json").is_file()
+
+
 def test_what_cannot_be_exported_is_said(gpt2_run, tmp_path):
     run, _ = gpt2_run
     newest = run / "checkpoints" / "step-00000002"

@@ -108,6 +108,15 @@ def test_a_model_without_generate_is_read_token_by_token(ranks, folder):
     assert all(len(text.encode(errors="replace")) >= 1 for text in alone)
 
 
+def test_relative_paths_inside_a_run_are_of_that_run(tmp_path, monkeypatch):
+    step = tmp_path / "run" / "checkpoints" / "step-00000010"
+    step.mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text('{"file": "x.toml", "model": {}, "run": {}}')
+    for folder, path in ((step, "."), (step, ".."), (step.parent, "."), (step.parent, step.name)):
+        monkeypatch.chdir(folder)
+        assert of(path).run() == tmp_path / "run"
+
+
 def test_what_is_no_trained_model_is_refused(tmp_path):
     for words, expected in (
         (["eval", str(tmp_path), "--data", "x.txt"], "is no trained model"),

@@ -31,6 +31,13 @@ def test_a_model_is_all_that_must_be_said():
     assert config == parse_config(config.model_dump(), "again")
 
 
+def test_a_byte_order_mark_before_a_training_file_is_left_out(tmp_path):
+    path = _file(tmp_path)
+    plain = read_config(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_config(path) == plain
+
+
 def test_all_mistakes_are_named_at_once():
     text = _refusal(
         {

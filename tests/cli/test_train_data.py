@@ -57,6 +57,23 @@ def once():
     return iter(Points(5, 0))
 
 
+def generated():
+    yield from Points(5, 0)
+
+
+class Again(Stream):
+    def __iter__(self):
+        self.rest = super().__iter__()
+        return self
+
+    def __next__(self):
+        return next(self.rest)
+
+
+def again():
+    return Again(Points(4, 0))
+
+
 def number():
     return 3
 
@@ -121,6 +138,11 @@ def test_a_stream_begins_again_and_goes_on_where_it_was():
     assert [halves[0][0], halves[1][0], halves[0][1], halves[1][1]] == seen[3:7]
 
 
+def test_an_iterator_that_begins_anew_is_a_stream():
+    seen, expected = _loaded("again").dataset, _loaded("stream", args={"count": 4, "seed": 0}).dataset
+    assert [y.item() for _, y in itertools.islice(seen, 6)] == [y.item() for _, y in itertools.islice(expected, 6)]
+
+
 def test_a_stream_that_ends_for_good_is_refused():
     with pytest.raises(DataError, match=r"empty.*epoch 2.*instead of a generator"):
         list(itertools.islice(RepeatedStream(iter([1, 2])), 3))
@@ -132,6 +154,8 @@ def test_a_stream_that_ends_for_good_is_refused():
     ("name", "table", "words"),
     [
         ("number", {}, "returned no samples"),
+        ("once", {}, r"points:once returned what can be read only once.*Got an iterator \(.*__iter__"),
+        ("generated", {}, r"read only once.*Got an iterator \(generator\)"),
         ("fails", {}, "OSError: the disk is away"),
         ("points", {"args": {"number": 3}}, "number"),
         ("points", {"args": {"count": 0}}, "no samples"),

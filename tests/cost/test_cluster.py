@@ -46,6 +46,9 @@ def test_devices_behind_one_switch_share_its_link_to_the_host(tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text('device = "l4"\nnum_devices = 8\ndevices_per_host_link = 4\n')
     assert 4 * find_cluster(str(path)).host_share.bytes_per_s == find_cluster("l4x8").host_link.bytes_per_s
+    plain = read_cluster(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as editors of Windows begin a file
+    assert read_cluster(path) == plain
     path.write_text('device = "a100"\nnum_devices = 8\n[host_link]\nbytes_per_s = 20e9\n')
     assert find_cluster(str(path)).host_share.bytes_per_s == 20e9  # a share, as that of the other links
     written = tmp_path / "written.json"

@@ -40,6 +40,15 @@ def test_paths_and_globs_are_found_in_sorted_order(texts, source, expected):
     assert _names(find_files(source, texts), texts) == expected
 
 
+def test_the_base_is_no_glob(tmp_path):
+    base = tmp_path / "run [2024] *"
+    (base / "deep").mkdir(parents=True)
+    for name in ("a.txt", "deep/b.txt"):
+        (base / name).write_text(name)
+    for source in ("**/*.txt", "deep/../**/*.txt"):
+        assert _names(find_files(source, base), base) == ["a.txt", "deep/b.txt"]
+
+
 def test_absolute_paths_ignore_the_base(texts):
     assert find_files(str(texts / "a.txt"), texts / "deep") == [texts / "a.txt"]
 

@@ -25,7 +25,7 @@ from meshwright.planner.config_models import read_model_config
 from meshwright.runtime import same_on_every_rank
 from meshwright.runtime.agreement import gather_distinct
 from meshwright.store.entries import model_entries
-from meshwright.store.export import copy_beside
+from meshwright.store.export import copy_beside, is_weights_file
 from meshwright.store.folder import adapter_names
 
 _ADAPTER = "default"  # what peft calls it where nobody does
@@ -203,7 +203,7 @@ def read_adapters(path: Path) -> tuple[dict[str, str], str]:
             f"{path} does not describe the adapters of the run",
             expected="what meshwright train wrote: their config and names",
             got=f"{type(error).__name__}: {error}",
-            fix="restore the file, or name a --out with a suffix to export all weights",
+            fix="restore the file, or name an OUT that ends in .safetensors to export all weights",
         ) from error
     return names, config
 
@@ -221,7 +221,7 @@ def merged(out: Path, pretrained: Path | None, dtype: torch.dtype | None) -> Ite
         CheckpointError: When the base is not there, or ``out`` is.
         ModelError: When the config of the base is refused.
     """
-    if pretrained is None or not (pretrained / "config.json").is_file() or out.suffix or out.exists():
+    if pretrained is None or not (pretrained / "config.json").is_file() or is_weights_file(out) or out.exists():
         is_base = pretrained is not None and (pretrained / "config.json").is_file()
         raise CheckpointError(
             "Adapters cannot be merged into their base",

@@ -18,7 +18,7 @@ from meshwright.errors import CheckpointError, readable_bytes
 from meshwright.planner.config_models import config_path
 from meshwright.runtime import init_distributed, rank, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole
-from meshwright.store.export import export_adapters, export_weights
+from meshwright.store.export import export_adapters, export_weights, is_weights_file
 from meshwright.store.manifest import (
     MANIFEST,
     RECORD,
@@ -109,7 +109,7 @@ def export_checkpoint(
             raise CheckpointError(
                 f"{option} is not known", expected=", ".join(known), got=given, fix="use one of these"
             )
-    if file_format == "dcp" and out.suffix == ".safetensors":
+    if file_format == "dcp" and is_weights_file(out):
         raise CheckpointError(
             "--format dcp writes a folder",
             expected="the name of one",
@@ -121,10 +121,10 @@ def export_checkpoint(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         init_distributed(backend="gloo")
     path = _newest_whole(checkpoints_of(directory))
-    run = path.parent.parent
+    run = _run_of(path)
     if file_format == "dcp":
         weights, kind = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), as_dcp=True), "; for torch's DCP"
-    elif (run / ADAPTERS).is_file() and not out.suffix:
+    elif (run / ADAPTERS).is_file() and not is_weights_file(out):
         names, adapter_config = read_adapters(run / ADAPTERS)
         weights = export_adapters(path, out, names=names, config=adapter_config, dtype=_DTYPES.get(dtype or ""))
         kind = "; adapters for peft"
@@ -135,7 +135,7 @@ def export_checkpoint(
         weights = export_weights(
             path, out, dtype=_DTYPES.get(dtype or ""), config=config, pretrained=pretrained if config else None
         )
-        kind = "" if config is None or out.suffix else "; a transformers folder"
+        kind = "" if config is None or is_weights_file(out) else "; a transformers folder"
     if rank() == 0:
         _say_exported(out, weights, path, kind)
     shutdown_distributed()
@@ -144,7 +144,7 @@ def export_checkpoint(
 
 def _export_merged(directory: Path, out: Path, dtype: str | None) -> int:
     path = _newest_whole(checkpoints_of(directory))
-    run = path.parent.parent
+    run = _run_of(path)
     if not (run / ADAPTERS).is_file() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise CheckpointError(
             "--merged merges adapters into their base, on one process",
@@ -157,6 +157,11 @@ def _export_merged(directory: Path, out: Path, dtype: str | None) -> int:
         weights = export_adapters(path, folder, names=names, config=config)
     typer.echo(f"{out}: {len(weights)} tensors of adapters of {path}, merged into their base; a transformers folder")
     return 0
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Return the directory of a checkpoint's run, also where a relative path names less than that."""
+    return Path(os.path.abspath(checkpoint)).parent.parent
 
 
 def _pretrained_folder(run_config: Path) -> Path | None:

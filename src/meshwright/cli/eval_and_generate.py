@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,7 +74,8 @@ class Trained:
         Raises:
             ConfigError: When it is neither.
         """
-        for directory in (self.path, self.path.parent, self.path.parent.parent):
+        whole = Path(os.path.abspath(self.path))  # "." and ".." have parents, too
+        for directory in (self.path, whole.parent, whole.parent.parent):
             if {"file", "model", "run"} <= _document(directory / CONFIG).keys():
                 return directory
         if "model_type" in _document(self.path / "config.json"):

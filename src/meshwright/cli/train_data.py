@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ class Samples:
         """Call the function; collective.
 
         Raises:
-            DataError: On every rank, when it fails, returns no dataset, or the ranks' datasets differ in length.
+            DataError: On every rank, when it fails, returns no dataset, or one that can be read only once, or the
+                ranks' datasets differ in length.
         """
         with same_on_every_rank():
             made = self._made(seed)
@@ -128,9 +130,22 @@ def _streamed(made: Any, reference: str) -> Loaded:
             got=type(made).__name__,
             fix="return something with __getitem__ and __len__, or with __iter__",
         )
+    if _is_read_once(made):
+        raise DataError(
+            f"The data function {reference} returned what can be read only once",
+            expected="samples that can be read again: for a look at the first one, every epoch and every resume",
+            got=f"an iterator ({type(made).__name__})",
+            fix="return a list or a torch Dataset, or an object whose __iter__ makes a new iterator each time",
+        )
     stream = RepeatedStream(made)
     batch = _batch_of_one(next(iter(stream)))
     return Loaded(stream, stream, _tokens(batch), batch, usual_input_format(batch))
+
+
+def _is_read_once(made: Any) -> bool:
+    """Return whether samples are an iterator: a generator, for one; a class's own ``__iter__`` may begin anew."""
+    begins: Any = getattr(type(made), "__iter__", None)
+    return isinstance(made, Iterator) and (begins is Iterator.__iter__ or not isinstance(begins, FunctionType))
 
 
 def _batch_of_one(sample: Any) -> Any:

@@ -326,7 +326,7 @@ def parse_config(content: Mapping[str, Any], where: str) -> TrainConfig:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return _parsed(file.read_text(encoding="utf-8"))
+        return _parsed(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read",

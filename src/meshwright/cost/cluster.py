@@ -512,7 +512,7 @@ def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
         ConfigError: Naming the file and the key.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
         data = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
         if not learned and isinstance(data, Mapping) and isinstance(data.get("calibration"), Mapping):
             data = {**data, "calibration": {k: v for k, v in data["calibration"].items() if k != "learned"}}

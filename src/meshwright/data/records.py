@@ -25,7 +25,9 @@ _COMPRESSED = {
     "gzip": rb"\x1f\x8b", "bzip2": rb"BZh[1-9]1AY&SY", "xz": rb"\xfd7zXZ\x00", "zstd": rb"\x28\xb5\x2f\xfd",
     "zip": rb"PK\x03\x04",
 }  # fmt: skip
-_JSON_LINES = re.compile(r"\.(jsonl|ndjson)(\.(gz|bz2|xz|zst))?$")
+# Halves of characters, which are no text: as escapes, and as bytes.
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+_JSON_LINES = re.compile(r"\.(jsonl|ndjson)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 _DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
 _SPLIT = "train"  # of a folder with several
 
@@ -50,7 +52,7 @@ def holds_records(path: Path) -> bool:
     """Return whether a path is read as records, by its name: JSON lines, Parquet, or a folder of ``datasets``."""
     if path.is_dir():
         return any((path / name).is_file() for name in _DATASET_FILES)
-    return bool(_JSON_LINES.search(path.name)) or path.suffix == ".parquet"
+    return bool(_JSON_LINES.search(path.name)) or path.suffix.lower() == ".parquet"
 
 
 def read_records(path: Path, bad_lines: BadLines | None = None) -> Iterator[Record]:
@@ -67,7 +69,7 @@ def read_records(path: Path, bad_lines: BadLines | None = None) -> Iterator[Reco
     """
     if path.is_dir():
         return _of_dataset(path)
-    return _of_parquet(path) if path.suffix == ".parquet" else _of_json_lines(path, bad_lines or BadLines())
+    return _of_parquet(path) if path.suffix.lower() == ".parquet" else _of_json_lines(path, bad_lines or BadLines())
 
 
 def text_of(record: Record, key: str, otherwise: str = "") -> str:
@@ -161,6 +163,8 @@ def open_text(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
         try:
             yield text, raw.tell
         except _damage() as error:
+            if isinstance(error, OSError) and (kind is None or error.errno is not None):
+                raise  # the disk's, or of what is done with the text; bzip2's have no number
             raise DataError(
                 "A compressed file of the corpus is damaged",
                 expected=f"a whole {kind} file",
@@ -170,8 +174,8 @@ def open_text(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """Return the errors with which libraries meet files that are cut short or changed."""
-    known: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
+    """Return the errors with which libraries meet files that are cut short or changed; some OSErrors are others."""
+    known: tuple[type[Exception], ...] = (EOFError, OSError, lzma.LZMAError, zlib.error)
     with contextlib.suppress(ImportError):
         known += (importlib.import_module("zstandard").ZstdError,)
     return known
@@ -186,7 +190,7 @@ def _of_json_lines(path: Path, bad_lines: BadLines) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                value, problem = json.loads(line), ""
+                value, problem = _parsed(line), ""
             except (ValueError, RecursionError) as error:
                 value, problem = None, str(error)
             if isinstance(value, dict):
@@ -201,6 +205,14 @@ def _of_json_lines(path: Path, bad_lines: BadLines) -> Iterator[Record]:
                     got=printable(f"{shown!r}{f': {problem}' if problem else ''}"),
                     fix="correct the line, or leave such lines out with data.bad_lines = 'skip'",
                 )
+
+
+def _parsed(line: bytes) -> Any:
+    """Parse a line of JSON; a half of a character without the other becomes a question mark."""
+    value = json.loads(line)
+    if _SURROGATES.search(line):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
 
 
 def _of_parquet(path: Path) -> Iterator[Record]:

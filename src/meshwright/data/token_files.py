@@ -62,8 +62,9 @@ def _match(source: str, base: Path) -> list[Path]:
     if source == STDLIB:
         return _standard_library()
     pattern = os.path.abspath(base / Path(source).expanduser())
-    # A path that exists is no glob, even with glob characters in its name.
-    names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+    # The base is no glob, and neither is a path that exists, even with glob characters in their names.
+    escaped = os.path.abspath(glob.escape(os.path.abspath(base)) / Path(source).expanduser())
+    names = [pattern] if os.path.exists(pattern) else glob.glob(escaped, recursive=True)
     # A folder is a source only where it is a dataset.
     files = [Path(name) for name in names if os.path.isfile(name) or holds_records(Path(name))]
     if not files:
@@ -220,7 +221,7 @@ def identity_of(path: Path, directory: Path) -> list[str]:
         directory: Folder of the cache, where hashes of files are remembered.
     """
     if not path.is_dir():
-        return [path.suffix if holds_records(path) else "text", _content_of(path, directory)]
+        return [path.suffix.lower() if holds_records(path) else "text", _content_of(path, directory)]
     files = sorted(each for each in path.rglob("*") if each.is_file())
     return ["folder", *(text for each in files for text in (each.name, _content_of(each, directory)))]
 

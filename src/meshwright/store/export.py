@@ -28,6 +28,11 @@ _BESIDE = (
 )  # fmt: skip
 
 
+def is_weights_file(out: Path) -> bool:
+    """Return whether a path to export to names one file; all others name folders, also those with dots."""
+    return out.suffix == ".safetensors"
+
+
 def export_weights(
     checkpoint: Path,
     out: Path,
@@ -57,7 +62,7 @@ def export_weights(
         CheckpointError: On every rank, when ``out`` exists already or cannot be written.
     """
     weights = _Weights.of(checkpoint, out, dtype)
-    if out.suffix == ".safetensors" and not as_dcp:
+    if is_weights_file(out) and not as_dcp:
         weights.write_file(out)
         return weights.outlines
     if as_dcp:
