@@ -7,11 +7,11 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.parametrizations import weight_norm
 
 import meshwright as mw
-from meshwright.nn import FakeTensors, call_with, run_with
+from meshwright.nn import FakeTensors, call_with, run_with, swapped_parameters
 from tests import tiny
 
 
@@ -198,6 +198,18 @@ def test_a_pass_without_data_leaves_no_fake_tensor_outside_modules():
         run_with(lambda model, x: model(x).sum(), model, state, x)
     assert (Keeps.table.tolist(), TABLES[4].tolist(), model.angles.table.tolist()) == ([0, 1, 2, 3],) * 3
     assert torch.equal(model(x), expected)
+
+
+def test_a_model_of_many_modules_leaves_none_either(monkeypatch):
+    monkeypatch.setattr(swapped_parameters, "_MOST_PLACES", 2_000)
+    model = Keeps()
+    model.others = nn.ModuleList(nn.Identity() for _ in range(2_000))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    state = {name: fake.from_tensor(each.detach()).requires_grad_() for name, each in model.named_parameters()}
+    with fake:
+        run_with(lambda model, x: model(x).sum(), model, state, torch.ones(2, 4))
+    assert not isinstance(model.behind(4), FakeTensor)
+    assert model.angles.table is None
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])

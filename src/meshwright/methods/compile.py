@@ -69,8 +69,8 @@ def _own_parts(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _gains_nothing(module: nn.Module) -> bool:
-    """Return whether a search leaves blocks with such a module alone; one replaced on the instance is not compiled."""
+def _is_left_alone(module: nn.Module) -> bool:
+    """Return whether a search compiles no block with such a module; a forward of the instance would stay as it is."""
     has_norms = bool(getattr(module, "lora_magnitude_vector", None))
     return isinstance(module, nn.Conv1d | FourBitLinear) or has_norms or "forward" in vars(module)
 
@@ -151,7 +151,7 @@ class Compile(Method):
         if scope.model is None:
             return (cls.parse(None),)
         blocks = [block for _, block in find_blocks(scope.model)]
-        left = any(map(_gains_nothing, (each for block in blocks for each in block.modules())))
+        left = any(map(_is_left_alone, (each for block in blocks for each in block.modules())))
         if not blocks or left or loops_over_experts(scope.model) or any(map(is_compiled, scope.model.modules())):
             return ()
         return (cls.parse(None),)

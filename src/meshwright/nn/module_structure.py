@@ -311,7 +311,6 @@ def without_fast_path(model: nn.Module) -> None:
 # --- Compiled forwards.
 
 _SHAPES = 8  # versions for shapes and modes: torch's own limit
-_versions: list[int] = []  # of the code of each model that this process has compiled
 _MARK = "_forward_is_compiled"
 
 
@@ -333,8 +332,7 @@ def compile_forward(
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     listed = list(modules)
     # Blocks may have hooks of their own; torch gives up on code that it compiles more often, for all models of a class.
-    _versions.append(len(listed) + _SHAPES)
-    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, sum(_versions))
+    dynamo.config.recompile_limit += len(listed) + _SHAPES
     for module in listed:
         cls = type(module)
         if cls not in classes:

@@ -237,7 +237,6 @@ def _items(container: Any) -> list[tuple[int, int]]:
 # libraries keep tensors in caches of functions.
 
 _MOST_PLACES, _MOST_ITEMS = 20_000, 10_000
-_LIBRARIES = ("site-packages", "dist-packages")
 _OF_MODULES = frozenset(vars(nn.Module()))
 _NOTHING = object()
 _Place = dict[Any, Any] | list[Any] | set[Any] | collections.deque[Any] | type
@@ -294,7 +293,8 @@ class _Outside:
         self._walk([each for each in every if isinstance(each, _FUNCTIONS)])
 
     def _walk(self, left: list[Any]) -> None:
-        while left and len(self._seen) < _MOST_PLACES:
+        most = len(self._seen) + _MOST_PLACES
+        while left and len(self._seen) < most:
             left += self._parts(left.pop())
 
     def _parts(self, value: Any) -> list[Any]:
@@ -313,8 +313,7 @@ class _Outside:
         place = value if isinstance(value, type) and value in self._own else _place_of(value)
         if place is None:
             return []
-        if not isinstance(place, tuple):
-            self.places.append(place)
+        self.places += [] if isinstance(place, tuple) else [place]
         return _values(place)
 
 
@@ -325,9 +324,10 @@ _LEAVES = (str, bytes, int, float, type(None), torch.Tensor, torch.dtype, types.
 
 @functools.cache
 def _is_users(module: str) -> bool:
-    """Return whether a module is of a user's own code, and of no library."""
+    """Return whether a module is of a user's own code, and of no library, wherever that is installed."""
     package, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
-    return package not in ("torch", *sys.stdlib_module_names) and not any(each in file for each in _LIBRARIES)
+    is_own = package not in ("torch", "meshwright", *sys.stdlib_module_names)
+    return is_own and "site-packages" not in file and "dist-packages" not in file
 
 
 def _is_filled(cell: types.CellType) -> bool:
