@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.store.model_file import whole_state_dict
 from tests import tiny
 
 LR = {"lr": 0.1}
@@ -197,3 +198,62 @@ def frozen_whole(strategy):
 @pytest.mark.parametrize("strategy", [[], ["half"]], ids=str)
 def test_models_frozen_whole_begin_with_rank_0s_weights(ranks, strategy):
     assert ranks(2).run(frozen_whole, strategy) == [{1.0}, {1.0}]
+
+
+class Normed(torch.nn.Module):
+    """A layer with statistics, a centre that begins to follow the samples later, and a cache that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(8, 8, bias=False), torch.nn.BatchNorm1d(8)
+        self.register_buffer("centre", torch.zeros(2, 4).t())
+        self.register_buffer("latest", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.latest = x.detach().mean()
+            if self.norm.num_batches_tracked >= 7:  # the ranks compare in the eighth update
+                self.centre.lerp_(x.detach()[0].view(4, 2), 0.1)
+        return x + self.norm(self.layer(x)) - self.centre.mean()
+
+
+def _squares(batch, output):
+    return (output - batch.sum(-1, keepdim=True)).square().mean()
+
+
+def with_statistics(strategy):
+    """How far weights and buffers are from those of one process that runs both halves, and how far these moved."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Normed(), Normed(), torch.nn.Linear(8, 1))
+    start, alone = copy.deepcopy(model), copy.deepcopy(model)
+    job = mw.accelerate(model, torch.optim.SGD, loss_func=_squares, strategy=strategy, optim_args={"lr": 0.02})
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.02)
+    for index in range(20):
+        batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(index)) * torch.linspace(0.1, 1, 8)[:, None]
+        job.step(batch[job.replica :: 2])
+        optimizer.zero_grad()
+        before = {name: buffer.clone() for name, buffer in alone.named_buffers()}
+        (_squares(batch[1::2], alone(batch[1::2])) / 2).backward()
+        for name, buffer in alone.named_buffers():
+            buffer.copy_(before[name])
+        (_squares(batch[::2], alone(batch[::2])) / 2).backward()
+        optimizer.step()
+    job.model.eval(), alone.eval()
+    found, expected = whole_state_dict(job.model), alone.state_dict()
+    losses = [job.evaluate(batch).item(), _squares(batch, alone(batch)).item()]
+    apart = max((found[name] - each).abs().max().item() for name, each in expected.items()) if found else 0.0
+    own = dict(mw.store.entries.unwrapped(job.model).named_buffers())
+    buffers = {name: (buffer - own[name]).abs().max().item() for name, buffer in alone.named_buffers()}
+    moved = min((start.state_dict()[name] - each).abs().max().item() for name, each in expected.items())
+    return apart, buffers, losses, moved
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_buffers_that_follow_the_samples_are_those_of_the_first_replica(ranks, strategy):
+    latest = []
+    for apart, buffers, (loss, expected), moved in ranks(2).run(with_statistics, [strategy]):
+        assert apart < 1e-5 < 1e-3 < moved
+        latest.append([buffers.pop(f"{block}.latest") for block in (0, 1)])
+        assert max(buffers.values()) < 1e-5
+        assert loss == pytest.approx(expected, rel=1e-5)
+    assert latest[0] != latest[1]

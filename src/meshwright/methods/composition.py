@@ -22,7 +22,7 @@ from meshwright.methods.base import INNER_AXES, SHARD_AXES, SHARDING, Conflict, 
 from meshwright.methods.birth import give_parameters
 from meshwright.methods.gradient_averaging import GradientHooks, broadcast_states
 from meshwright.methods.job import SAMPLED
-from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
+from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost, share_buffers
 from meshwright.methods.planner_hooks import Role
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.nn import class_with, move_to, part_of_whole, rank_orders, wrap_method
@@ -486,6 +486,7 @@ def apply_strategy(job: Job) -> None:
         from meshwright.methods.pipeline.pipeline_parallel import finish_pipeline
 
         finish_pipeline(job, job.pipeline)
+    share_buffers(job)
     if job.experts is not None:
         job.stages = job.experts.beside(job.stages, job.device)
     for method in methods:

@@ -1,4 +1,4 @@
-"""Make replicas equal, average their gradients during backward, and keep the hooks on gradients.
+"""Make replicas equal and keep them so: weights, gradients during backward, buffers, and the hooks on gradients.
 
 ``GradientAverager`` does for DTensors, experts and pipeline stages what DDP does for plain replicas: it all-reduces
 buckets of gradients while backward goes on.
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError, join_names
 from meshwright.optim import local_tensor
-from meshwright.runtime import flat_bytes, rank, world_size
+from meshwright.runtime import bit_sums, flat_bytes, world_size
 from meshwright.runtime.torch_internals.autograd import (
     BACKWARD_HOOKS,
     accumulation_hooks_of,
@@ -28,6 +28,7 @@ from meshwright.runtime.torch_internals.autograd import (
     queue_callback,
 )
 from meshwright.runtime.torch_internals.c10d import check_reducer_finalized, rebuild_buckets
+from meshwright.runtime.torch_internals.modules import buffers_of, non_persistent_of
 from meshwright.runtime.torch_internals.pytree import tree_leaves
 from meshwright.store.entries import stored_name, unwrapped
 
@@ -48,12 +49,15 @@ def broadcast_states(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Overwrite tensors by rank 0's, in messages of 64 MiB; nothing is sent if some are on ``meta``.
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Overwrite tensors by those of a group's first rank, in messages of 64 MiB; none if some are on ``meta``.
 
     Args:
         tensors: Dense, in one order, of the same shapes and types on all ranks.
         device: Device whose links carry the values.
+        group: The ranks; None for the world.
     """
     plain = [tensor.detach() for tensor in tensors]
     if world_size() == 1 or any(tensor.is_meta for tensor in plain):
@@ -64,27 +68,31 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> 
         values = flat_bytes(tensor)
         for part in values.split(_MESSAGE_BYTES):
             if parts and (parts[0].device != part.device or sum(map(len, parts)) + len(part) > _MESSAGE_BYTES):
-                _broadcast_together(parts, copies, device)
+                _broadcast_together(parts, copies, device, group)
             parts.append(part)
         if values.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             copies.append((tensor, values))
-    _broadcast_together(parts, copies, device)
+    _broadcast_together(parts, copies, device, group)
 
 
 def _broadcast_together(
-    parts: list[torch.Tensor], copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    parts: list[torch.Tensor],
+    copies: list[tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Overwrite flat bytes that lie on one device by rank 0's, in one message; empties both lists.
+    """Overwrite flat bytes that lie on one device by the first rank's, in one message; empties both lists.
 
     Args:
         parts: The bytes.
         copies: Tensors that are not contiguous, and the copies of their bytes that end with these parts.
         device: Device whose links carry the message.
+        group: The ranks; None for the world.
     """
     if sum(map(len, parts)):
         message = torch.cat(parts).to(device) if len(parts) > 1 else parts[0].to(device)
-        dist.broadcast(message, src=0)
-        if message is not parts[0] and rank() != 0:
+        dist.broadcast(message, group=group, group_src=0)
+        if message is not parts[0] and dist.get_rank(group) != 0:
             for part, values in zip(parts, message.split([len(part) for part in parts]), strict=True):
                 part.copy_(values)
     for tensor, values in copies:
@@ -93,6 +101,71 @@ def _broadcast_together(
         tensor[once].copy_(values.view(tensor.dtype).view(tensor.shape)[once])
     parts.clear()
     copies.clear()
+
+
+_COMPARED_EVERY = 64  # updates: comparing makes the host wait for the device, and buffers begin to differ once
+
+
+class SharedBuffers:
+    """Overwrites, before every update, the buffers that follow a rank's own samples by those of the first replica.
+
+    Such are the statistics of ``BatchNorm`` and codebooks. DDP sends all buffers of its first rank before a forward;
+    sent with the update, they are also equal where a model is evaluated or saved.
+
+    The ranks find out which ones differ: they compare checksums in the updates 1, 2, 4 and so on, and in every 64th.
+    Nothing is sent for others, such as the packed weights of a quantised model. A buffer that begins to differ between
+    two comparisons is each rank's own until the next one.
+
+    Args:
+        model: Its persistent buffers are looked at; others are caches, and stay each rank's own.
+        group: The ranks that are to have the same ones.
+        device: Device whose links carry the values.
+        skip: Whether to leave out a buffer: called with its module and its name in it.
+
+    Attributes:
+        places: The module and the name in it of every buffer that is looked at; the same on all ranks of the group.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        skip: Callable[[nn.Module, str], bool],
+    ) -> None:
+        self._group, self._device = group, device
+        self.places = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None and name not in non_persistent_of(module) and not skip(module, name)
+        ]
+        self._apart: set[int] = set()  # places; one that has differed is sent from then on
+        self._num_updates = 0
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Make the buffers equal; collective."""
+        self._num_updates += 1
+        count = self._num_updates % _COMPARED_EVERY
+        if count & (count - 1) == 0:  # 0 or a power of two
+            self._apart |= self._compare()
+        broadcast_tensors([self._buffer(at) for at in sorted(self._apart)], self._device, self._group)
+
+    def _compare(self) -> set[int]:
+        """Return the places of buffers that have one size on all ranks, and not one value."""
+        buffers = [self._buffer(at) for at in range(len(self.places))]
+        sums = bit_sums(buffers).to(self._device)
+        sizes = torch.tensor([buffer.numel() * buffer.element_size() for buffer in buffers]).to(self._device)
+        extremes = torch.stack([sums, ~sums, sizes, ~sizes])  # the largest of ~x is ~ the smallest of x
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
+        rows = enumerate(extremes.T.tolist())
+        return {at for at, (most, least, long, short) in rows if most != ~least and long == ~short}
+
+    def _buffer(self, place: int) -> torch.Tensor:
+        module, name = self.places[place]
+        buffer = buffers_of(module)[name]
+        return torch.empty(0) if buffer is None else local_tensor(buffer.detach())
 
 
 class GradientAverager:

@@ -22,10 +22,12 @@ from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.gradient_averaging import (
     GradientAverager,
+    SharedBuffers,
     average_every_backward,
     refuse_frozen,
 )
 from meshwright.methods.job import AVERAGED, SAME_EXPERTS, Job, MicroBatchContext, guards_are_on
+from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim import guard_of
 from meshwright.optim.guarded_step import call_around
 from meshwright.runtime import AXES, agreed, build_mesh, check_axes
@@ -172,6 +174,29 @@ class Replicas(DistributedDataParallel):
                 f"DistributedDataParallel has no {name!r}, and the model's own would train on this rank alone. What to "
                 f"do: call the model itself, or model.module.{name} where nothing trains"
             ) from None
+
+
+def share_buffers(job: Job) -> None:
+    """Keep the buffers that forwards change equal on all ranks that average gradients, where DDP does not.
+
+    Buffers of experts are shared by the ranks that have the same experts.
+    """
+    if isinstance(job.model, Replicas) or job.mesh_axes.num_averaged == 1:
+        return
+    inside = job.experts.inside() if job.experts is not None else set()
+    for axes in (AVERAGED, SAME_EXPERTS) if inside else (AVERAGED,):
+        if all(job.size(axis) == 1 for axis in axes):
+            continue
+        of_experts = axes is not AVERAGED
+
+        def skip(module: nn.Module, name: str, of_experts: bool = of_experts) -> bool:
+            return is_scaling_state(name) or (module in inside) != of_experts
+
+        # Made on every rank, for that is collective over the world: a stage may have no buffers where others have.
+        group = job.mesh_axes.flat_mesh(*axes).get_group()
+        shared = SharedBuffers(job.model, group, job.device, skip)
+        if shared.places:
+            job.optimizer.before_update_or_skip.append(shared.share)
 
 
 def averagers(job: Job, *, in_backward: bool = True) -> list[GradientAverager]:

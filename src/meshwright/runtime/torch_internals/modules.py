@@ -23,6 +23,7 @@ __all__ = [
     "compiled_call_of",
     "forward_hooks_of",
     "forward_pre_hooks_of",
+    "non_persistent_of",
     "parameters_of",
 ]
 
@@ -32,6 +33,8 @@ ATTRIBUTES_OF = ("torch.nn.modules.module",)
 parameters_of = attrgetter("_parameters")
 buffers_of = attrgetter("_buffers")
 children_of = attrgetter("_modules")
+# Names of the buffers that a checkpoint does not have.
+non_persistent_of = attrgetter("_non_persistent_buffers_set")
 CHILDREN = "_modules"
 PARAMETERS = "_parameters"
 
