@@ -53,12 +53,16 @@ def test_what_is_unfrozen_later_is_averaged(ranks, all_frozen, options):
         assert apart < 1e-5 < 0.01 < moved
 
 
-class Scaled(torch.nn.Module):
-    """A layer with a scalar, which no method shards."""
+def _squares(batch, output):
+    return (output - batch.sum(-1, keepdim=True)).square().mean()
 
-    def __init__(self):
+
+class Scaled(torch.nn.Module):
+    """A layer with a scalar, which no method shards, or with a factor for each feature."""
+
+    def __init__(self, *shape):
         super().__init__()
-        self.layer, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.tensor(0.5))
+        self.layer, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.full(shape, 0.5))
 
     def forward(self, x):
         return x + self.scale * self.layer(x)
@@ -71,10 +75,7 @@ def scalars_unfrozen(strategy):
     model[0].requires_grad_(False)
     alone = copy.deepcopy(model)
 
-    def loss_func(batch, output):
-        return (output - batch.sum(-1, keepdim=True)).square().mean()
-
-    job = mw.accelerate(model, torch.optim.SGD, loss_func=loss_func, strategy=strategy, optim_args=LR)
+    job = mw.accelerate(model, torch.optim.SGD, loss_func=_squares, strategy=strategy, optim_args=LR)
     optimizer = torch.optim.SGD(alone.parameters(), **LR)
     for index in range(12):
         if index == 3:
@@ -83,7 +84,7 @@ def scalars_unfrozen(strategy):
         batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(index))
         job.step(batch[job.replica :: 2])
         optimizer.zero_grad()
-        loss_func(batch, alone(batch)).backward()
+        _squares(batch, alone(batch)).backward()
         optimizer.step()
     return job.model[0].scale.item(), alone[0].scale.item(), abs(alone[0].scale.item() - 0.5)
 
@@ -104,6 +105,34 @@ class Towers(torch.nn.Module):
 
     def forward(self, x):
         return self.one(x), self.two(x)
+
+
+def units_unfrozen(strategy):
+    """How far a unit that trains from step 3 on is from that of one process in fp32, and how far that moved."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Scaled(8), Scaled(8), torch.nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    start, alone = copy.deepcopy(model[0].layer.weight), copy.deepcopy(model)
+    job = mw.accelerate(model, torch.optim.SGD, loss_func=_squares, strategy=strategy, optim_args={"lr": 0.02})
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.02)
+    for index in range(14):
+        for each in (job.model[0], alone[0]) if index in (3, 8, 10) else ():
+            each.requires_grad_(index != 8)
+        batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(index))
+        job.step(batch[job.replica :: 2])
+        optimizer.zero_grad()
+        _squares(batch, alone(batch)).backward()
+        optimizer.step()
+    expected = alone[0].layer.weight
+    return (job.model[0].layer.weight.full_tensor() - expected).norm().item(), (start - expected).norm().item()
+
+
+@pytest.mark.parametrize("precision", ["half", "amp_native"])
+@pytest.mark.parametrize("method", ["fsdp", "zero1"])
+def test_units_that_are_unfrozen_later_train_beside_half_precision(ranks, method, precision):
+    for apart, moved in ranks(2).run(units_unfrozen, [method, (precision, {"dtype": "bf16"})]):
+        assert apart < 0.02 * moved
+        assert moved > 0.05
 
 
 def _together(outputs):
@@ -215,10 +244,6 @@ class Normed(torch.nn.Module):
             if self.norm.num_batches_tracked >= 7:  # the ranks compare in the eighth update
                 self.centre.lerp_(x.detach()[0].view(4, 2), 0.1)
         return x + self.norm(self.layer(x)) - self.centre.mean()
-
-
-def _squares(batch, output):
-    return (output - batch.sum(-1, keepdim=True)).square().mean()
 
 
 def with_statistics(strategy):

@@ -57,6 +57,7 @@ from meshwright.nn import (
     average_gradients,
     exchange_on_host,
     find_blocks,
+    follow_thawing,
     gathered_root,
     parameter_groups,
     recover_in_forward,
@@ -208,6 +209,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
         _prefetch_forward(units)
     _average_unsharded(units.ignored, job)
     _reshard_around_steps(job)
+    follow_thawing(model)
     _adapt_to_transformers(config.method_name, job)
     _check_gather_order(job, ignored, blocks)
     if not reduce_once and job.mesh_axes.num_averaged > job.size(job.shard_axis):  # HSDP

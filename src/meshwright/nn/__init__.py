@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         abandon_units as abandon_units,
         align_deferred_gradients as align_deferred_gradients,
         average_gradients as average_gradients,
+        follow_thawing as follow_thawing,
         gathered_root as gathered_root,
         parameter_groups as parameter_groups,
         recover_in_forward as recover_in_forward,

@@ -36,6 +36,7 @@ from meshwright.runtime.torch_internals.fsdp import (
     is_root,
     lazy_init,
     reduce_scatter_stream_of,
+    set_gradient_dtypes,
     shared_context_of,
     unsharded_of,
 )
@@ -51,6 +52,29 @@ def groups_of(state: Any) -> list[Any]:
     """Return FSDP2's groups of parameters, by a unit's ``FSDPState``."""
     groups = getattr(state, GROUPS, None) or [getattr(state, GROUP)]
     return [group for group in groups if group is not None]
+
+
+def follow_thawing(model: nn.Module) -> None:
+    """Let units in which nothing trained at first have gradients of the right dtype once something does.
+
+    FSDP2 sets a unit up in the first forward. Without trainable parameters it finds no dtypes to reduce gradients in
+    and to cast them to; in half precision gradients then do not fit their weights.
+
+    Args:
+        model: Root of the units.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    frozen = [group for unit in units for group in parameter_groups(unit)]
+
+    def follow(module: nn.Module, args: Any) -> None:
+        nonlocal frozen
+        still = [group for group in frozen if not any(each.sharded_param.requires_grad for each in group.fsdp_params)]
+        for group in frozen if len(still) < len(frozen) else ():
+            if group not in still:
+                set_gradient_dtypes(group)
+        frozen = still
+
+    model.register_forward_pre_hook(follow)
 
 
 # --- [Note: reshard at updates] Gathered weights must not outlive an update of their shards.

@@ -30,6 +30,9 @@ shared_context_of = attrgetter("_state_ctx")
 # None before the first forward, which sets up what is fixed from then on; then whether the unit is the root.
 is_root = attrgetter("_is_root")
 
+# The dtypes of a group's gradients, which the first forward sets by the parameters that train then.
+set_gradient_dtypes = methodcaller("_init_mp_dtypes")
+
 # Set up as the first forward does, for the root of which only parts will be called.
 lazy_init = methodcaller("_lazy_init")
 
