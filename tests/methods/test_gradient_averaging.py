@@ -109,22 +109,22 @@ class Towers(torch.nn.Module):
 
 def units_unfrozen(strategy):
     """How far a unit that trains from step 3 on is from that of one process in fp32, and how far that moved."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(Scaled(8), Scaled(8), torch.nn.Linear(8, 1))
-    model[0].requires_grad_(False)
-    start, alone = copy.deepcopy(model[0].layer.weight), copy.deepcopy(model)
+    torch.manual_seed(0)  # three blocks, each a unit
+    model = torch.nn.Sequential(torch.nn.Sequential(*(Scaled(8) for _ in range(3))), torch.nn.Linear(8, 1))
+    model[0][0].requires_grad_(False)
+    start, alone = copy.deepcopy(model[0][0].layer.weight), copy.deepcopy(model)
     job = mw.accelerate(model, torch.optim.SGD, loss_func=_squares, strategy=strategy, optim_args={"lr": 0.02})
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.02)
     for index in range(14):
-        for each in (job.model[0], alone[0]) if index in (3, 8, 10) else ():
+        for each in (job.model[0][0], alone[0][0]) if index in (3, 8, 10) else ():
             each.requires_grad_(index != 8)
         batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(index))
         job.step(batch[job.replica :: 2])
         optimizer.zero_grad()
         _squares(batch, alone(batch)).backward()
         optimizer.step()
-    expected = alone[0].layer.weight
-    return (job.model[0].layer.weight.full_tensor() - expected).norm().item(), (start - expected).norm().item()
+    expected = alone[0][0].layer.weight
+    return (job.model[0][0].layer.weight.full_tensor() - expected).norm().item(), (start - expected).norm().item()
 
 
 @pytest.mark.parametrize("precision", ["half", "amp_native"])
