@@ -357,3 +357,43 @@ def test_inductor_computes_the_same(ranks):
     expected, _, before, after = split_runs.reference("plain", "sgd")
     assert losses == pytest.approx(expected, rel=1e-5)
     check_weights(weights, before, after)
+
+
+class Follows(torch.nn.Module):
+    """A block whose forward moves a buffer that its result depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.centre.lerp_(x.detach().mean(0), 0.3)
+        return x + torch.tanh(self.layer(x - self.centre))
+
+
+def _following(strategy):
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(*(Follows() for _ in range(3)))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), blocks, torch.nn.Linear(8, 1))
+    job = mw.accelerate(
+        model, torch.optim.SGD, loss_func=lambda batch, output: (output - batch.sum(-1, keepdim=True)).square().mean(),
+        strategy=strategy, optim_args={"lr": 0.05}, sample_batch=torch.zeros(8, 8),
+    )  # fmt: skip
+    for index in range(10):
+        job.step(torch.randn(8, 8, generator=torch.Generator().manual_seed(index)))
+    return torch.cat([value.detach().flatten() for value in job.model.state_dict().values()])
+
+
+def _beside_recomputation():
+    compiled = ("compile", {"backend": "aot_eager"})
+    expected = _following([])
+    torch.testing.assert_close(_following([compiled]), expected)
+    with pytest.warns(UserWarning, match=r"Follows is not compiled: its forward changes buffers \(of Follows\)"):
+        found = _following(["checkpoint", compiled])
+    torch.testing.assert_close(found, expected)
+
+
+def test_blocks_that_change_buffers_are_recomputed_as_in_plain_code(ranks):
+    ranks(1).run(_beside_recomputation)

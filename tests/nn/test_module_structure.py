@@ -31,6 +31,33 @@ def test_lists_inside_blocks_and_lists_without_parameters_are_none():
     assert [path for path, _ in find_blocks(model)] == ["layers.0"]
 
 
+class Stage(nn.Module):
+    """A module with a list inside, which runs layer by layer."""
+
+    def __init__(self, heads=1):
+        super().__init__()
+        self.heads, self.norm = nn.ModuleList(nn.Linear(2, 2) for _ in range(heads)), nn.LayerNorm(2)
+
+    def forward(self, x):
+        return self.norm(sum(head(x) for head in self.heads))
+
+
+class Between(Stage):
+    """What stands between stages."""
+
+
+def test_blocks_are_what_a_sequential_repeats():
+    mlp, stem = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    model = nn.Sequential(stem, nn.Sequential(Stage(), Stage(2)), Between(), nn.Sequential(Stage(3), Stage()), mlp)
+    names = ["1.0", "1.1", "3.0", "3.1"]
+    assert [path for path, _ in find_blocks(model)] == [names[0], names[1], "2.heads.0", names[2], names[3]]
+    whole = nn.Sequential(nn.Embedding(3, 2), Stage(), Stage(), Stage(), nn.LayerNorm(2), Between(), nn.Linear(2, 3))
+    assert [path for path, _ in find_blocks(whole)] == ["1", "2", "3"]
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
+    wrap_method(whole[2], "forward", lambda forward, x: forward(x))
+    assert [path for path, _ in find_blocks(whole)] == ["1", "2", "3"]
+
+
 class Holder(nn.Module):
     """A container of the user's own: its parts are called by the model."""
 

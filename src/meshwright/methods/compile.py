@@ -23,6 +23,8 @@ from meshwright.methods.tensor.split_layers import local_parts, swapped_paramete
 from meshwright.methods.tokens.attention_calls import grouped_keys
 from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
 from meshwright.nn.four_bit import FourBitLinear
+from meshwright.nn.recompute_buffers import PlainWhereBuffersChange
+from meshwright.runtime.torch_internals.modules import AnyBatchOrInstanceNorm
 
 _CAPTURING = ("reduce-overhead", "max-autotune")  # modes in which torch captures CUDA graphs
 _MODES = ("default", *_CAPTURING, "max-autotune-no-cudagraphs")
@@ -72,6 +74,8 @@ def _own_parts(module: nn.Module) -> Iterator[None]:
 def _is_left_alone(module: nn.Module) -> bool:
     """Return whether a search compiles no block with such a module; a forward of the instance would stay as it is."""
     has_norms = bool(getattr(module, "lora_magnitude_vector", None))
+    # Beside recomputation a block with running statistics is not compiled: see PlainWhereBuffersChange.
+    has_norms |= isinstance(module, AnyBatchOrInstanceNorm) and module.track_running_stats
     return isinstance(module, nn.Conv1d | FourBitLinear) or has_norms or "forward" in vars(module)
 
 
@@ -275,7 +279,8 @@ class Compile(Method):
                 job.notices.append(
                     f"compile: {job.device.type} has no CUDA graphs; mode 'reduce-overhead' changes nothing"
                 )
-        compile_forward(self._targets(job.model), context, **options)
+        runs_plain = PlainWhereBuffersChange() if job.recomputed else lambda module: False
+        compile_forward(self._targets(job.model), context, runs_plain, **options)
 
     def cost(self, step: Step) -> Step:
         """Fuse what runs between products, and run backward in one part.

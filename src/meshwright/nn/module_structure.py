@@ -117,10 +117,12 @@ def outermost(found: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find the modules that run in the model's outermost ``nn.ModuleList``s and hold parameters.
+    """Find the modules that run in the model's outermost lists of layers and hold parameters.
 
-    That is where transformer layers live, in plain models as in transformers' GPT-2, Llama, BERT and T5. Containers in
-    a list never run themselves (``ModuleList([ModuleList([attention, mlp]), …])``): the modules in them are the blocks.
+    Lists are ``nn.ModuleList``s, as in transformers' models and most plain ones, and each ``nn.Sequential`` that
+    repeats a module with modules of its own, as in timm's and torchvision's models (see :func:`in_sequence`).
+    Containers in a ``nn.ModuleList`` never run themselves (``ModuleList([ModuleList([attention, mlp]), …])``): the
+    modules in them are the blocks.
 
     Returns:
         ``(path, block)`` in the model's order; empty when the model has no such list.
@@ -128,17 +130,50 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     blocks: dict[nn.Module, str] = {}  # a module in several containers has one path
     lists: list[str] = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(path.startswith(outer + ".") for outer in lists):
+        if any(not outer or path.startswith(f"{outer}.") for outer in lists):
+            continue
+        found = _running(path, module) if isinstance(module, nn.ModuleList) else in_sequence(path, module)
+        if isinstance(module, nn.ModuleList) or found:
             lists.append(path)
-            for inner, block in _running(path, module):
-                blocks.setdefault(block, inner)
+        for inner, block in found:
+            blocks.setdefault(block, inner)
     return [(path, block) for block, path in blocks.items()]
+
+
+def in_sequence(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the blocks in an ``nn.Sequential``, with their paths; none in any other module.
+
+    They follow a module of their class, or come before one, and have parameters and modules of their own: the
+    bottlenecks of a ResNet and the blocks of a ViT, but neither ``Sequential(Linear, ReLU, Linear)`` nor what stands
+    between stages.
+    """
+    entries = list(module.named_children()) if isinstance(module, nn.Sequential) else []
+    kinds = ["", *(_kind(child) for _, child in entries), ""]
+    return [
+        (f"{path}.{name}" if path else name, child)
+        for at, (name, child) in enumerate(entries, 1)
+        if kinds[at] in (kinds[at - 1], kinds[at + 1])
+        and type(child) is not nn.Sequential
+        and has_forward(child)
+        and next(child.children(), None) is not None
+        and next(child.parameters(), None) is not None
+    ]
+
+
+STANDS_FOR = "_stands_for"
+"""Attribute of a module in the place of a block: the class of that block."""
+
+
+def _kind(module: nn.Module) -> str:
+    """Return the name of a module's class, which is kept when methods and FSDP2 change it."""
+    cls = vars(module).get(STANDS_FOR, type(module))
+    return class_name(next(each for each in cls.__mro__ if not issubclass(each, FSDPModule)))
 
 
 def _running(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules in a container that have a forward and parameters."""
     for name, child in container.named_children():
-        inner = f"{path}.{name}"
+        inner = f"{path}.{name}" if path else name
         if not has_forward(child):
             yield from _running(inner, child)
         elif next(child.parameters(), None) is not None:
@@ -195,14 +230,14 @@ def require_blocks(model: nn.Module, *, method: str, option: str) -> list[tuple[
         option: Its option that names classes instead, for the error.
 
     Raises:
-        ModelError: When the model has no ``nn.ModuleList`` of modules with parameters.
+        ModelError: When the model has no blocks.
     """
     blocks = find_blocks(model)
     if not blocks:
         children = [f"{name} ({type(child).__name__})" for name, child in model.named_children()]
         raise ModelError(
             f"{method}: the model has no repeated blocks to work on",
-            expected="an nn.ModuleList of layers somewhere in the model",
+            expected="an nn.ModuleList or nn.Sequential of layers somewhere in the model",
             got=f"{type(model).__name__} with {join_names(children)}",
             fix=f"name the classes with {option}=(…)",
         )
@@ -315,7 +350,10 @@ _MARK = "_forward_is_compiled"
 
 
 def compile_forward(
-    modules: Iterable[nn.Module], context: Callable[[nn.Module], contextlib.AbstractContextManager[Any]], **options: Any
+    modules: Iterable[nn.Module],
+    context: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
+    runs_plain: Callable[[nn.Module], bool] = lambda module: False,
+    **options: Any,
 ) -> None:
     """Compile the forwards of modules in place; modules of one class share the compiled code.
 
@@ -325,6 +363,7 @@ def compile_forward(
     Args:
         modules: Not inside each other.
         context: Makes a context that is entered around every call of a module: torch compiles in the first ones.
+        runs_plain: Whether the next call of a module is to run as it is.
         options: Keyword arguments of ``torch.compile``.
     """
     from meshwright.runtime.torch_internals.compilers import dynamo
@@ -336,22 +375,23 @@ def compile_forward(
     for module in listed:
         cls = type(module)
         if cls not in classes:
-            classes[cls] = _compiled_class(cls, context, options)
+            classes[cls] = _compiled_class(cls, context, runs_plain, options)
         module.__class__ = classes[cls]
 
 
 def _compiled_class(
     cls: type[nn.Module],
     context: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
+    runs_plain: Callable[[nn.Module], bool],
     options: dict[str, Any],
 ) -> type[nn.Module]:
     compiled = torch.compile(cls.forward, **options)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A cache knows the layer, so that each would be compiled anew: texts are written without.
-        is_writing = any(map(is_cache, (*args, *kwargs.values())))
+        is_plain = any(map(is_cache, (*args, *kwargs.values()))) or runs_plain(self)
         with context(self):
-            return cls.forward(self, *args, **kwargs) if is_writing else compiled(self, *args, **kwargs)
+            return cls.forward(self, *args, **kwargs) if is_plain else compiled(self, *args, **kwargs)
 
     subclass = class_with(cls, "forward", forward)
     setattr(subclass, _MARK, True)

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.errors import join_names
 from meshwright.runtime.torch_internals.autograd import (
     StopRecomputation,
     current_saved_tensors_hooks,
     set_script_profiling,
 )
-from meshwright.runtime.torch_internals.modules import buffers_of
+from meshwright.runtime.torch_internals.modules import buffers_of, non_persistent_of
 from meshwright.runtime.torch_internals.optim import foreach_copy_
 from meshwright.runtime.torch_internals.tensors import flatten_dense, unflatten_dense, version_of
 
@@ -34,6 +35,9 @@ _unchanged: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], weakref.
     weakref.WeakKeyDictionary()
 )
 """Large buffers that a forward has not changed, by name and by whether their module was training."""
+
+_changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules with buffers of their own that a forward has changed which is recomputed."""
 
 
 @dataclass
@@ -98,6 +102,7 @@ class SameBuffers:
         saved = self._save()
         yield
         self._before = [each for each in saved if each.was_replaced or each.was_written]
+        _changed.update(each.owner for each in self._before)
         for each in saved:
             each.learn()
 
@@ -167,6 +172,35 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, 
                 for name, buffer in buffers_of(owner).items():
                     if buffer is not None:
                         yield owner, name, buffer
+
+
+class PlainWhereBuffersChange:
+    """Says whether the next forward of a recomputed module is to run as it is, and not as it was compiled.
+
+    Compiled code recomputes with the buffers that a forward has left, not with those that it began with. So the first
+    forward of a module with buffers that a checkpoint has runs as it is, and all others do if it has changed some.
+    """
+
+    def __init__(self) -> None:
+        self._is_plain: weakref.WeakKeyDictionary[nn.Module, bool | None] = weakref.WeakKeyDictionary()
+
+    def __call__(self, module: nn.Module) -> bool:
+        """Return whether to run the module as it is."""
+        if not torch.is_grad_enabled():  # nothing is recomputed
+            return False
+        if module not in self._is_plain:
+            stored = (name not in non_persistent_of(owner) for owner, name, _ in _buffers_of([module]))
+            self._is_plain[module] = None if any(stored) else False
+        elif self._is_plain[module] is None:
+            changed = [type(each).__name__ for each in module.modules() if each in _changed]
+            self._is_plain[module] = bool(changed)
+            if changed:
+                warnings.warn(
+                    f"{type(module).__name__} is not compiled: its forward changes buffers (of "
+                    f"{join_names(dict.fromkeys(changed))}), and compiled code would recompute with their new values.",
+                    stacklevel=2,
+                )
+        return self._is_plain[module] is not False
 
 
 # --- Recomputing code that calls TorchScript

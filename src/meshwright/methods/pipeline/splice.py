@@ -36,8 +36,9 @@ from torch import nn
 from meshwright.errors import ModelError
 from meshwright.inspect import Record, Watched, captured
 from meshwright.methods.pipeline.outer_parameters import STAND_INS, Replacement, carried_positions, replacements_of
-from meshwright.methods.pipeline.stage_cut import Cut
+from meshwright.methods.pipeline.stage_cut import BlockList, Cut
 from meshwright.nn import Part, wrap_method
+from meshwright.nn.module_structure import STANDS_FOR
 from meshwright.runtime import GeneratorState, preserved_rng, seed_in_use, spread_seed
 from meshwright.runtime.torch_internals.modules import buffers_of, children_of, parameters_of
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -306,7 +307,7 @@ def _ranks_of_buffer(cut: Cut, path: str) -> tuple[int, ...]:
 
 
 def release_other_parts(
-    model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, splice: Splice, device: torch.device
+    model: nn.Module, blocks: BlockList, cut: Cut, rank: int, splice: Splice, device: torch.device
 ) -> None:
     """Release what other ranks hold, in place, and wrap this rank's blocks by ``splice``.
 
@@ -379,6 +380,7 @@ class Elsewhere(nn.Module):
     def __init__(self, block: nn.Module, around: Callable[..., Any]) -> None:
         super().__init__()
         self.__dict__["_block"] = Absent(block)  # not a submodule: it must be in no state dict
+        self.__dict__[STANDS_FOR] = type(block)
         self._around = around
 
     def __getattr__(self, name: str) -> Any:

@@ -12,11 +12,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
 from meshwright.nn import find_blocks, has_forward
+from meshwright.nn.module_structure import in_sequence
 from meshwright.runtime.torch_internals.modules import compiled_call_of
 
 
@@ -111,18 +113,24 @@ def _index_in(path: str, name: str) -> int | None:
 # --- Finding the blocks
 
 
-def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]:
+BlockList = nn.ModuleList | nn.Sequential
+
+
+def block_list(model: nn.Module, named: str | None) -> tuple[str, BlockList]:
     """Find the list of blocks to cut: the one named, or the only one whose modules hold parameters.
+
+    An ``nn.Sequential`` is one if all of its entries are blocks.
 
     Raises:
         StrategyError: When ``named`` is not such a list.
         ModelError: When none is named and there is none, or several; or when its entries are containers.
     """
-    seen: dict[str, nn.ModuleList] = {}
-    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    seen: dict[str, BlockList] = {}
+    lists = {path: module for path, module in model.named_modules() if path and _is_list(module)}
     for path, _ in find_blocks(model):
-        outermost = next(each for each in lists if path.startswith(each + "."))
-        seen[outermost] = lists[outermost]
+        around = next((each for each in lists if path.startswith(each + ".")), None)
+        if around is not None:
+            seen[around] = lists[around]
     chosen = named if named in seen else next(iter(seen)) if len(seen) == 1 else None
     entries = seen[chosen].children() if chosen is not None else ()
     containers = [type(entry).__name__ for entry in entries if not has_forward(entry)]
@@ -139,19 +147,24 @@ def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]
                 f"pipeline_parallel: blocks names no list of blocks{did_you_mean(named, seen)}",
                 expected=f"one of {join_names(seen)}",
                 got=repr(named),
-                fix="name the nn.ModuleList that the model's forward loops over",
+                fix="name the nn.ModuleList or nn.Sequential of blocks that the model's forward runs",
             )
         return named, seen[named]
     if len(seen) != 1:
         raise ModelError(
             "pipeline_parallel: it is unclear which blocks of the model to cut",
-            expected="one nn.ModuleList that the model's forward loops over",
+            expected="one nn.ModuleList or nn.Sequential of nothing but blocks, which the model's forward runs",
             got=f"{len(seen)} that hold parameters ({join_names(seen)}); all lists: {join_names(lists)}",
             fix=f"name it: ('pipeline_parallel', {{'blocks': {list(seen)[-1]!r}}})"
             if seen
-            else "put the model's layers into an nn.ModuleList; or train it with fsdp, which needs no such list",
+            else "put the layers into an nn.ModuleList or nn.Sequential of their own; or use fsdp, which needs no list",
         )
     return next(iter(seen.items()))
+
+
+def _is_list(module: nn.Module) -> TypeGuard[BlockList]:
+    entries = in_sequence("", module)
+    return isinstance(module, nn.ModuleList) or 0 < len(entries) == len([*module.children()])
 
 
 def check_apart(model: nn.Module, path: str) -> None:

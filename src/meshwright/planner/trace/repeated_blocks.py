@@ -51,7 +51,7 @@ class Repeated:
     blocks: tuple[nn.Module, ...]
     paths: tuple[str, ...]
     kinds: tuple[int, ...]
-    lists: tuple[tuple[nn.Module, nn.ModuleList], ...]
+    lists: tuple[tuple[nn.Module, nn.Module], ...]
     few: Indices
     more: Indices
 
@@ -137,12 +137,12 @@ def find_repeated(model: nn.Module) -> Repeated | None:
     return Repeated(blocks, tuple(names[block] for block in blocks), kinds, lists, few, more)
 
 
-def _lists_of(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[tuple[nn.Module, nn.ModuleList], ...] | None:
+def _lists_of(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[tuple[nn.Module, nn.Module], ...] | None:
     """Return the lists that hold these blocks and nothing else, in order; None where there are no such."""
-    wanted, found = {*blocks}, list[tuple[nn.Module, nn.ModuleList]]()
+    wanted, found = {*blocks}, list[tuple[nn.Module, nn.Module]]()
     for owner in model.modules():
         for child in owner.children():
-            if isinstance(child, nn.ModuleList) and not wanted.isdisjoint(child):
+            if isinstance(child, nn.ModuleList | nn.Sequential) and not wanted.isdisjoint(child):
                 found.append((owner, child))
     held = [block for _, holder in found for block in children_of(holder).values()]
     return tuple(found) if held == list(blocks) else None
