@@ -161,7 +161,7 @@ def train(name, strategy):
     return losses, whole(job.model), sizes
 
 
-def check(pool, name, strategy):
+def check(pool, name, strategy, within=0.0):
     """Hold ten steps on the ranks against one process; return what activations took on the device and the host.
 
     What Funnel's blocks are given nested in tuples is predicted to be kept for their recomputation, and measured not.
@@ -172,7 +172,6 @@ def check(pool, name, strategy):
         assert losses == pytest.approx(expected, rel=1e-5)
         if weights or losses is results[0][0]:  # rank 0 has those of a pipeline
             check_weights({key.removeprefix("module."): value for key, value in weights.items()}, before, after)
-        within = 0.03 if {"pipeline_parallel", "context_parallel"}.intersection(map(str, strategy)) else 0.0
         assert predicted == pytest.approx(on_device, rel=within) or (name == "funnel" and "checkpoint" in strategy)
     return results[0][2][1:]
 
@@ -190,14 +189,14 @@ def test_parts_of_containers_are_sharded_recomputed_and_offloaded(ranks, name):
 
 
 def test_sequences_of_blocks_are_cut_compiled_and_share_samples(ranks):
-    check(ranks(2), "sequence", [("parallel_mode", {"pipeline": 2}), "pipeline_parallel", "checkpoint"])
+    check(ranks(2), "sequence", [("parallel_mode", {"pipeline": 2}), "pipeline_parallel", "checkpoint"], 0.03)
     check(ranks(2), "sequence", [("parallel_mode", {"context": 2}), "context_parallel"])
-    check(ranks(2), "sequence", ["fsdp", ("compile", {"backend": "aot_eager"})])
+    check(ranks(2), "sequence", ["fsdp", ("compile", {"backend": "aot_eager"})], 0.03)
 
 
 def test_a_stage_of_a_sequence_may_have_one_block(ranks):
     axes = ("parallel_mode", {"pipeline": 2, "zero": 2})
-    check(ranks(4), "sequence", [axes, "pipeline_parallel", "zero1", "checkpoint"])
+    check(ranks(4), "sequence", [axes, "pipeline_parallel", "zero1", "checkpoint"], 0.03)
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.long) for n in ("pvt", "funnel")), "poolformer"])
