@@ -179,7 +179,9 @@ class Checkpoint(Method):
 
     def _modules(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         if self.wrap_class is None:
-            return find_parts(model) or require_blocks(model, method=self.method_name, option="wrap_class")
+            return find_parts(model) or require_blocks(
+                model, method=self.method_name, fix="name the classes of layers with wrap_class=(…)"
+            )
         named = list(outermost(modules_of(model, self.wrap_class, method=self.method_name)))
         check_forward(named, method=self.method_name)
         found = {path for path, _ in named}

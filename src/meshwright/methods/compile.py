@@ -243,7 +243,12 @@ class Compile(Method):
     def _targets(self, model: nn.Module) -> list[nn.Module]:
         if self.whole:
             return [model]
-        return [block for _, block in require_blocks(model, method=self.method_name, option="whole")]
+        return [
+            block
+            for _, block in require_blocks(
+                model, method=self.method_name, fix="compile the whole model: ('compile', 'whole')"
+            )
+        ]
 
     def apply(self, job: Job) -> None:
         """Compile in place; torch does the work in the first step."""

@@ -307,7 +307,7 @@ class Offload(Method):
         offloaded = self._offloaded(dict(job.axes), job.shard_axis)
         _check_parameter_units(offloaded.parameters, job.strategy)
         if self.activations:
-            require_blocks(job.model, method="offload", option="activations")
+            require_blocks(job.model, method="offload", fix="leave activations out")
             _check_own_recomputation(job.model)
         if offloaded.optimizer:
             fix = 'pass the class of the optimizer, or offload activations only: ("offload", "activation")'

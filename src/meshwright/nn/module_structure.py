@@ -221,13 +221,13 @@ def check_forward(found: Iterable[tuple[str, nn.Module]], *, method: str) -> Non
             )
 
 
-def require_blocks(model: nn.Module, *, method: str, option: str) -> list[tuple[str, nn.Module]]:
+def require_blocks(model: nn.Module, *, method: str, fix: str) -> list[tuple[str, nn.Module]]:
     """Find the blocks of a model for a method that needs some.
 
     Args:
         model: Where to look.
         method: Name of the method, for the error.
-        option: Its option that names classes instead, for the error.
+        fix: What to do in place of it, for the error.
 
     Raises:
         ModelError: When the model has no blocks.
@@ -239,7 +239,7 @@ def require_blocks(model: nn.Module, *, method: str, option: str) -> list[tuple[
             f"{method}: the model has no repeated blocks to work on",
             expected="an nn.ModuleList or nn.Sequential of layers somewhere in the model",
             got=f"{type(model).__name__} with {join_names(children)}",
-            fix=f"name the classes with {option}=(…)",
+            fix=fix,
         )
     return blocks
 

@@ -306,7 +306,9 @@ def record_calls(model: nn.Module, sample: SampleRun | None, ranks: int) -> list
     blocks = [RecordedBlock(path, module) for path, module in find_blocks(model)]
     if not blocks:
         children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children())
-        raise _unknown("the model has no list of blocks to look into", "an nn.ModuleList of layers", children)
+        raise _unknown(
+            "the model has no repeated blocks to look into", "an nn.ModuleList or nn.Sequential of layers", children
+        )
     reasons: list[str] = []
     for inputs, forward in _tries(model, sample, ranks):
         for block in blocks:

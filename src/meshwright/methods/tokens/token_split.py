@@ -86,7 +86,9 @@ def block_lists(model: nn.Module, method: str) -> list[BlockList]:
     Raises:
         ModelError: When there are none, naming the method.
     """
-    blocks = require_blocks(model, method=method, option="an nn.ModuleList")
+    blocks = require_blocks(
+        model, method=method, fix="put the layers into such a list; or use fsdp, which shares out samples alone"
+    )
     return [list(group) for _, group in itertools.groupby(blocks, lambda block: block[0].rpartition(".")[0])]
 
 
