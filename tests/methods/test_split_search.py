@@ -221,7 +221,7 @@ REFUSED = {
     "heads": (lambda: Model(Interleaved), 3, "does not divide num_heads of blocks.0.*multiple of 3.*Got 4"),
     "one head for keys": (lambda: Model(lambda: Grouped(shared=1)), 2, "cannot be split"),
     "features": (lambda: Model(Mixing), 3, "a tensor axis of 3 does not divide its features"),
-    "no blocks": (lambda: nn.Sequential(nn.Linear(2, 2)), 2, "no list of blocks"),
+    "no blocks": (lambda: nn.Sequential(nn.Linear(2, 2)), 2, "no repeated blocks"),
     "no run": (lambda: Model(lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH)), 2, "blocks.1 cannot be found.*TypeError"),
 }  # fmt: skip
 

@@ -456,11 +456,11 @@ def _without_ones(*axes: tuple[str, int]) -> tuple[tuple[str, int], ...]:
 # [Note: choice within the error] Predictions of two plans for the same model are off by about 8 % against each other,
 # so a plan that is 3 % faster on paper is as likely to be slower. What is certain is what a plan asks of those who
 # run it: copies to the host, more axes, a full device. Plans are therefore ranked by their figure with surcharges: of
-# each method its ``surcharge`` (see :class:`~meshwright.methods.planner_hooks.PlannerHooks`), and of a device that is
-# full ``FULL_DEVICE``, and ``TWO_WAYS`` of two axes for samples. Those of layouts that published runs use stay within ``MODEL_ERROR`` (kernels, which plans that
-# are compared have alike, add theirs), so what is faster by more than predictions are off comes first; methods that no
-# published run was compared with may ask for more, and all together for at most ``MOST``. Bounds take the surcharge of
-# the methods, so a search finds what ranking every plan would.
+# each method its ``surcharge`` (see :class:`~meshwright.methods.planner_hooks.PlannerHooks`), of a device that is full
+# ``FULL_DEVICE``, and of two axes for samples ``TWO_WAYS``. Those of layouts that published runs use stay within
+# ``MODEL_ERROR`` (kernels, which plans that are compared have alike, add theirs), so what is faster by more than
+# predictions are off comes first; methods that no published run was compared with may ask for more, and all together
+# for at most ``MOST``. Bounds take the surcharge of the methods, so a search finds what ranking every plan would.
 
 MODEL_ERROR = 0.08
 """Share by which predictions of plans for one model are off against each other (docs/predictions.md)."""
