@@ -359,6 +359,50 @@ def test_inductor_computes_the_same(ranks):
     check_weights(weights, before, after)
 
 
+class Convolves(torch.nn.Module):
+    """A block of a ResNet."""
+
+    def __init__(self, before, behind):
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(before, behind, 3, stride=2, padding=1, bias=False)
+        self.norm, self.activation = torch.nn.BatchNorm2d(behind), torch.nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.activation(self.norm(self.convolution(x)))
+
+
+def _convolving(strategy):
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(Convolves(3, 4), Convolves(4, 6), Convolves(6, 5))
+    model = torch.nn.Sequential(blocks, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(5, 3))
+    images = torch.randn(10, 4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    job = mw.accelerate(
+        model, torch.optim.SGD, loss_func=lambda batch, output: output.square().mean() + output[:, 0].mean(),
+        strategy=strategy, optim_args={"lr": 0.05}, sample_batch=images[0],
+    )  # fmt: skip
+    return [job.step(batch).loss.item() for batch in images]
+
+
+def _convolves():
+    given = []
+
+    def noted(*args, **options):
+        given.append(options["dynamic"])
+        compile_forward(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.methods.compile.compile_forward", noted)
+        losses = _convolving([("compile", {"backend": "aot_eager"})])
+        _convolving([("compile", {"backend": "eager", "dynamic": True})])
+        _following([("compile", {"backend": "eager"})])
+    assert given == [False, True, None]
+    assert losses == pytest.approx(_convolving([]), rel=1e-4)
+
+
+def test_blocks_with_convolutions_are_compiled_for_every_shape(ranks):
+    ranks(1).run(_convolves)
+
+
 class Follows(torch.nn.Module):
     """A block whose forward moves a buffer that its result depends on."""
 

@@ -5,6 +5,7 @@ import collections
 import torch
 from torch import nn
 
+import meshwright as mw
 from meshwright.cost import Op, pass_flops
 from meshwright.planner.trace.aten_kernels import kernels_of, tensor_bytes
 from meshwright.planner.trace.fake_pass import Pass
@@ -135,3 +136,25 @@ def test_products_of_experts_are_work():
     rows = torch.zeros(N, 8, dtype=torch.bfloat16)
     found = Pass(Experts().bfloat16(), rows, lambda model, rows: model(rows).sum()).predict()
     assert found.flops == 3 * 2 * N * 8 * (8 + 16)
+
+
+class Upsampled(torch.nn.Module):
+    """A decoder's end: double the image, then convolve and normalise it."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4)
+
+    def forward(self, image):
+        return self.norm(self.convolution(torch.nn.functional.interpolate(image, scale_factor=2, mode="nearest")))
+
+
+def test_operators_with_a_decomposition_for_exports_are_one_kernel():
+    images = torch.randn(2, 3, 8, 8)
+    plan = mw.plan(
+        Upsampled(), "h100x1", global_batch=2, sample_batch=images, loss_func=lambda batch, output: output.sum(),
+        strategy=[],
+    )[0]  # fmt: skip
+    whole = 2 * 16 * 16 * 4  # bytes of one channel
+    # The convolution saves its input, the norm its own, and a mean and a deviation of each channel.
+    assert plan.memory.activations == 3 * whole + 4 * whole + 2 * 4 * 4

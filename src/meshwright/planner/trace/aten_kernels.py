@@ -96,8 +96,12 @@ def _flops_of_groups(func: Any, args: tuple[Any, ...]) -> int:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Return whether an operator consists of others, which are counted instead."""
-    return COMPOSITE in func.py_kernels or has_kernel_for(func.name(), COMPOSITE)
+    """Return whether an operator consists of others, which are counted instead.
+
+    By what runs: torch has decompositions for exports of some that run as one kernel (upsampling to the nearest, batch
+    normalisation), and operators of Python alone, such as ``prim::device``, have no kernels at all.
+    """
+    return func.namespace != "prim" and has_kernel_for(func.name(), COMPOSITE)
 
 
 # --- Fused recurrent layers as products.
