@@ -18,7 +18,7 @@ from meshwright.cli.run_files import BEST
 from meshwright.cli.train_config import EvalTable, TrainConfig
 from meshwright.cli.train_corpus import Corpus, tokenizer_name
 from meshwright.cli.train_options import Prepared
-from meshwright.data import SampleRows
+from meshwright.data import SampleRows, trained_labels
 from meshwright.data.chat import is_tokenizer_folder, transformers_tokenizer
 from meshwright.errors import DataError, ModelError
 from meshwright.nn.batches import call_model
@@ -48,6 +48,14 @@ class Source:
     name: str
     dataset: Dataset[Any]
     batches: tuple[Batch, ...]
+
+    @property
+    def loss_weight(self) -> Callable[[Any], Any] | None:
+        """Return what weights the parts of a batch, of which one may be blank rows alone: their mean loss is nan.
+
+        Also for a loss of the user's own, as the batches are weighted among each other.
+        """
+        return trained_labels if isinstance(_base(self.dataset), SampleRows) else None
 
     def part(self, batch: Batch, replica: int, num_replicas: int) -> Any:
         """Return a replica's part of a batch."""
@@ -186,7 +194,7 @@ class Validation:
                     with same_on_every_rank():
                         own = source.part(batch, job.replica, job.num_replicas)
                     if batch.weight:
-                        parts.append((float(job.evaluate(own)), batch.weight))
+                        parts.append((float(job.evaluate(own, source.loss_weight)), batch.weight))
                     done += 1
                     shown(done, total)
                 weights[source.name] = math.fsum(weight for _, weight in parts)
