@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,8 +66,8 @@ from meshwright.runtime.device import GeneratorState
 from meshwright.runtime.launch import launch_id, restart_count
 from meshwright.runtime.rendezvous import named_ranks
 from meshwright.store import CheckpointStore, HostSnapshots, TrainingState
-from meshwright.store.entries import unwrapped
-from meshwright.store.manifest import step_of
+from meshwright.store.entries import from_plain, unwrapped
+from meshwright.store.manifest import read_record, step_of
 from meshwright.strategy import Strategy
 from meshwright.training.accelerate import accelerate
 from meshwright.training.accelerated import Accelerated
@@ -114,9 +115,9 @@ def open_session(options: Options) -> Session:
     prepared = join(lambda: _prepared(options))
     run_dir, restarted = _run_dir(options, prepared)
     data = load_data(prepared)
-    prepared = _with_steps(prepared, data)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     resumes = _resumes(options, prepared, store, restarted=restarted)
+    prepared = _with_steps(prepared, data, _position(store) if resumes else _Position())
     accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
     state, snapshots = _state(prepared, accelerated), _snapshots(prepared, accelerated, run_dir)
     may_resume = options.resume or restarted or prepared.config.run.resume is not None
@@ -169,7 +170,26 @@ def load_data(prepared: Prepared) -> Loaded:
     return corpus.load(seed, prepared.config.eval.holdout) if isinstance(corpus, Corpus) else corpus.load(seed)
 
 
-def _with_steps(prepared: Prepared, data: Loaded) -> Prepared:
+class _Position(NamedTuple):
+    """Where a run goes on, and the table ``[run]`` that it was trained with so far."""
+
+    step: int = 0
+    samples_seen: int = 0
+    run: Mapping[str, object] = {}
+
+
+def _position(store: CheckpointStore) -> _Position:
+    """Return where the newest checkpoint was written; the beginning where it cannot be read. Collective."""
+    newest, found = store.newest(), _Position()
+    if newest is not None and rank() == 0:
+        with contextlib.suppress(CheckpointError):  # loading says so, and takes an earlier one
+            record = read_record(newest)
+            run = earlier_config(from_plain(record.extra), newest).get("run", {})
+            found = _Position(record.step, record.samples_seen, run)
+    return _Position(*broadcast_object(tuple(found)))
+
+
+def _with_steps(prepared: Prepared, data: Loaded, start: _Position) -> Prepared:
     """Count ``run.epochs`` in steps; collective."""
     run, length = prepared.config.run, data.num_sequences()
     if run.epochs is None:
@@ -182,10 +202,18 @@ def _with_steps(prepared: Prepared, data: Loaded) -> Prepared:
                 got=f"a stream of {prepared.config.data.source}",
                 fix="set run.steps instead",
             )
-    steps = math.ceil(round(run.epochs * length / run.batch_size, 6))
+    before = start.run.get("steps")
+    if isinstance(before, int) and all(start.run.get(key) == getattr(run, key) for key in ("epochs", "batch_size")):
+        steps = before  # also where batches were skipped since, which another count would take for trained ones
+    else:
+        left = max(run.epochs * length - start.samples_seen, 0)
+        steps = start.step + math.ceil(round(left / run.batch_size, 6))
     text = f"{run.epochs:g} epochs of {length:,} sequences are {steps:,} steps"
+    if start.samples_seen != start.step * run.batch_size:
+        text += f", of which {start.step:,} have had {start.samples_seen:,}"
     if isinstance(data.order, MixedOrder) and isinstance(prepared.corpus, Corpus):
-        epochs = zip(prepared.corpus.parts, data.order.epochs(steps * run.batch_size), strict=True)
+        seen = start.samples_seen + (steps - start.step) * run.batch_size
+        epochs = zip(prepared.corpus.parts, data.order.epochs(seen), strict=True)
         text += f"; by its weight, of {', '.join(f'{part.name} {each:.2g}' for part, each in epochs)} epochs"
     print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
     config = prepared.config.model_copy(update={"run": run.model_copy(update={"steps": steps})})
