@@ -31,6 +31,7 @@ from meshwright.runtime import (
 )
 from meshwright.runtime.launch import restarts_left
 from meshwright.runtime.lazy import settling
+from meshwright.runtime.terminal import outliving_readers
 from meshwright.runtime.watch import Watch
 from meshwright.store.entries import generator_tensors, set_generators
 from meshwright.store.manifest import step_name
@@ -151,12 +152,13 @@ def train(options: Options) -> int:
         MeshwrightError: As ``open_session`` and saving do.
     """
     started_s = time.monotonic()
-    session = open_session(options)
-    try:
-        return _run(session, time.monotonic() - started_s)
-    finally:
-        if session.lock is not None:
-            session.lock.release()
+    with outliving_readers():
+        session = open_session(options)
+        try:
+            return _run(session, time.monotonic() - started_s)
+        finally:
+            if session.lock is not None:
+                session.lock.release()
 
 
 def _run(session: Session, opening_s: float) -> int:
