@@ -74,6 +74,7 @@ from meshwright.training.accelerated import Accelerated
 
 # Values that decide what comes next in the data or in the schedule: a change of them is reported on resuming.
 _REPORTED_ON_RESUME = ("data", "optimizer", "run.seed", "run.batch_size", "run.steps")
+_DATA = "data"  # the key in a checkpoint's extra
 _SAVED_IN_CHECKPOINT = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
@@ -119,7 +120,7 @@ def open_session(options: Options) -> Session:
     resumes = _resumes(options, prepared, store, restarted=restarted)
     prepared = _with_steps(prepared, data, _position(store) if resumes else _Position())
     accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
-    state, snapshots = _state(prepared, accelerated), _snapshots(prepared, accelerated, run_dir)
+    state, snapshots = _state(prepared, data, accelerated), _snapshots(prepared, accelerated, run_dir)
     may_resume = options.resume or restarted or prepared.config.run.resume is not None
     source = "the beginning"
     if snapshots is not None and may_resume and _restored(accelerated, store, snapshots, state):
@@ -171,7 +172,7 @@ def load_data(prepared: Prepared) -> Loaded:
 
 
 class _Position(NamedTuple):
-    """Where a run goes on, and the table ``[run]`` that it was trained with so far."""
+    """The position at which a run goes on, and the table ``[run]`` that it was trained with so far."""
 
     step: int = 0
     samples_seen: int = 0
@@ -370,13 +371,13 @@ def _without_memory(build: Callable[[], nn.Module], *, allow_lacking: bool) -> t
     return None, problem
 
 
-def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:
+def _state(prepared: Prepared, data: Loaded, accelerated: Accelerated) -> TrainingState:
     return TrainingState(
         accelerated.model,
         accelerated.optim,
         accelerated.lr_scheduler,
         strategy=accelerated.strategy.to_json(),
-        extra={"config": prepared.config.model_dump_json()},
+        extra={"config": prepared.config.model_dump_json(), _DATA: list(data.contents)},
         frozen=prepared.config.run.save_frozen,
     )
 
@@ -424,7 +425,7 @@ def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore
     state.extra, state.strategy = carried_over(now, info.extra), strategy
     ranks = "" if info.world_size == world_size() else f", written by {info.world_size} ranks"
     print_rank(f"meshwright: resuming after step {info.step} from {info.path}{ranks}", file=sys.stderr, flush=True)
-    changed = changes(then, prepared.config.model_dump(mode="json"))
+    changed = [*changes(then, prepared.config.model_dump(mode="json")), *changed_data(info.extra, now)]
     for line in [*changed, *_change_of_strategy(info.strategy, accelerated.strategy, prepared.strategy is None)]:
         print_rank(f"meshwright: since then {line}", file=sys.stderr, flush=True)
     if not info.rng_restored:
@@ -462,6 +463,24 @@ def changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object]
             if before != value and (table in _REPORTED_ON_RESUME or name in _REPORTED_ON_RESUME):
                 stays = "; the checkpoint's value stays in use" if key in _SAVED_IN_CHECKPOINT else ""
                 lines.append(f"{name} has changed from {before!r} to {value!r}{stays}")
+    return lines
+
+
+def changed_data(then: object, now: Mapping[str, Any]) -> list[str]:
+    """Return one line for each source whose content is another than when a checkpoint was written, by their extras.
+
+    Other numbers of sources are a change of the training file; checkpoints of earlier versions do not say what they
+    were trained on.
+    """
+    before, lines = then.get(_DATA) if isinstance(then, Mapping) else None, []
+    if not isinstance(before, list) or len(before) != len(now[_DATA]):
+        return []
+    for old, new in zip(before, now[_DATA], strict=True):
+        if isinstance(old, Mapping) and old != new | {"name": old.get("name")}:
+            before_now = old.get("sequences"), new["sequences"]
+            what = "{} sequences then, {} now" if before_now[0] != before_now[1] else "{} sequences, of other content"
+            text = f"the data of {new['name']} have changed ({what.format(*before_now)})"
+            lines.append(f"{text}: of this epoch some may be seen twice, and others not")
     return lines
 
 

@@ -84,6 +84,7 @@ class Corpus:
             DataError: On every rank, when they cannot be read, or are shorter than one sequence.
         """
         sources = self.sources()
+        hashes = [_hash_of(source) for _, source in sources]
         kept: list[tuple[str, Dataset[Any]]] = []
         if holdout is not None:
             divided = [_divided(name, source, holdout) for name, source in sources]
@@ -92,6 +93,7 @@ class Corpus:
         datasets: list[Any] = [source for _, source in sources]
         whole = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
         lengths = [len(each) for each in datasets]
+        found = zip((name for name, _ in sources), lengths, hashes, strict=True)
         weights = [part.weight for part in self.parts]
         order = GlobalOrder(lengths[0], seed) if len(lengths) == 1 else MixedOrder(lengths, weights, seed)
         in_rows = self.layout != "windows"
@@ -102,6 +104,7 @@ class Corpus:
             model_input_format="unpack_dict" if in_rows else None,
             loss_weight=trained_labels if in_rows else None,
             kept_aside=tuple(kept),
+            contents=tuple({"name": name, "sequences": length, "hash": own} for name, length, own in found),
         )
 
     def sources(self) -> list[tuple[str, Dataset[Any]]]:
@@ -163,6 +166,11 @@ class Corpus:
         text = text_of(record, self.table.text_key, "a conversation")
         ids = np.append(self.tokenizer.encode(text.encode()).astype(np.int64), self.tokenizer.end_of_text)
         return Tokens(ids, np.ones(len(ids), dtype=bool))
+
+
+def _hash_of(source: Dataset[Any]) -> str:
+    """Return the name of the cache of a source, which is a hash of its content and of how it is tokenized."""
+    return source.path.stem if isinstance(source, TokenDataset) else source.samples.folder.name  # type: ignore[attr-defined]
 
 
 def _divided(name: str, source: Any, share: float) -> tuple[Dataset[Any], Dataset[Any]]:
