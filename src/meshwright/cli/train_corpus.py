@@ -114,7 +114,7 @@ class Corpus:
             DataError: On every rank, when one cannot be read, or is shorter than one sequence.
         """
         made = self._windows if self.layout == "windows" else self._rows
-        with same_on_every_rank():
+        with same_on_every_rank(patient=True):  # a large corpus takes hours
             if int(os.environ.get("LOCAL_RANK", "0")) == 0:
                 for part in self.parts:
                     made(part)

@@ -83,7 +83,7 @@ class Samples:
             DataError: On every rank, when it fails, returns no dataset, or one that can be read only once, or the
                 ranks' datasets differ in length.
         """
-        with same_on_every_rank():
+        with same_on_every_rank(patient=True):  # the first rank that calls it may have to download, or tokenize
             made = self._made(seed)
             loaded = _indexed(made, seed) if _is_indexed(made) else _streamed(made, self.reference)
         length = str(len(made)) if _is_indexed(made) else "a stream"
