@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,12 @@ _RUNS = Path("runs")
 
 
 def default_run_dir(file: Path) -> Path:
-    """Return a directory that does not exist yet, named after the training file and the time."""
+    """Return a directory that no run has, named after the training file and the time; nothing is made.
+
+    Runs that start in the same second, as those of a job array do, also get other names.
+    """
     name = f"{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (_RUNS / (name if number == 1 else f"{name}-{number}") for number in range(1, 1000))
-    return next(path for path in candidates if not path.exists())
+    return _RUNS / f"{name}-{uuid.uuid4().hex[:6]}"
 
 
 def is_restart(directory: Path | None) -> bool:
