@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from meshwright.data.chat import Tokens
 from meshwright.data.records import BadLines
-from meshwright.data.token_files import identity_of, write_header
+from meshwright.data.token_files import identity_of, mark_as_written, write_header
 from meshwright.errors import DataError
 
 IGNORED = -100
@@ -175,6 +175,7 @@ def _flat(path: Path, kind: np.dtype) -> Iterator[Callable[[np.ndarray], None]]:
         length += len(values)
 
     with open(path, "wb") as file:
+        mark_as_written(file)
         write_header(file, kind, 0)
         yield append
         file.seek(0)
