@@ -83,12 +83,13 @@ class GlobalBatchLoader(DataLoader[Any]):
         every = (self.replica_batch_size,) * self.num_replicas if last_counts is not None else None
         for number, batch in enumerate(self._waited_for(batches)):
             _CURRENT[:] = [last_counts if number == last else every]
-            _FILLED_UP.pop(self, None)
             if number == last and last_counts is not None:
+                # It stays after the end: whoever reads ahead takes it only then.
                 _FILLED_UP[self] = (batch, last_counts)
+            elif self in _FILLED_UP and _FILLED_UP[self][0] is batch:  # a dataset's own object, whole this time
+                del _FILLED_UP[self]
             yield batch
         _CURRENT.clear()
-        _FILLED_UP.pop(self, None)
         self.set_epoch(self.epoch + 1)
 
     def _waited_for(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -133,8 +134,8 @@ class GlobalBatchLoader(DataLoader[Any]):
         forward_epoch(self.dataset, epoch)
 
 
-# Of the batch that was yielded last, by any loader, and of last batches that were filled up with repeats: how many
-# samples are no repeats, on each replica.
+# Of the batch that was yielded last, by any loader, and of each loader's latest batch that was filled up with repeats:
+# how many samples are no repeats, on each replica.
 _CURRENT: list[tuple[int, ...] | None] = []
 _FILLED_UP: weakref.WeakKeyDictionary[GlobalBatchLoader, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
@@ -143,7 +144,7 @@ def real_counts(batch: Any) -> tuple[int, ...] | None:
     """Return how many samples of a batch are no repeats, on each replica; None unless it was filled up with some.
 
     Args:
-        batch: The very object that a :class:`GlobalBatchLoader` has yielded last.
+        batch: The very object that a :class:`GlobalBatchLoader` has yielded.
     """
     return next((counts for found, counts in _FILLED_UP.values() if found is batch), None)
 
