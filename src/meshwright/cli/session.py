@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,6 +53,7 @@ from meshwright.runtime import (
     gather_numbers,
     init_distributed,
     measured_flops_per_s,
+    number_from,
     own_versions,
     print_rank,
     rank,
@@ -238,7 +238,7 @@ def lock_run(run_dir: Path, *, is_new: bool) -> RunLock | None:
 
 def _prepared(options: Options) -> Prepared:
     check_launched("--nproc", options.nproc)
-    return prepare(options, int(os.environ.get("WORLD_SIZE", "1")))
+    return prepare(options, number_from("WORLD_SIZE", 1))
 
 
 def join(find: Callable[[], Prepared]) -> Prepared:

@@ -39,7 +39,7 @@ from meshwright.data.records import holds_records, open_text, text_of
 from meshwright.data.token_files import remove_leftovers
 from meshwright.data.tokenizer import BYTES
 from meshwright.errors import ConfigError, DataError
-from meshwright.runtime import print_rank, rank, same_on_every_rank
+from meshwright.runtime import number_from, print_rank, rank, same_on_every_rank
 from meshwright.runtime.terminal import PlainConsole
 
 
@@ -116,7 +116,7 @@ class Corpus:
         """
         made = self._windows if self.layout == "windows" else self._rows
         with same_on_every_rank(patient=True):  # a large corpus takes hours
-            if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            if number_from("LOCAL_RANK", 0) == 0:
                 remove_leftovers(self.cache_dir)
                 for part in self.parts:
                     made(part)
