@@ -98,6 +98,15 @@ def test_a_run_is_not_overwritten(tmp_path, name):
         check_run_dir(tmp_path, resume=False)
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_is_not_sent_in_a_circle(tmp_path):
+    """--resume finds no checkpoint, and without it the directory contains a run: both name what begins it anew."""
+    (tmp_path / "config.json").write_text("{}")
+    for resume in (True, False):
+        with pytest.raises((CheckpointError, ConfigError), match="--resume auto"):
+            check_run_dir(tmp_path, resume=resume)
+    check_run_dir(tmp_path, resume=None)  # as --resume auto does it
+
+
 def test_runs_that_start_in_one_second_have_directories_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "now")

@@ -184,7 +184,7 @@ def check_run_dir(directory: Path, *, resume: bool | None) -> None:
             f"{directory} contains a run already; nothing was overwritten",
             expected="a directory without one",
             got=", ".join(present),
-            fix="resume it with --resume, name another --out, or move it away",
+            fix="resume it with --resume auto, name another --out, or move it away",
         )
 
 
@@ -195,7 +195,7 @@ def _check_resumable(directory: Path) -> None:
             "There is no checkpoint to resume from",
             expected=f"a directory step-… in {checkpoints}",
             got="none" if directory.is_dir() else f"no directory {directory}",
-            fix="name the run by --out, or start from the beginning without --resume",
+            fix="name the run by --out; --resume auto (--set run.resume=auto) begins a run that has no checkpoint yet",
         )
 
 
