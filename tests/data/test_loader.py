@@ -326,6 +326,7 @@ _SAMPLER = SequentialSampler(range(8))
         (Numbers(7), {"batch_size": 8, "drop_last": True}, ["leaves no batch", "7 samples"]),
         (Numbers(0), {}, ["dataset is empty"]),
         (TensorDataset(torch.empty(0, 3)), {}, ["dataset is empty"]),
+        ("train.txt", {}, ["A path is no dataset", "'train.txt'", "TokenDataset"]),
         (NoLength(), {}, ["NoLength has no length", "IterableDataset"]),
         (Endless(), {"shuffle": True}, ["Endless with shuffle", "leave out shuffle"]),
         (Endless(), {"sampler": _SAMPLER}, ["Endless with sampler"]),

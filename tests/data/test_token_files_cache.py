@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from meshwright.data import ByteTokenizer, open_tokens, token_cache, token_files as cache
+from meshwright.data import ByteTokenizer, Tokens, open_tokens, sample_cache, token_cache, token_files as cache
 from meshwright.errors import DataError
 from tests.cli.helpers import TIMEOUT_S, environment
 from tests.data.helpers import refused
@@ -178,6 +178,14 @@ def test_unreadable_files_are_refused(files, tmp_path):
 def test_a_directory_that_cannot_be_made_is_not_blamed_on_the_corpus(files, tmp_path):
     with pytest.raises(OSError):
         token_cache(files, ByteTokenizer(), files[0] / "cache")
+
+
+def test_a_folder_that_cannot_be_made_is_told(files, tmp_path):
+    tokens = Tokens(np.arange(3), np.ones(3, dtype=bool))
+    with refused(DataError, "cache of tokens", str(files[0] / "cache"), "data.cache_dir"):
+        token_cache(files, ByteTokenizer(), files[0] / "cache")
+    with refused(DataError, "cache of tokens", str(files[0] / "cache"), "data.cache_dir"):
+        sample_cache(files, lambda: [tokens], files[0] / "cache", fingerprint="", seq_len=4)
 
 
 # --- What a killed process leaves behind

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
@@ -265,6 +266,14 @@ def numbers_that_divide(batch_size: int, parts: int = 1) -> str:
 def _check_dataset(dataset: Any, batch_size: int, drop_last: bool) -> None:
     if isinstance(dataset, IterableDataset):
         return
+    if isinstance(dataset, str | bytes | os.PathLike):
+        raise DataError(
+            "A path is no dataset",
+            expected="a dataset with __getitem__ and __len__, or a torch IterableDataset",
+            got=f"{dataset!r:.80}",
+            fix="read it: meshwright.data's TokenDataset(token_cache([FILE], ByteTokenizer(), CACHE_DIR), seq_len) has "
+            "the tokens of a text file; meshwright train takes names of files",
+        )
     if not isinstance(dataset, Sized):
         raise DataError(
             f"{type(dataset).__name__} has no length",

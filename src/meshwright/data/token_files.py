@@ -151,24 +151,44 @@ def token_cache(
         Path of the cache: a one-dimensional array, every document followed by the end-of-text id.
 
     Raises:
-        DataError: When there are no files, or one of them cannot be read.
+        DataError: When there are no files, one of them cannot be read, or nothing can be written into the folder.
     """
     if not files:
         raise DataError("There is nothing to tokenize", expected="one file or more", got="none", fix="name some files")
     path = directory / f"tokens-{_key(files, tokenizer, text_key, directory)}.npy"
     if _is_complete(path, _token_type(tokenizer)):
         return path
-    directory.mkdir(parents=True, exist_ok=True)
-    # In the same directory, so that renaming is atomic; with a unique name, for several processes may build.
-    partial = directory / f".{path.name}.{uuid.uuid4().hex}.partial"
+    partial = new_partial(path)
     try:
-        with open(partial, "xb") as out:
+        with open(partial, "r+b") as out:
             mark_as_written(out)
             _build(out, files, tokenizer, progress or (lambda done_bytes, total_bytes: None), text_key, bad_lines)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def new_partial(path: Path, *, is_folder: bool = False) -> Path:
+    """Make the empty file or folder under whose name a cache is built, and its directory.
+
+    It is in the same directory, so that renaming is atomic; with a unique name, for several processes may build.
+
+    Raises:
+        DataError: When it cannot be made.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir() if is_folder else partial.touch(exist_ok=False)
+    except OSError as error:
+        raise DataError(
+            "Nothing can be written into the cache of tokens",
+            expected="a directory that this user may make, or write into",
+            got=f"{path.parent}: {error.strerror or error}",
+            fix="name another one: data.cache_dir of a training file, or XDG_CACHE_HOME",
+        ) from error
+    return partial
 
 
 # A process that is killed while it builds a cache leaves a part of one behind, as large as a corpus. Who writes has the
