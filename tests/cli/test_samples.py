@@ -126,6 +126,13 @@ def test_epochs_count_what_was_seen_where_a_run_goes_on_in_other_batches(ranks, 
         assert f"1 epochs of {count} sequences are {9 + more} steps, of which" in told
         assert len(losses(out)) == 9 + more
     assert "nothing to do" in told
+    # With data that have become longer the same epoch goes on, also in the same batches.
+    corpus = folder / "corpus.txt"
+    before = corpus.read_text()
+    corpus.write_text(before + "more " * 64)  # 20 sequences
+    (told,) = rank.run(train_as_rank, file, "run.epochs=1", "run.batch_size=7", out=out, resume=True)
+    corpus.write_text(before)
+    assert f"1 epochs of {count + 20} sequences are {9 + -(-(count + 20 - 36) // 7)} steps" in told
 
 
 def test_an_epoch_of_a_mixture_has_as_many_sequences_as_all_sources(ranks, folder):

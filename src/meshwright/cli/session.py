@@ -172,11 +172,14 @@ def load_data(prepared: Prepared) -> Loaded:
 
 
 class _Position(NamedTuple):
-    """The position at which a run goes on, and the table ``[run]`` that it was trained with so far."""
+    """The position at which a run goes on, and what it was trained with so far."""
 
     step: int = 0
     samples_seen: int = 0
     run: Mapping[str, object] = {}
+    """The table of the training file."""
+    contents: object = None
+    """As ``Loaded.contents``."""
 
 
 def _position(store: CheckpointStore) -> _Position:
@@ -185,8 +188,9 @@ def _position(store: CheckpointStore) -> _Position:
     if newest is not None and rank() == 0:
         with contextlib.suppress(CheckpointError):  # loading says so, and takes an earlier one
             record = read_record(newest)
-            run = earlier_config(from_plain(record.extra), newest).get("run", {})
-            found = _Position(record.step, record.samples_seen, run)
+            extra = from_plain(record.extra)
+            run = earlier_config(extra, newest).get("run", {})
+            found = _Position(record.step, record.samples_seen, run, extra.get(_DATA))
     return _Position(*broadcast_object(tuple(found)))
 
 
@@ -203,8 +207,9 @@ def _with_steps(prepared: Prepared, data: Loaded, start: _Position) -> Prepared:
                 got=f"a stream of {prepared.config.data.source}",
                 fix="set run.steps instead",
             )
-    before = start.run.get("steps")
-    if isinstance(before, int) and all(start.run.get(key) == getattr(run, key) for key in ("epochs", "batch_size")):
+    before, is_same = start.run.get("steps"), start.contents == list(data.contents)
+    is_same &= all(start.run.get(key) == getattr(run, key) for key in ("epochs", "batch_size"))
+    if isinstance(before, int) and is_same:
         steps = before  # also where batches were skipped since, which another count would take for trained ones
     else:
         left = max(run.epochs * length - start.samples_seen, 0)
