@@ -22,6 +22,7 @@ from meshwright.cli.run_files import MODEL_CONFIG
 from meshwright.cli.train_options import Options
 from meshwright.store import CheckpointStore, TrainingState, export, folder as folders
 from meshwright.store.pretrained import StoredWeights
+from meshwright.training.accelerated import Accelerated
 from tests.cli.helpers import losses, project
 
 
@@ -70,6 +71,37 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_exactly(ranks, tmp_path):
     assert names == ["step-00000003", "step-00000005"]
     assert (went_on[0], whole[0]) == (0, 0)
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def _stop_in_validation(file, out):
+    """A run that is sent SIGTERM with the third batch of its first validation, of ten."""
+    evaluate, calls = Accelerated.evaluate, []
+
+    def signalled(*given):
+        calls.append(given)
+        if len(calls) == 3 and runtime.rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+        return evaluate(*given)
+
+    changes = ("eval.holdout=0.55", "eval.every=2")
+    with mock.patch.object(Accelerated, "evaluate", signalled):
+        stopped = _train(Options(file, out=out, changes=changes))
+    count = len(calls)
+    went_on = _train(Options(file, out=out, changes=changes, resume=True))
+    return stopped, count, went_on
+
+
+def test_a_run_that_is_asked_to_stop_within_a_validation_saves_at_once(ranks, tmp_path):
+    found = ranks(2).run(_stop_in_validation, project(tmp_path), tmp_path / "run")
+    (_, said, _), _, went_on = found[0]
+    assert [each[0][0] for each in found] == [143, 143]
+    assert "stopped by SIGTERM after step 2, which is saved" in said
+    assert [count for _, count, _ in found] == [3, 3]
+    assert went_on[0] == 0
+    assert len(losses(tmp_path / "run")) == 6
+    lines = (tmp_path / "run" / "eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [4, 6]
 
 
 def _run(*arguments):

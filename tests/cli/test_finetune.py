@@ -195,3 +195,25 @@ def test_a_run_tells_its_plan_once_and_nothing_foreign(runs):
     assert shown.count("Plan: ") == 1
     assert "measured" in shown
     assert not [line for line in shown.splitlines() if "torchao" in line or "Warning" in line]
+
+
+_OWN_LOSS = """
+from torch.nn import functional
+
+
+def of_answers(model_input, output):
+    labels = model_input["labels"][:, 1:].flatten()
+    return functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels, ignore_index=-100)
+"""
+
+
+def test_a_loss_of_the_users_own_is_validated_on_any_number_of_ranks(ranks, tmp_path):
+    """The second batch of eleven rows has three: one of two ranks has blank rows alone, the other some."""
+    file = project(tmp_path, '\n[eval]\nsource = "val.jsonl"\nevery = 1\nbatch_size = 8\n')
+    (tmp_path / "mine.py").write_text(_OWN_LOSS)
+    changes = ('data.layout="padded"', "run.steps=1")
+    for name, world, loss in (("transformers", 1, ()), ("one", 1, "mine"), ("two", 2, "mine")):
+        own = ('model.loss="mine:of_answers"',) if loss else ()
+        ranks(world).run(train_as_rank, file, *changes, *own, out=tmp_path / name)
+    found = [_validations(tmp_path / name)[0]["loss"] for name in ("transformers", "one", "two")]
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)

@@ -98,13 +98,22 @@ def test_a_run_is_not_overwritten(tmp_path, name):
         check_run_dir(tmp_path, resume=False)
 
 
-def test_default_directories_do_not_exist_yet(tmp_path, monkeypatch):
+def test_a_run_that_failed_before_its_first_checkpoint_is_not_sent_in_a_circle(tmp_path):
+    """--resume finds no checkpoint, and without it the directory contains a run: both name what begins it anew."""
+    (tmp_path / "config.json").write_text("{}")
+    for resume in (True, False):
+        with pytest.raises((CheckpointError, ConfigError), match="--resume auto"):
+            check_run_dir(tmp_path, resume=resume)
+    check_run_dir(tmp_path, resume=None)  # as --resume auto does it
+
+
+def test_runs_that_start_in_one_second_have_directories_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "now")
-    first = default_run_dir(tmp_path / "tiny.toml")
-    assert str(first) == "runs/tiny-now"
-    first.mkdir(parents=True)
-    assert str(default_run_dir(tmp_path / "tiny.toml")) == "runs/tiny-now-2"
+    first, second = (default_run_dir(tmp_path / "tiny.toml") for _ in range(2))
+    assert first != second
+    assert all(str(each).startswith("runs/tiny-now-") for each in (first, second))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_metrics_drop_what_a_resumed_run_repeats(tmp_path):

@@ -23,7 +23,8 @@ def _train(file, out, steps=6):
             )
     finally:
         sys.path[:] = path
-        sys.modules.pop("tiny", None)
+        for name in ("tiny", "mine"):
+            sys.modules.pop(name, None)
     return said.getvalue()
 
 
@@ -69,3 +70,51 @@ def test_auto_needs_a_name(tmp_path):
     result = CliRunner().invoke(app, ["train", str(project(tmp_path)), "--resume", "auto", "--nproc", "2"])
     assert result.exit_code == 1
     assert "--out RUN_DIR" in result.stderr
+
+
+# --- Data that have changed since
+
+
+def _lines_on_resume(ranks, file, out):
+    told = ranks(1).run(_train, file, out)[0]
+    return [line for line in told.splitlines() if "the data of" in line]
+
+
+def test_data_that_have_changed_since_are_told(ranks, tmp_path):
+    file, out, corpus = project(tmp_path), tmp_path / "run", tmp_path / "corpus.txt"
+    ranks(1).run(_train, file, out, 3)
+    shutil.copytree(out, tmp_path / "same")
+    shutil.copytree(out, tmp_path / "longer")
+    assert _lines_on_resume(ranks, file, tmp_path / "same") == []
+    before = corpus.read_text()
+    corpus.write_text(before.replace("milk", "wine"))
+    (line,) = _lines_on_resume(ranks, file, out)
+    assert "the data of corpus have changed (76 sequences, of other content)" in line
+    corpus.write_text(before + "and more " * 20)
+    (line,) = _lines_on_resume(ranks, file, tmp_path / "longer")
+    assert "since then the data of corpus have changed (76 sequences then, 88 now)" in line
+    assert "some may be seen twice, and others not" in line
+
+
+SAMPLES = """
+import torch
+
+COUNT = {count}
+
+
+def samples():
+    return list(torch.arange(16 * COUNT).remainder(257).view(COUNT, 16))
+"""
+
+
+def test_a_function_that_returns_another_number_of_samples_is_told(ranks, tmp_path):
+    file, out = project(tmp_path), tmp_path / "run"
+    text = file.read_text().replace('source = "*.txt"', 'source = "mine:samples"').replace('cache_dir = "cache"', "")
+    text = text.replace('"tiny:Tiny"', '"tiny:Tiny"\nloss = "mine:loss"\nargs = { vocab_size = 257, seq_len = 16 }')
+    file.write_text(text)
+    loss = "\n\ndef loss(ids, output):\n    return output.float().square().mean()\n"
+    (tmp_path / "mine.py").write_text(SAMPLES.format(count=64) + loss)
+    ranks(1).run(_train, file, out, 3)
+    (tmp_path / "mine.py").write_text(SAMPLES.format(count=480) + loss)
+    (line,) = _lines_on_resume(ranks, file, out)
+    assert "the data of mine:samples have changed (64 sequences then, 480 now)" in line

@@ -114,6 +114,27 @@ def test_epochs_are_counted_in_steps_and_the_later_of_both_keys_counts(ranks, fo
     assert len(losses(folder / "few")) == 2
 
 
+def test_epochs_count_what_was_seen_where_a_run_goes_on_in_other_batches(ranks, folder):
+    """Nine steps of four, then batches of seven: the run ends with the step that completes the epoch."""
+    file, out, rank = folder / "tiny.toml", folder / "batches", ranks(1)
+    seen = rank.run(train_as_rank, file, "run.epochs=1", out=folder / "whole")[0].partition("1 epochs of ")[2]
+    count = int(seen.partition(" ")[0])
+    rank.run(train_as_rank, file, out=out, steps=9)
+    more = -(-(count - 36) // 7)
+    for changes in (("run.epochs=1", "run.batch_size=7"), ("run.epochs=1", "run.batch_size=7")):
+        (told,) = rank.run(train_as_rank, file, *changes, out=out, resume=True)
+        assert f"1 epochs of {count} sequences are {9 + more} steps, of which" in told
+        assert len(losses(out)) == 9 + more
+    assert "nothing to do" in told
+    # With data that have become longer the same epoch goes on, also in the same batches.
+    corpus = folder / "corpus.txt"
+    before = corpus.read_text()
+    corpus.write_text(before + "more " * 64)  # 20 sequences
+    (told,) = rank.run(train_as_rank, file, "run.epochs=1", "run.batch_size=7", out=out, resume=True)
+    corpus.write_text(before)
+    assert f"1 epochs of {count + 20} sequences are {9 + -(-(count + 20 - 36) // 7)} steps" in told
+
+
 def test_an_epoch_of_a_mixture_has_as_many_sequences_as_all_sources(ranks, folder):
     mixture = '[{source = "chats.jsonl", weight = 3}, {source = "val.jsonl", name = "small"}]'
     text = (folder / "sft.toml").read_text().replace('source = "chats.jsonl"', f"mixture = {mixture}")

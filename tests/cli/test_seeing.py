@@ -1,10 +1,12 @@
 """What a run shows of itself: profiles, norms, determinism; and no words of other libraries before its own."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from tests.cli.helpers import losses, meshwright, project
+from tests.cli.helpers import TIMEOUT_S, environment, losses, meshwright, project
 
 PROFILE = "run.profile={steps=[3,4]}"
 
@@ -71,3 +73,22 @@ def test_commands_print_nothing_foreign(seen, words):
     assert result.returncode == 0, result.stderr
     foreign = [line for line in result.stderr.splitlines() if not line.startswith("meshwright: ")]
     assert not foreign
+
+
+@pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path, both):
+    """As under ``meshwright train … | head -3``, or ``2>&1 | head -3``."""
+    words = (project(tmp_path), "--nproc", "1", "--out", "run", "--set", "run.log_every=1", "--set", "run.steps=40")
+    with (tmp_path / "told").open("w+") as told:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "meshwright", "train", *map(str, words)], cwd=tmp_path, env=environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT if both else told,
+        )  # fmt: skip
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(TIMEOUT_S) == 0
+        told.seek(0)
+        assert both or "nobody reads standard output any more; the run goes on" in told.read()
+    assert len(losses(tmp_path / "run")) == 40
+    assert (tmp_path / "run" / "checkpoints" / "step-00000039").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000040").is_dir()

@@ -2,11 +2,15 @@
 
 import itertools
 import sys
+import time
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from meshwright.cli import train_corpus
 from meshwright.cli.run_display import speed
 from meshwright.cli.train_config import DataTable, ModelTable
 from meshwright.cli.train_data import find_samples
@@ -14,6 +18,8 @@ from meshwright.cli.train_model import model_source
 from meshwright.cli.train_options import parse_config
 from meshwright.data import GlobalOrder, RepeatedStream, ShardedStream
 from meshwright.errors import ConfigError, DataError
+from meshwright.runtime import rank
+from meshwright.runtime.processes import agreeing_over, make_group
 from tests.cli.helpers import metrics
 
 SOURCE = """
@@ -238,3 +244,35 @@ def test_a_run_of_samples_resumes_where_it_was(ranks, tmp_path):
         assert records[-1]["loss"] < records[0]["loss"]
         assert {record["tokens_per_s"] for record in records} == {None}
         assert all(record["samples_per_s"] > 0 for record in records)
+
+
+# --- Corpora that take longer than a collective may
+
+
+def _slowly(folder, what):
+    """Find the sources of a corpus that takes the first rank two seconds, where collectives may take half a second."""
+    from tests.cli.test_finetune import _corpus  # the tokenizers of transformers are slow to import
+
+    corpus = _corpus(folder, source="corpus.txt", tokenizer="bytes", cache_dir=what)
+    group = make_group(backend="gloo", timeout=timedelta(seconds=0.5))
+    makes = train_corpus.token_cache
+
+    def slow(*arguments, **options):
+        if rank() == 0 and not list((folder / what).glob("tokens-*")):
+            time.sleep(2)
+            if what == "failing":
+                raise DataError("No tokens", expected="some", got="none", fix="add some")
+        return makes(*arguments, **options)
+
+    started_s = time.monotonic()
+    with mock.patch.object(train_corpus, "token_cache", slow), agreeing_over(group):
+        try:
+            return len(corpus.sources()[0][1])
+        except DataError as error:
+            return error.what, time.monotonic() - started_s < 10
+
+
+@pytest.mark.parametrize(("what", "found"), [("slow", 62), ("failing", ("No tokens", True))])
+def test_ranks_wait_for_a_corpus_longer_than_a_collective_may_take(ranks, tmp_path, what, found):
+    (tmp_path / "corpus.txt").write_text("some text of a corpus\n" * 136)
+    assert ranks(2).run(_slowly, tmp_path, what) == [found] * 2

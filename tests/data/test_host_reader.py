@@ -249,18 +249,18 @@ def test_ranks_that_cannot_or_need_not_share_read_alone(ranks):
     assert ranks(2).run(_not_shared) == [[[0], [2]], [[1], [3]]]
 
 
-def _with_a_worker():
+def _with_a_worker(stays):
     stream = Samples(10)
-    loader = _loader(stream, rank(), 2, 4, num_workers=1)
+    loader = _loader(stream, rank(), 2, 4, num_workers=1, persistent_workers=stays)
     # The pool's ranks are daemons, which else may have no children.
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
         assert len(list(loader)) == 3
         return [batch.tolist() for batch in loader]
 
 
-@pytest.mark.long
-def test_the_readers_worker_reads(ranks):
-    assert ranks(2).run(_with_a_worker) == [[[100, 102], [104, 106], [108]], [[101, 103], [105, 107], [109]]]
+@pytest.mark.parametrize("stays", [pytest.param(False, marks=pytest.mark.long), True])
+def test_the_readers_worker_reads(ranks, stays):
+    assert ranks(2).run(_with_a_worker, stays) == [[[100, 102], [104, 106], [108]], [[101, 103], [105, 107], [109]]]
 
 
 def _pair(number):

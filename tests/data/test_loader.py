@@ -261,6 +261,29 @@ def test_a_stream_hears_the_epoch_and_workers_read_it():
     assert [batch.tolist() for batch in loader] == [[1, 3], [5, 7]]
 
 
+class OfTheEpoch(IterableDataset):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([10 * self.epoch, 10 * self.epoch + 1])
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_workers_that_stay_hear_of_the_next_epoch_too(stays):
+    options = {"batch_size": 1, "num_workers": 1, "persistent_workers": stays}
+    loader = global_batch_loader(OfTheEpoch(), loader_args=options, replica=0, num_replicas=1)
+    assert [batch.item() for _ in range(3) for batch in loader] == [0, 1, 10, 11, 20, 21]
+    loader.set_epoch(7)
+    assert [batch.item() for batch in loader] == [70, 71]
+    own = OfTheEpoch()
+    loader = global_batch_loader(own, loader_args=options, replica=0, num_replicas=1)
+    own.set_epoch(4)  # as a user may, who does not ask the loader
+    assert [batch.item() for batch in loader] == [40, 41]
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(int, 1)
@@ -303,6 +326,7 @@ _SAMPLER = SequentialSampler(range(8))
         (Numbers(7), {"batch_size": 8, "drop_last": True}, ["leaves no batch", "7 samples"]),
         (Numbers(0), {}, ["dataset is empty"]),
         (TensorDataset(torch.empty(0, 3)), {}, ["dataset is empty"]),
+        ("train.txt", {}, ["A path is no dataset", "'train.txt'", "TokenDataset"]),
         (NoLength(), {}, ["NoLength has no length", "IterableDataset"]),
         (Endless(), {"shuffle": True}, ["Endless with shuffle", "leave out shuffle"]),
         (Endless(), {"sampler": _SAMPLER}, ["Endless with sampler"]),

@@ -1,11 +1,14 @@
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
 
-from meshwright.data import ByteTokenizer, open_tokens, token_cache, token_files as cache
+from meshwright.data import ByteTokenizer, Tokens, open_tokens, sample_cache, token_cache, token_files as cache
 from meshwright.errors import DataError
+from tests.cli.helpers import TIMEOUT_S, environment
 from tests.data.helpers import refused
 
 
@@ -172,6 +175,78 @@ def test_unreadable_files_are_refused(files, tmp_path):
         token_cache([*files, tmp_path / "gone.txt"], ByteTokenizer(), tmp_path)
 
 
-def test_a_directory_that_cannot_be_made_is_not_blamed_on_the_corpus(files, tmp_path):
-    with pytest.raises(OSError):
+def test_a_directory_that_cannot_be_made_is_told_and_not_blamed_on_the_corpus(files, tmp_path):
+    tokens = Tokens(np.arange(3), np.ones(3, dtype=bool))
+    with refused(DataError, "cache of tokens", str(files[0] / "cache"), "data.cache_dir"):
         token_cache(files, ByteTokenizer(), files[0] / "cache")
+    with refused(DataError, "cache of tokens", str(files[0] / "cache"), "data.cache_dir"):
+        sample_cache(files, lambda: [tokens], files[0] / "cache", fingerprint="", seq_len=4)
+
+
+# --- What a killed process leaves behind
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from meshwright.data import ByteTokenizer, sample_cache, token_cache
+from meshwright.data.chat import Tokens
+
+
+class Killed(ByteTokenizer):
+    def encode(self, text):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def samples():
+    yield Tokens(np.arange(4), np.ones(4, dtype=bool))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+file, cache = Path(sys.argv[1]), Path(sys.argv[1]).parent / "cache"
+if os.fork() == 0:
+    token_cache([file], Killed(), cache)
+os.wait()
+sample_cache([file], samples, cache, fingerprint="", seq_len=4)
+"""
+
+
+def _leftovers(folder):
+    return sorted(path.name[:7] for path in folder.glob(".*.partial"))
+
+
+def _age(folder):
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0))
+
+
+def test_what_a_killed_process_has_left_is_removed(files, tmp_path):
+    from meshwright.cli.train_config import DataTable
+    from meshwright.cli.train_corpus import find_corpus
+
+    folder = tmp_path / "cache"
+    subprocess.run([sys.executable, "-c", KILLED, str(files[0])], env=environment(), timeout=TIMEOUT_S, check=False)
+    assert _leftovers(folder) == [".sample", ".tokens"]
+    cache.remove_leftovers(folder)
+    assert _leftovers(folder) == [".sample", ".tokens"], "another host may be writing it"
+    _age(folder)
+    find_corpus(DataTable(source="a.txt", seq_len=2, cache_dir="cache"), tmp_path).sources()
+    assert _leftovers(folder) == []
+
+
+class LookingTokenizer(ByteTokenizer):
+    """Lets another process clean up meanwhile."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def encode(self, text):
+        _age(self.folder)
+        cache.remove_leftovers(self.folder)
+        return super().encode(text)
+
+
+def test_what_another_process_still_writes_stays(files, tmp_path):
+    tokens = open_tokens(token_cache(files, LookingTokenizer(tmp_path / "cache"), tmp_path / "cache"))
+    assert tokens[-1] == 256
+    assert _leftovers(tmp_path / "cache") == []

@@ -140,3 +140,29 @@ def test_torchmetrics_count_every_sample_once(ranks):
     alone = ranks(1).run(accuracy_of, 1)[0]
     assert alone[1] == 37 * (tiny.SEQ_LEN - 1)
     assert all(each == alone for each in ranks(2).run(accuracy_of, 2))
+
+
+def saved_without_models(folder):
+    """What a state without models comes back as; and what a folder that is none is refused with."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    from meshwright.integrations.lightning import FabricStrategy
+
+    os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="test")
+    strategy = FabricStrategy(["fsdp"], cluster_environment=TorchElasticEnvironment())
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    fabric.save(folder / "new" / "saved", {"epoch": 3, "curve": [0.5]})
+    state = {"epoch": 0}
+    rest = fabric.load(folder / "new" / "saved", state)
+    try:
+        fabric.load(folder, state)
+    except MeshwrightError as error:
+        return state, rest, str(error)
+
+
+def test_a_state_without_models_is_saved_and_a_folder_that_is_none_is_told(ranks, tmp_path):
+    for state, rest, told in ranks(2).run(saved_without_models, tmp_path):
+        assert (state, rest) == ({"epoch": 3}, {"curve": [0.5]})
+        assert "is no checkpoint of this strategy" in told

@@ -195,3 +195,26 @@ def test_test_and_predict_of_a_module_that_is_not_trained(ranks, tmp_path):
     assert torch.equal(first, whole.argmax(-1)[:20:2])
     assert torch.equal(second, whole.argmax(-1)[1:20:2])
     assert "equally many" in refusal
+
+
+class Parametrised(Module):
+    def __init__(self, where):
+        super().__init__([])
+        self.save_hyperparameters()
+
+
+def loaded_with(where, folder):
+    """What loading the best checkpoint tells, of which a hyperparameter is an object; and if its class is allowed."""
+    options = {"devices": 1, "epochs": 1}
+    told = refusal_or(lambda: fit(strategy_of([]), folder / "a", module=Parametrised(where), **options))
+    with torch.serialization.safe_globals([type(where)]):
+        _, loss, _ = fit(strategy_of([]), folder / "b", module=Parametrised(where), **options)
+    return told, loss
+
+
+def test_a_hyperparameter_that_is_an_object_is_named_with_the_safe_way_to_load_it(ranks, tmp_path):
+    ((told, loss),) = ranks(1).run(loaded_with, tmp_path / "data", tmp_path)
+    assert "holds objects that are not loaded" in told
+    assert "Got pathlib.PosixPath." in told
+    assert "add_safe_globals" in told
+    assert loss > 0

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
+from meshwright.errors import CheckpointError
 from tests import tiny
 
 NUM_SAMPLES = 37  # of which the last batch of an epoch is ragged, on any number of ranks
@@ -160,6 +161,22 @@ def test_checkpoints_resume_on_other_ranks_and_load_in_transformers(ranks, their
     torch.testing.assert_close(reloaded(tmp_path / "final"), live, atol=1e-5, rtol=1e-5)
     resumed = ranks(1).run(ours, tmp_path, 1, ["zero1"], arguments=SAVING, resume=str(tmp_path / "checkpoint-3"))
     compare(resumed[0], theirs())
+
+
+def resumed_from(folder):
+    try:
+        ours(folder / "ours", 1, ["zero1"], arguments=SAVING, resume=str(folder / "theirs" / "checkpoint-3"))
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_checkpoint_of_transformers_own_trainer_is_told(ranks, tmp_path):
+    import transformers
+
+    train(transformers.Trainer, transformers.TrainingArguments, tmp_path / "theirs", arguments=SAVING)
+    (told,) = ranks(1).run(resumed_from, tmp_path)
+    assert "Got optimizer.pt of another Trainer" in told
+    assert "from_pretrained" in told
 
 
 @pytest.mark.long

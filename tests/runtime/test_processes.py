@@ -131,6 +131,15 @@ def test_half_an_environment_is_named(monkeypatch):
         runtime.init_distributed(backend="gloo")
 
 
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", ""), ("MASTER_PORT", "abc"), ("LOCAL_RANK", "q")])
+def test_a_variable_that_is_no_number_is_named(monkeypatch, name, value):
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
+    for each, text in (environment | {name: value}).items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises(LaunchError, match=f"{name} is no number.*Got '{value}'.*torchrun"):
+        runtime.init_distributed(backend="gloo")
+
+
 SCRIPT = """
 import os, torch, meshwright as mw
 mw.init_distributed(seed=1)

@@ -1,6 +1,7 @@
 """A last batch of an epoch that divides neither into micro-batches nor among ranks trains as in one process."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -164,3 +165,24 @@ def values_that_do_not_fit():
 
 def test_values_of_other_rows_or_shapes_are_refused(ranks):
     ranks(2).run(values_that_do_not_fit)
+
+
+def read_ahead():
+    """Losses of an epoch and of the next one, each batch taken when the one behind it has been read already."""
+    job = mw.accelerate(tiny.build("plain"), None, tiny.Tokens(SAMPLES), tiny.loss_func)
+    order = {"batch_size": 8, "shuffle": False}
+    loader = global_batch_loader(
+        tiny.Tokens(SAMPLES), loader_args=order, replica=job.replica, num_replicas=job.num_replicas
+    )
+    expected = [job.evaluate(ids).item() for ids in loader]
+    batches = itertools.chain(loader, loader)
+    found, held = [], next(batches)
+    for ahead in batches:
+        found.append(job.evaluate(held).item())
+        held = ahead
+    return [*found, job.evaluate(held).item()], expected
+
+
+def test_repeats_do_not_count_for_who_reads_ahead_of_the_end_of_an_epoch(ranks):
+    for found, expected in ranks(2).run(read_ahead):
+        assert found == expected * 2

@@ -16,7 +16,7 @@ from meshwright.cli.adapters import merged, read_adapters
 from meshwright.cli.run_files import ADAPTERS, CHECKPOINTS, CONFIG, MODEL_CONFIG
 from meshwright.errors import CheckpointError, readable_bytes
 from meshwright.planner.config_models import config_path
-from meshwright.runtime import init_distributed, rank, shutdown_distributed
+from meshwright.runtime import init_distributed, number_from, rank, shutdown_distributed
 from meshwright.runtime.terminal import PlainConsole
 from meshwright.store.export import export_adapters, export_weights, is_weights_file
 from meshwright.store.manifest import (
@@ -118,7 +118,7 @@ def export_checkpoint(
         )
     if merges:
         return _export_merged(directory, out, dtype)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if number_from("WORLD_SIZE", 1) > 1:
         init_distributed(backend="gloo")
     path = _newest_whole(checkpoints_of(directory))
     run = _run_of(path)
@@ -145,7 +145,7 @@ def export_checkpoint(
 def _export_merged(directory: Path, out: Path, dtype: str | None) -> int:
     path = _newest_whole(checkpoints_of(directory))
     run = _run_of(path)
-    if not (run / ADAPTERS).is_file() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not (run / ADAPTERS).is_file() or number_from("WORLD_SIZE", 1) > 1:
         raise CheckpointError(
             "--merged merges adapters into their base, on one process",
             expected="a run that trained adapters, without a launcher",

@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,12 @@ _RUNS = Path("runs")
 
 
 def default_run_dir(file: Path) -> Path:
-    """Return a directory that does not exist yet, named after the training file and the time."""
+    """Return a directory that no run has, named after the training file and the time; nothing is made.
+
+    Runs that start in the same second, as those of a job array do, also get other names.
+    """
     name = f"{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (_RUNS / (name if number == 1 else f"{name}-{number}") for number in range(1, 1000))
-    return next(path for path in candidates if not path.exists())
+    return _RUNS / f"{name}-{uuid.uuid4().hex[:6]}"
 
 
 def is_restart(directory: Path | None) -> bool:
@@ -181,7 +184,7 @@ def check_run_dir(directory: Path, *, resume: bool | None) -> None:
             f"{directory} contains a run already; nothing was overwritten",
             expected="a directory without one",
             got=", ".join(present),
-            fix="resume it with --resume, name another --out, or move it away",
+            fix="resume it with --resume auto, name another --out, or move it away",
         )
 
 
@@ -192,7 +195,7 @@ def _check_resumable(directory: Path) -> None:
             "There is no checkpoint to resume from",
             expected=f"a directory step-… in {checkpoints}",
             got="none" if directory.is_dir() else f"no directory {directory}",
-            fix="name the run by --out, or start from the beginning without --resume",
+            fix="name the run by --out; --resume auto (--set run.resume=auto) begins a run that has no checkpoint yet",
         )
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ from meshwright.runtime import (
     gather_numbers,
     init_distributed,
     measured_flops_per_s,
+    number_from,
     own_versions,
     print_rank,
     rank,
@@ -65,14 +66,15 @@ from meshwright.runtime.device import GeneratorState
 from meshwright.runtime.launch import launch_id, restart_count
 from meshwright.runtime.rendezvous import named_ranks
 from meshwright.store import CheckpointStore, HostSnapshots, TrainingState
-from meshwright.store.entries import unwrapped
-from meshwright.store.manifest import step_of
+from meshwright.store.entries import from_plain, unwrapped
+from meshwright.store.manifest import read_record, step_of
 from meshwright.strategy import Strategy
 from meshwright.training.accelerate import accelerate
 from meshwright.training.accelerated import Accelerated
 
 # Values that decide what comes next in the data or in the schedule: a change of them is reported on resuming.
 _REPORTED_ON_RESUME = ("data", "optimizer", "run.seed", "run.batch_size", "run.steps")
+_DATA = "data"  # the key in a checkpoint's extra
 _SAVED_IN_CHECKPOINT = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
@@ -114,11 +116,11 @@ def open_session(options: Options) -> Session:
     prepared = join(lambda: _prepared(options))
     run_dir, restarted = _run_dir(options, prepared)
     data = load_data(prepared)
-    prepared = _with_steps(prepared, data)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     resumes = _resumes(options, prepared, store, restarted=restarted)
+    prepared = _with_steps(prepared, data, _position(store) if resumes else _Position())
     accelerated = _accelerate(prepared, data, reads_weights=not (resumes and prepared.config.run.save_frozen))
-    state, snapshots = _state(prepared, accelerated), _snapshots(prepared, accelerated, run_dir)
+    state, snapshots = _state(prepared, data, accelerated), _snapshots(prepared, accelerated, run_dir)
     may_resume = options.resume or restarted or prepared.config.run.resume is not None
     source = "the beginning"
     if snapshots is not None and may_resume and _restored(accelerated, store, snapshots, state):
@@ -169,7 +171,30 @@ def load_data(prepared: Prepared) -> Loaded:
     return corpus.load(seed, prepared.config.eval.holdout) if isinstance(corpus, Corpus) else corpus.load(seed)
 
 
-def _with_steps(prepared: Prepared, data: Loaded) -> Prepared:
+class _Position(NamedTuple):
+    """The position at which a run goes on, and what it was trained with so far."""
+
+    step: int = 0
+    samples_seen: int = 0
+    run: Mapping[str, object] = {}
+    """The table of the training file."""
+    contents: object = None
+    """As ``Loaded.contents``."""
+
+
+def _position(store: CheckpointStore) -> _Position:
+    """Return where the newest checkpoint was written; the beginning where it cannot be read. Collective."""
+    newest, found = store.newest(), _Position()
+    if newest is not None and rank() == 0:
+        with contextlib.suppress(CheckpointError):  # loading says so, and takes an earlier one
+            record = read_record(newest)
+            extra = from_plain(record.extra)
+            run = earlier_config(extra, newest).get("run", {})
+            found = _Position(record.step, record.samples_seen, run, extra.get(_DATA))
+    return _Position(*broadcast_object(tuple(found)))
+
+
+def _with_steps(prepared: Prepared, data: Loaded, start: _Position) -> Prepared:
     """Count ``run.epochs`` in steps; collective."""
     run, length = prepared.config.run, data.num_sequences()
     if run.epochs is None:
@@ -182,10 +207,19 @@ def _with_steps(prepared: Prepared, data: Loaded) -> Prepared:
                 got=f"a stream of {prepared.config.data.source}",
                 fix="set run.steps instead",
             )
-    steps = math.ceil(round(run.epochs * length / run.batch_size, 6))
+    before, is_same = start.run.get("steps"), start.contents == list(data.contents)
+    is_same &= all(start.run.get(key) == getattr(run, key) for key in ("epochs", "batch_size"))
+    if isinstance(before, int) and is_same:
+        steps = before  # also where batches were skipped since, which another count would take for trained ones
+    else:
+        left = max(run.epochs * length - start.samples_seen, 0)
+        steps = start.step + math.ceil(round(left / run.batch_size, 6))
     text = f"{run.epochs:g} epochs of {length:,} sequences are {steps:,} steps"
+    if start.samples_seen != start.step * run.batch_size:
+        text += f", of which {start.step:,} have had {start.samples_seen:,}"
     if isinstance(data.order, MixedOrder) and isinstance(prepared.corpus, Corpus):
-        epochs = zip(prepared.corpus.parts, data.order.epochs(steps * run.batch_size), strict=True)
+        seen = start.samples_seen + (steps - start.step) * run.batch_size
+        epochs = zip(prepared.corpus.parts, data.order.epochs(seen), strict=True)
         text += f"; by its weight, of {', '.join(f'{part.name} {each:.2g}' for part, each in epochs)} epochs"
     print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
     config = prepared.config.model_copy(update={"run": run.model_copy(update={"steps": steps})})
@@ -209,7 +243,7 @@ def lock_run(run_dir: Path, *, is_new: bool) -> RunLock | None:
 
 def _prepared(options: Options) -> Prepared:
     check_launched("--nproc", options.nproc)
-    return prepare(options, int(os.environ.get("WORLD_SIZE", "1")))
+    return prepare(options, number_from("WORLD_SIZE", 1))
 
 
 def join(find: Callable[[], Prepared]) -> Prepared:
@@ -342,13 +376,13 @@ def _without_memory(build: Callable[[], nn.Module], *, allow_lacking: bool) -> t
     return None, problem
 
 
-def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:
+def _state(prepared: Prepared, data: Loaded, accelerated: Accelerated) -> TrainingState:
     return TrainingState(
         accelerated.model,
         accelerated.optim,
         accelerated.lr_scheduler,
         strategy=accelerated.strategy.to_json(),
-        extra={"config": prepared.config.model_dump_json()},
+        extra={"config": prepared.config.model_dump_json(), _DATA: list(data.contents)},
         frozen=prepared.config.run.save_frozen,
     )
 
@@ -396,7 +430,7 @@ def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore
     state.extra, state.strategy = carried_over(now, info.extra), strategy
     ranks = "" if info.world_size == world_size() else f", written by {info.world_size} ranks"
     print_rank(f"meshwright: resuming after step {info.step} from {info.path}{ranks}", file=sys.stderr, flush=True)
-    changed = changes(then, prepared.config.model_dump(mode="json"))
+    changed = [*changes(then, prepared.config.model_dump(mode="json")), *changed_data(info.extra, now)]
     for line in [*changed, *_change_of_strategy(info.strategy, accelerated.strategy, prepared.strategy is None)]:
         print_rank(f"meshwright: since then {line}", file=sys.stderr, flush=True)
     if not info.rng_restored:
@@ -434,6 +468,24 @@ def changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object]
             if before != value and (table in _REPORTED_ON_RESUME or name in _REPORTED_ON_RESUME):
                 stays = "; the checkpoint's value stays in use" if key in _SAVED_IN_CHECKPOINT else ""
                 lines.append(f"{name} has changed from {before!r} to {value!r}{stays}")
+    return lines
+
+
+def changed_data(then: object, now: Mapping[str, Any]) -> list[str]:
+    """Return one line for each source whose content is another than when a checkpoint was written, by their extras.
+
+    Other numbers of sources are a change of the training file; checkpoints of earlier versions do not say what they
+    were trained on.
+    """
+    before, lines = then.get(_DATA) if isinstance(then, Mapping) else None, []
+    if not isinstance(before, list) or len(before) != len(now[_DATA]):
+        return []
+    for old, new in zip(before, now[_DATA], strict=True):
+        if isinstance(old, Mapping) and old != new | {"name": old.get("name")}:
+            before_now = old.get("sequences"), new["sequences"]
+            what = "{} sequences then, {} now" if before_now[0] != before_now[1] else "{} sequences, of other content"
+            text = f"the data of {new['name']} have changed ({what.format(*before_now)})"
+            lines.append(f"{text}: of this epoch some may be seen twice, and others not")
     return lines
 
 

@@ -414,7 +414,8 @@ class RunTable(Table):
         "start if it has none; default: go on with --resume only",
     )
     out: str | None = Field(
-        default=None, description="run directory; default: runs/<name of this file>-<time> in the working directory"
+        default=None,
+        description="run directory; default: runs/<name of this file>-<time>-<id> in the working directory",
     )
 
     @field_validator("memory_limit")

@@ -36,9 +36,10 @@ from meshwright.data import (
 )
 from meshwright.data.chat import is_conversation, is_tokenizer_folder
 from meshwright.data.records import holds_records, open_text, text_of
+from meshwright.data.token_files import remove_leftovers
 from meshwright.data.tokenizer import BYTES
 from meshwright.errors import ConfigError, DataError
-from meshwright.runtime import print_rank, rank, same_on_every_rank
+from meshwright.runtime import number_from, print_rank, rank, same_on_every_rank
 from meshwright.runtime.terminal import PlainConsole
 
 
@@ -84,6 +85,7 @@ class Corpus:
             DataError: On every rank, when they cannot be read, or are shorter than one sequence.
         """
         sources = self.sources()
+        hashes = [_hash_of(source) for _, source in sources]
         kept: list[tuple[str, Dataset[Any]]] = []
         if holdout is not None:
             divided = [_divided(name, source, holdout) for name, source in sources]
@@ -92,6 +94,7 @@ class Corpus:
         datasets: list[Any] = [source for _, source in sources]
         whole = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
         lengths = [len(each) for each in datasets]
+        found = zip((name for name, _ in sources), lengths, hashes, strict=True)
         weights = [part.weight for part in self.parts]
         order = GlobalOrder(lengths[0], seed) if len(lengths) == 1 else MixedOrder(lengths, weights, seed)
         in_rows = self.layout != "windows"
@@ -102,6 +105,7 @@ class Corpus:
             model_input_format="unpack_dict" if in_rows else None,
             loss_weight=trained_labels if in_rows else None,
             kept_aside=tuple(kept),
+            contents=tuple({"name": name, "sequences": length, "hash": own} for name, length, own in found),
         )
 
     def sources(self) -> list[tuple[str, Dataset[Any]]]:
@@ -111,8 +115,9 @@ class Corpus:
             DataError: On every rank, when one cannot be read, or is shorter than one sequence.
         """
         made = self._windows if self.layout == "windows" else self._rows
-        with same_on_every_rank():
-            if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        with same_on_every_rank(patient=True):  # a large corpus takes hours
+            if number_from("LOCAL_RANK", 0) == 0:
+                remove_leftovers(self.cache_dir)
                 for part in self.parts:
                     made(part)
         with same_on_every_rank():
@@ -163,6 +168,11 @@ class Corpus:
         text = text_of(record, self.table.text_key, "a conversation")
         ids = np.append(self.tokenizer.encode(text.encode()).astype(np.int64), self.tokenizer.end_of_text)
         return Tokens(ids, np.ones(len(ids), dtype=bool))
+
+
+def _hash_of(source: Dataset[Any]) -> str:
+    """Return the name of the cache of a source, which is a hash of its content and of how it is tokenized."""
+    return source.path.stem if isinstance(source, TokenDataset) else source.samples.folder.name  # type: ignore[attr-defined]
 
 
 def _divided(name: str, source: Any, share: float) -> tuple[Dataset[Any], Dataset[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -32,6 +32,8 @@ class Loaded:
     """As in ``accelerate``, where samples hold different numbers of trained tokens."""
     kept_aside: tuple[tuple[str, Dataset[Any]], ...] = ()
     """By the name of each source, the part of it to validate on."""
+    contents: tuple[dict[str, Any], ...] = ()
+    """Of each source its name, its sequences and a hash, for a run that is resumed to know whether it has changed."""
 
     def start_at(self, samples_seen: int) -> None:
         """Skip the samples that the run has seen before."""
@@ -81,12 +83,13 @@ class Samples:
             DataError: On every rank, when it fails, returns no dataset, or one that can be read only once, or the
                 ranks' datasets differ in length.
         """
-        with same_on_every_rank():
+        with same_on_every_rank(patient=True):  # the first rank that calls it may have to download, or tokenize
             made = self._made(seed)
             loaded = _indexed(made, seed) if _is_indexed(made) else _streamed(made, self.reference)
         length = str(len(made)) if _is_indexed(made) else "a stream"
         check_equal("The length of the dataset", length, fix="return the same samples on every rank")
-        return loaded
+        contents = ({"name": self.reference, "sequences": loaded.num_sequences()},)
+        return replace(loaded, contents=contents)
 
     def _made(self, seed: int) -> Any:
         known = {"seed": seed} if takes(self.function, "seed") else {}

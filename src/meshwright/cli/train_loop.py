@@ -15,6 +15,7 @@ from meshwright.cli.run_failures import RunFailures
 from meshwright.cli.run_files import ANOMALIES, FAILURES, PROFILE, append_line, append_unwritten
 from meshwright.cli.session import Session, open_session
 from meshwright.cli.train_options import Options
+from meshwright.cli.validation import StoppedError
 from meshwright.data import IndexOrder
 from meshwright.errors import CheckpointError, LossSpikeError, UnsoundStepError
 from meshwright.inspect import layer_norms
@@ -31,6 +32,7 @@ from meshwright.runtime import (
 )
 from meshwright.runtime.launch import restarts_left
 from meshwright.runtime.lazy import settling
+from meshwright.runtime.terminal import outliving_readers
 from meshwright.runtime.watch import Watch
 from meshwright.store.entries import generator_tensors, set_generators
 from meshwright.store.manifest import step_name
@@ -151,12 +153,13 @@ def train(options: Options) -> int:
         MeshwrightError: As ``open_session`` and saving do.
     """
     started_s = time.monotonic()
-    session = open_session(options)
-    try:
-        return _run(session, time.monotonic() - started_s)
-    finally:
-        if session.lock is not None:
-            session.lock.release()
+    with outliving_readers():
+        session = open_session(options)
+        try:
+            return _run(session, time.monotonic() - started_s)
+        finally:
+            if session.lock is not None:
+                session.lock.release()
 
 
 def _run(session: Session, opening_s: float) -> int:
@@ -248,8 +251,12 @@ def _steps(
         asked = signals.among(sums()) if outer is None else signals.asked() if step % _ASK_REPLICAS_EVERY == 0 else 0
         if is_last and outer is not None:
             outer.synchronize()  # otherwise the last local steps would be lost
-        # Who is asked to stop has little time, and a checkpoint to write.
-        over = not asked and _validated(session, observer, watch, is_last=is_last)
+        # Who is asked to stop has little time, and a checkpoint to write: also within a validation, which may be long.
+        over = False
+        try:
+            over = not asked and _validated(session, observer, signals, watch, is_last=is_last)
+        except StoppedError:
+            asked = signals.asked()
         ends = is_last or over or bool(asked)
         if ends or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
             _save(session, watch, failures, is_last=ends)
@@ -285,8 +292,14 @@ def _save(session: Session, watch: Watch, failures: RunFailures, *, is_last: boo
     session.callbacks.call("on_checkpoint", session.state.step, path)
 
 
-def _validated(session: Session, observer: Observer | None, watch: Watch, *, is_last: bool) -> bool:
-    """Validate and write samples if it is time to; return whether the run shall end early. Collective."""
+def _validated(
+    session: Session, observer: Observer | None, signals: StopSignals, watch: Watch, *, is_last: bool
+) -> bool:
+    """Validate and write samples if it is time to; return whether the run shall end early. Collective.
+
+    Raises:
+        StoppedError: On every rank, when one was asked to stop.
+    """
     validation, step, config = session.validation, session.state.step, session.prepared.config
     if step % config.eval.every and step != config.run.steps:
         return False
@@ -298,7 +311,8 @@ def _validated(session: Session, observer: Observer | None, watch: Watch, *, is_
     if validation is None:
         return False
     with watch.paused():
-        result = validation.run(observer.show_validating if observer is not None else None)
+        shown = observer.show_validating if observer is not None else None
+        result = validation.run(shown, lambda: signals.asked() != 0)
     if observer is not None:
         observer.show_validation(result)
     session.callbacks.call("on_eval", step, result.figures())

@@ -18,7 +18,7 @@ from meshwright.cli.run_files import BEST
 from meshwright.cli.train_config import EvalTable, TrainConfig
 from meshwright.cli.train_corpus import Corpus, tokenizer_name
 from meshwright.cli.train_options import Prepared
-from meshwright.data import SampleRows
+from meshwright.data import SampleRows, trained_labels
 from meshwright.data.chat import is_tokenizer_folder, transformers_tokenizer
 from meshwright.errors import DataError, ModelError
 from meshwright.nn.batches import call_model
@@ -48,6 +48,14 @@ class Source:
     name: str
     dataset: Dataset[Any]
     batches: tuple[Batch, ...]
+
+    @property
+    def loss_weight(self) -> Callable[[Any], Any] | None:
+        """Return what weights the parts of a batch, of which one may be blank rows alone: their mean loss is nan.
+
+        Also for a loss of the user's own, as the batches are weighted among each other.
+        """
+        return trained_labels if isinstance(_base(self.dataset), SampleRows) else None
 
     def part(self, batch: Batch, replica: int, num_replicas: int) -> Any:
         """Return a replica's part of a batch."""
@@ -133,6 +141,10 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+class StoppedError(Exception):
+    """The run was asked to stop within a validation."""
+
+
 class Validation:
     """Computes the loss on data that are not trained; every method is collective.
 
@@ -156,13 +168,19 @@ class Validation:
         """Return whether the loss has not become lower for as long as the run is patient."""
         return self._table.patience is not None and self.without_a_lower >= self._table.patience
 
-    def run(self, shown: Callable[[int, int], None] | None = None) -> Result:
+    def run(
+        self, shown: Callable[[int, int], None] | None = None, is_stopped: Callable[[], bool] | None = None
+    ) -> Result:
         """Compute the loss of every source, and keep the checkpoint if it is the best.
 
         Args:
             shown: Called with how many batches are done, and of how many.
+            is_stopped: Called before every batch, and to be answered alike on every rank.
+
+        Raises:
+            StoppedError: When it is; nothing is kept of the validation then.
         """
-        by_source, weights = self._losses(shown or (lambda done, total: None))
+        by_source, weights = self._losses(shown or (lambda done, total: None), is_stopped or (lambda: False))
         loss = math.fsum(by_source[name] * weights[name] for name in by_source) / math.fsum(weights.values())
         is_best = loss < self.lowest
         self.lowest, self.without_a_lower = (loss, 0) if is_best else (self.lowest, self.without_a_lower + 1)
@@ -176,17 +194,21 @@ class Validation:
         newest = best.newest()
         return newest is not None and newest.name >= step_name(self._state.step)
 
-    def _losses(self, shown: Callable[[int, int], None]) -> tuple[dict[str, float], dict[str, float]]:
+    def _losses(
+        self, shown: Callable[[int, int], None], is_stopped: Callable[[], bool]
+    ) -> tuple[dict[str, float], dict[str, float]]:
         job, done, total = self._accelerated, 0, sum(len(source.batches) for source in self._sources)
         by_source, weights = {}, {}
         with evaluating(job, ema=self._table.ema):
             for source in self._sources:
                 parts = []
                 for batch in source.batches:
+                    if is_stopped():
+                        raise StoppedError
                     with same_on_every_rank():
                         own = source.part(batch, job.replica, job.num_replicas)
                     if batch.weight:
-                        parts.append((float(job.evaluate(own)), batch.weight))
+                        parts.append((float(job.evaluate(own, source.loss_weight)), batch.weight))
                     done += 1
                     shown(done, total)
                 weights[source.name] = math.fsum(weight for _, weight in parts)

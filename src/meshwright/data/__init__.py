@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from meshwright.data.chat import ChatEncoder as ChatEncoder, Tokens as Tokens
     from meshwright.data.loader import (
         GlobalBatchLoader as GlobalBatchLoader,
-        GlobalOrder as GlobalOrder,
         ShardedSampler as ShardedSampler,
         ShardedStream as ShardedStream,
         global_batch_loader as global_batch_loader,
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
         trained_labels as trained_labels,
     )
     from meshwright.data.streams import (
+        GlobalOrder as GlobalOrder,
         IndexOrder as IndexOrder,
         InterleavedShards as InterleavedShards,
         MixedOrder as MixedOrder,

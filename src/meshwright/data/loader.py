@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
@@ -74,7 +75,7 @@ class GlobalBatchLoader(DataLoader[Any]):
         from meshwright.data.host_reader import join_host  # late: few runs need it
 
         if (host := join_host(stream.replica)) is not None:
-            rounds = ShardedRounds(stream.stream, host.replicas, stream.num_replicas)
+            rounds = ShardedRounds(stream.stream, host.replicas, stream.num_replicas, stream.epoch)
             self._host = host.loader(rounds, self.collate_fn, self._options)
 
     def _iterate(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -83,12 +84,13 @@ class GlobalBatchLoader(DataLoader[Any]):
         every = (self.replica_batch_size,) * self.num_replicas if last_counts is not None else None
         for number, batch in enumerate(self._waited_for(batches)):
             _CURRENT[:] = [last_counts if number == last else every]
-            _FILLED_UP.pop(self, None)
             if number == last and last_counts is not None:
+                # It stays after the end: whoever reads ahead takes it only then.
                 _FILLED_UP[self] = (batch, last_counts)
+            elif self in _FILLED_UP and _FILLED_UP[self][0] is batch:  # a dataset's own object, whole this time
+                del _FILLED_UP[self]
             yield batch
         _CURRENT.clear()
-        _FILLED_UP.pop(self, None)
         self.set_epoch(self.epoch + 1)
 
     def _waited_for(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -133,8 +135,8 @@ class GlobalBatchLoader(DataLoader[Any]):
         forward_epoch(self.dataset, epoch)
 
 
-# Of the batch that was yielded last, by any loader, and of last batches that were filled up with repeats: how many
-# samples are no repeats, on each replica.
+# Of the batch that was yielded last, by any loader, and of each loader's latest batch that was filled up with repeats:
+# how many samples are no repeats, on each replica.
 _CURRENT: list[tuple[int, ...] | None] = []
 _FILLED_UP: weakref.WeakKeyDictionary[GlobalBatchLoader, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
@@ -143,7 +145,7 @@ def real_counts(batch: Any) -> tuple[int, ...] | None:
     """Return how many samples of a batch are no repeats, on each replica; None unless it was filled up with some.
 
     Args:
-        batch: The very object that a :class:`GlobalBatchLoader` has yielded last.
+        batch: The very object that a :class:`GlobalBatchLoader` has yielded.
     """
     return next((counts for found, counts in _FILLED_UP.values() if found is batch), None)
 
@@ -264,6 +266,14 @@ def numbers_that_divide(batch_size: int, parts: int = 1) -> str:
 def _check_dataset(dataset: Any, batch_size: int, drop_last: bool) -> None:
     if isinstance(dataset, IterableDataset):
         return
+    if isinstance(dataset, str | bytes | os.PathLike):
+        raise DataError(
+            "A path is no dataset",
+            expected="a dataset with __getitem__ and __len__, or a torch IterableDataset",
+            got=f"{dataset!r:.80}",
+            fix="read it: meshwright.data's TokenDataset(token_cache([FILE], ByteTokenizer(), CACHE_DIR), seq_len) has "
+            "the tokens of a text file; meshwright train takes names of files",
+        )
     if not isinstance(dataset, Sized):
         raise DataError(
             f"{type(dataset).__name__} has no length",
@@ -369,62 +379,7 @@ def _make_sampler(dataset: Any, sampler_cls: type | None, order: dict[str, Any],
     return sampler
 
 
-# --- Orders of samples that do not depend on the number of ranks, and their division among replicas.
-
-
-class GlobalOrder(Sampler[int]):
-    """The endless order of samples of a whole run, over all its epochs.
-
-    Sample ``k``, counted over the whole run, is ``permutation_of_epoch(k // n)[k % n]``. The order depends on the seed
-    alone: a run resumed at position ``p`` sees what the uninterrupted run would have seen, on any number of ranks.
-    Under ``ShardedSampler`` replica ``r`` of ``R`` sees samples ``start + r``, ``start + r + R``, …
-
-    Args:
-        num_samples: Length ``n`` of the dataset.
-        seed: Seed of the run, 0 or more.
-        start: Position of the first sample: the number of samples seen before, over all ranks.
-        shuffle: False for the dataset's own order in every epoch.
-
-    Raises:
-        DataError: When there are no samples.
-        ConfigError: When seed or start is negative.
-    """
-
-    def __init__(self, num_samples: int, seed: int, start: int = 0, shuffle: bool = True) -> None:
-        if num_samples < 1:
-            raise DataError(
-                "There are no samples to put into order",
-                expected="1 or more",
-                got=str(num_samples),
-                fix="check the dataset's files",
-            )
-        for name, value in (("seed", seed), ("start", start)):
-            if value < 0:
-                raise ConfigError(f"{name} is negative", expected="0 or more", got=str(value), fix=f"correct {name}")
-        self.num_samples, self.seed, self.start, self.shuffle = num_samples, seed, start, shuffle
-
-    def __iter__(self) -> Iterator[int]:
-        first_epoch, offset = divmod(self.start, self.num_samples)
-        for epoch in itertools.count(first_epoch):
-            yield from map(int, self.permutation_of_epoch(epoch)[offset:])
-            offset = 0
-
-    def samples(self, first: int, count: int) -> list[int]:
-        """Return the indices of ``count`` samples from position ``first`` on, such as one batch; ignores ``start``."""
-        found: list[int] = []
-        while len(found) < count:
-            epoch, offset = divmod(first + len(found), self.num_samples)
-            found += self.permutation_of_epoch(epoch)[offset : offset + count - len(found)].tolist()
-        return found
-
-    def permutation_of_epoch(self, epoch: int) -> np.ndarray:
-        """Return the order within one epoch: int64 of shape (num_samples,)."""
-        if not self.shuffle:
-            return np.arange(self.num_samples)
-        # numpy guarantees a bit generator's raw words for all versions, but not the results of Generator.permutation,
-        # and a run may be resumed after an update.
-        words = np.random.PCG64([self.seed, epoch]).random_raw(self.num_samples)
-        return np.argsort(words, kind="stable")
+# --- The division of orders and streams among replicas.
 
 
 class ShardedSampler(Sampler[Any]):
@@ -495,6 +450,26 @@ class UndividedOrder(Sampler[int]):
         self.sampler.set_epoch(epoch)
 
 
+class SharedEpoch:
+    """The epoch of a stream, for workers that have begun before it (``persistent_workers``) and have copies of it."""
+
+    def __init__(self) -> None:
+        self._shared = torch.tensor(-1).share_memory_()
+        self._known = -1  # in this process: where workers begin anew, their copies are of this epoch already
+
+    def set(self, epoch: int) -> None:
+        """Let the workers know of the epoch of their next walk."""
+        self._shared.fill_(epoch)
+        self._known = epoch
+
+    def forward(self, stream: Any) -> None:
+        """Set the epoch of this process's copy of the stream, if another process has set it since."""
+        epoch = int(self._shared)
+        if epoch != self._known:
+            forward_epoch(stream, epoch)
+            self._known = epoch
+
+
 class ShardedStream(IterableDataset[Any]):
     """Every ``num_replicas``-th item of a stream, beginning at ``replica``.
 
@@ -518,8 +493,10 @@ class ShardedStream(IterableDataset[Any]):
     def __init__(self, stream: IterableDataset[Any], replica: int, num_replicas: int) -> None:
         check_replica(replica, num_replicas)
         self.stream, self.replica, self.num_replicas = stream, replica, num_replicas
+        self.epoch = SharedEpoch()
 
     def __iter__(self) -> Iterator[Any]:
+        self.epoch.forward(self.stream)
         if skips(self.stream):
             count = len(self) if isinstance(self.stream, Sized) else None
             stream: Any = self.stream
@@ -535,6 +512,7 @@ class ShardedStream(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the stream, if it has one."""
         forward_epoch(self.stream, epoch)
+        self.epoch.set(epoch)
 
 
 class ShardedRounds(IterableDataset[Any]):
@@ -544,13 +522,22 @@ class ShardedRounds(IterableDataset[Any]):
         stream: The dataset.
         replicas: Their numbers; one may stand there several times.
         num_replicas: Number of all replicas.
+        epoch: That of the :class:`ShardedStream`, which hears of the next one; None if there is none.
     """
 
-    def __init__(self, stream: IterableDataset[Any], replicas: Sequence[int], num_replicas: int) -> None:
+    def __init__(
+        self,
+        stream: IterableDataset[Any],
+        replicas: Sequence[int],
+        num_replicas: int,
+        epoch: SharedEpoch | None = None,
+    ) -> None:
         self.stream, self.replicas, self.num_replicas = stream, list(replicas), num_replicas
-        self._own = set(replicas)
+        self._own, self._epoch = set(replicas), epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
+        if self._epoch is not None:
+            self._epoch.forward(self.stream)
         mine: dict[int, Any] = {}
         for index, item in enumerate(self.stream):
             place = index % self.num_replicas

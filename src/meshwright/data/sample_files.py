@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from torch.utils.data import Dataset
 
 from meshwright.data.chat import Tokens
 from meshwright.data.records import BadLines
-from meshwright.data.token_files import identity_of, write_header
+from meshwright.data.token_files import identity_of, mark_as_written, new_partial, write_header
 from meshwright.errors import DataError
 
 IGNORED = -100
@@ -117,16 +116,15 @@ def sample_cache(
         bad_lines: What ``encoded`` reads with; its count is kept with the others.
 
     Raises:
-        DataError: When a file cannot be read, a sample is too long and shall be refused, or none is left.
+        DataError: When a file cannot be read, a sample is too long and shall be refused, none is left, or the folder
+            cannot be written into.
     """
     contents = [identity_of(path, directory) for path in files]
     identity = json.dumps([_FORMAT_VERSION, fingerprint, seq_len, too_long, contents])
     folder = directory / f"samples-{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
     if (folder / _COUNTS).is_file():
         return SampleFiles(folder)
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f".{folder.name}.{uuid.uuid4().hex}.partial"
-    partial.mkdir()
+    partial = new_partial(folder, is_folder=True)
     try:
         _write(partial, encoded(), seq_len, too_long, bad_lines or BadLines())
         try:
@@ -175,6 +173,7 @@ def _flat(path: Path, kind: np.dtype) -> Iterator[Callable[[np.ndarray], None]]:
         length += len(values)
 
     with open(path, "wb") as file:
+        mark_as_written(file)
         write_header(file, kind, 0)
         yield append
         file.seek(0)

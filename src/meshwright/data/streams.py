@@ -9,8 +9,63 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from meshwright.data.loader import GlobalOrder, forward_epoch, skips
+from meshwright.data.loader import forward_epoch, skips
 from meshwright.errors import ConfigError, DataError
+
+
+class GlobalOrder(Sampler[int]):
+    """The endless order of samples of a whole run, over all its epochs.
+
+    Sample ``k``, counted over the whole run, is ``permutation_of_epoch(k // n)[k % n]``. The order depends on the seed
+    alone: a run resumed at position ``p`` sees what the uninterrupted run would have seen, on any number of ranks.
+    Under ``ShardedSampler`` replica ``r`` of ``R`` sees samples ``start + r``, ``start + r + R``, …
+
+    Args:
+        num_samples: Length ``n`` of the dataset.
+        seed: Seed of the run, 0 or more.
+        start: Position of the first sample: the number of samples seen before, over all ranks.
+        shuffle: False for the dataset's own order in every epoch.
+
+    Raises:
+        DataError: When there are no samples.
+        ConfigError: When seed or start is negative.
+    """
+
+    def __init__(self, num_samples: int, seed: int, start: int = 0, shuffle: bool = True) -> None:
+        if num_samples < 1:
+            raise DataError(
+                "There are no samples to put into order",
+                expected="1 or more",
+                got=str(num_samples),
+                fix="check the dataset's files",
+            )
+        for name, value in (("seed", seed), ("start", start)):
+            if value < 0:
+                raise ConfigError(f"{name} is negative", expected="0 or more", got=str(value), fix=f"correct {name}")
+        self.num_samples, self.seed, self.start, self.shuffle = num_samples, seed, start, shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        first_epoch, offset = divmod(self.start, self.num_samples)
+        for epoch in itertools.count(first_epoch):
+            yield from map(int, self.permutation_of_epoch(epoch)[offset:])
+            offset = 0
+
+    def samples(self, first: int, count: int) -> list[int]:
+        """Return the indices of ``count`` samples from position ``first`` on, such as one batch; ignores ``start``."""
+        found: list[int] = []
+        while len(found) < count:
+            epoch, offset = divmod(first + len(found), self.num_samples)
+            found += self.permutation_of_epoch(epoch)[offset : offset + count - len(found)].tolist()
+        return found
+
+    def permutation_of_epoch(self, epoch: int) -> np.ndarray:
+        """Return the order within one epoch: int64 of shape (num_samples,)."""
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        # numpy guarantees a bit generator's raw words for all versions, but not the results of Generator.permutation,
+        # and a run may be resumed after an update.
+        words = np.random.PCG64([self.seed, epoch]).random_raw(self.num_samples)
+        return np.argsort(words, kind="stable")
 
 
 class RepeatedStream(IterableDataset[Any]):

@@ -7,6 +7,8 @@ import glob
 import hashlib
 import json
 import os
+import shutil
+import sys
 import sysconfig
 import time
 import uuid
@@ -21,6 +23,9 @@ from torch.utils.data import Dataset
 from meshwright.data.records import BadLines, compression_of, holds_records, open_text, read_records, text_of
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError, DataError
+
+if sys.platform != "win32":
+    import fcntl
 
 STDLIB = "stdlib"
 """Source name of the Python standard library's own ``.py`` files."""
@@ -146,23 +151,77 @@ def token_cache(
         Path of the cache: a one-dimensional array, every document followed by the end-of-text id.
 
     Raises:
-        DataError: When there are no files, or one of them cannot be read.
+        DataError: When there are no files, one of them cannot be read, or nothing can be written into the folder.
     """
     if not files:
         raise DataError("There is nothing to tokenize", expected="one file or more", got="none", fix="name some files")
     path = directory / f"tokens-{_key(files, tokenizer, text_key, directory)}.npy"
     if _is_complete(path, _token_type(tokenizer)):
         return path
-    directory.mkdir(parents=True, exist_ok=True)
-    # In the same directory, so that renaming is atomic; with a unique name, for several processes may build.
-    partial = directory / f".{path.name}.{uuid.uuid4().hex}.partial"
+    partial = new_partial(path)
     try:
-        with open(partial, "xb") as out:
+        with open(partial, "r+b") as out:
+            mark_as_written(out)
             _build(out, files, tokenizer, progress or (lambda done_bytes, total_bytes: None), text_key, bad_lines)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def new_partial(path: Path, *, is_folder: bool = False) -> Path:
+    """Make the empty file or folder under whose name a cache is built, and its directory.
+
+    It is in the same directory, so that renaming is atomic; with a unique name, for several processes may build.
+
+    Raises:
+        DataError: When it cannot be made.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir() if is_folder else partial.touch(exist_ok=False)
+    except OSError as error:
+        raise DataError(
+            "Nothing can be written into the cache of tokens",
+            expected="a directory that this user may make, or write into",
+            got=f"{path.parent}: {error.strerror or error}",
+            fix="name another one: data.cache_dir of a training file, or XDG_CACHE_HOME",
+        ) from error
+    return partial
+
+
+# A process that is killed while it builds a cache leaves a part of one behind, as large as a corpus. Who writes has the
+# file locked, until it ends in whatever way. Some file systems have locks within one host alone: what was written to
+# within the hour stays, too.
+_STALE_S = 3600.0
+
+
+def mark_as_written(file: BinaryIO) -> None:
+    """Keep :func:`remove_leftovers` of other processes from a file while it is open."""
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the unfinished caches of processes that were killed."""
+    for partial in directory.glob(".*.partial"):
+        if not _is_left(partial / "ids.npy" if partial.is_dir() else partial):
+            continue
+        shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
+
+
+def _is_left(written: Path) -> bool:
+    """Return whether nobody writes to a file any more; False where that cannot be known."""
+    try:
+        if sys.platform == "win32" or time.time() - written.stat().st_mtime < _STALE_S:
+            return False
+        with open(written, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except OSError:  # locked, of another user, or gone meanwhile
+        return False
 
 
 def open_tokens(path: Path) -> np.ndarray:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from meshwright.errors import ConfigError, LaunchError, ModelError
+from meshwright.errors import CheckpointError, ConfigError, LaunchError, ModelError
 from meshwright.integrations.strategy_accelerator import Repeats, StrategyAccelerator
 from meshwright.nn import reshard
 from meshwright.nn.batches import leaves_of
@@ -326,6 +326,8 @@ class Trainer(transformers.Trainer):
         if checkpoint is None:
             return
         job = self._distribute()
+        with same_on_every_rank():
+            _check_own(Path(checkpoint))
         load_optimizer(self.optimizer, job.model, Path(checkpoint, _OPTIMIZER_FOLDER))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER_FILE), weights_only=True))
 
@@ -334,6 +336,19 @@ class Trainer(transformers.Trainer):
 
 
 # --- Checks
+
+
+def _check_own(checkpoint: Path) -> None:
+    """Refuse to resume from a checkpoint of another Trainer, whose optimizer states lie otherwise."""
+    if not Path(checkpoint, _OPTIMIZER_FOLDER).is_dir():
+        found = [each.name for each in checkpoint.glob("optimizer*")]
+        raise CheckpointError(
+            f"{checkpoint} has no optimizer states of meshwright's Trainer",
+            expected=f"a folder {_OPTIMIZER_FOLDER}, as this Trainer writes it",
+            got=f"{', '.join(found)} of another Trainer" if found else "none",
+            fix="train from its weights: build the model with from_pretrained(CHECKPOINT), and leave "
+            "resume_from_checkpoint out",
+        )
 
 
 def _join_world(args: transformers.TrainingArguments) -> None:

@@ -86,7 +86,7 @@ if TYPE_CHECKING:
         synchronize as synchronize,
         world_size as world_size,
     )
-    from meshwright.runtime.rendezvous import named_ranks as named_ranks
+    from meshwright.runtime.rendezvous import named_ranks as named_ranks, number_from as number_from
     from meshwright.runtime.stop_signals import StopSignals as StopSignals
     from meshwright.runtime.topology import (
         ShardAxes as ShardAxes,

@@ -31,18 +31,20 @@ from meshwright.version import __version__
 
 
 @contextlib.contextmanager
-def same_on_every_rank() -> Iterator[None]:
+def same_on_every_rank(*, patient: bool = False) -> Iterator[None]:
     """Run a block on every rank and, when it failed on any of them, raise the first rank's error on all.
 
     The block itself must not communicate: a rank that failed would be missing from the collective. Costs one all-reduce
     of a number; errors travel only where there are some. Errors raised here carry ``agreed = True``, so that a program
-    may print them once.
+    may print them once. ``patient`` waits for ranks that take longer in the block than a collective may.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
+    if patient:
+        first_over_store("a block", "")
     _raise_first(error)
 
 

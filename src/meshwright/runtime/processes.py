@@ -25,6 +25,7 @@ from meshwright.runtime.rendezvous import (
     launchers_store,
     meet,
     named_ranks,
+    number_from,
     separate_tasks_warning,
     unreachable_warning,
 )
@@ -303,9 +304,9 @@ def init_distributed(
     pipe_size, tp_size = (1 if size == -1 else size for size in (pipe_size, tp_size))
     _check_init_method(init_method)
     _check_arguments(zero_level, pipe_size, tp_size, num_micro_batches, timeout_s)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = number_from("LOCAL_RANK", 0)
     device = choose_device(backend, local_rank)
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_world_size = number_from("LOCAL_WORLD_SIZE", 1)
     wanted = Settings(seed, zero_level, num_micro_batches, device, local_world_size, tp_size, pipe_size)
     if _settings is not None and dist.is_initialized():
         if _settings != wanted:
@@ -373,7 +374,7 @@ def _check_arguments(
 
 def _check_groups(name: str, what: str, size: int) -> None:
     """Refuse sizes that do not divide the ranks, before any process group is made."""
-    world = world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size() if dist.is_initialized() else number_from("WORLD_SIZE", 1)
     if size < 1 or world % size:
         raise LaunchError(
             f"{name} does not divide the ranks into {what}",
@@ -407,7 +408,7 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
     if warning := unreachable_warning(os.environ):
         print(f"meshwright: {warning}", file=sys.stderr, flush=True)
     store = launchers_store(os.environ, options["timeout"])
-    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    number, size = number_from("RANK"), number_from("WORLD_SIZE")
     own = meet(store, number, size, options["timeout"])
     bound = _bound_device(device, backend, size)
     with connecting_on_use(size) as on_use:

@@ -61,13 +61,36 @@ _PROMPT_S = 2.0  # who has not met by then asks whether all count alike
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # thousands of ranks must not keep the store busy
 
 
+def number_from(name: str, default: int | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """Return a number that a launcher has put into the environment.
+
+    Args:
+        name: Of the variable.
+        default: Where it is not set; None: it must be.
+        environment: Where it is looked for.
+
+    Raises:
+        LaunchError: When what is there is no number.
+    """
+    text = environment.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(
+            f"The environment variable {name} is no number",
+            expected="a whole number, as torchrun sets it",
+            got=repr(text),
+            fix="correct it, or start the program with torchrun; for one process unset RANK, WORLD_SIZE and LOCAL_RANK",
+        ) from None
+
+
 def launchers_store(environment: Mapping[str, str], timeout: timedelta) -> Store:
     """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``: the launcher's, for all attempts, or rank 0's own.
 
     Raises:
         LaunchError: When it is not where the environment says, or its port is taken.
     """
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    address, port = environment["MASTER_ADDR"], number_from("MASTER_PORT", None, environment)
     is_launchers = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = not is_launchers and environment["RANK"] == "0"
     patience = min(timeout, _STORE_WAIT) if is_launchers else timeout

@@ -543,5 +543,5 @@ def nothing_valid(directory: Path, damaged: Sequence[CheckpointError]) -> Checkp
         f"There is no checkpoint in {directory}",
         expected=f"a directory step-… with a {MANIFEST}",
         got=join_names(others) if directory.is_dir() else "no such directory",
-        fix="check the directory, or start from the beginning without --resume",
+        fix="check the directory, or start from the beginning: meshwright train does so with --resume auto",
     )

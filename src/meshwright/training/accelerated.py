@@ -410,15 +410,19 @@ class Accelerated:
         return guard_of(self.optim)
 
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> torch.Tensor:
+    def evaluate(self, batch: Any, loss_weight: LossWeight | None = None) -> torch.Tensor:
         """Return the mean loss over the global batch, without gradients; 0-dim, equal on every rank.
 
         Samples that a loader of Meshwright repeats to fill its last batch do not count.
+
+        Args:
+            batch: This rank's part of it.
+            loss_weight: As in ``accelerate``, for this batch; None: the one that was given there.
         """
         (real,), shares = self._without_repeats(batch, [batch], SAMPLED)
         inputs, divisor = self.prepare_input(real, self.device), shares[0]
-        if self._loss_weight is not None:
-            (divisor,), check = loss_divisors(self._job, self._loss_weight, [inputs], SAMPLED, shares)
+        if (weight := loss_weight or self._loss_weight) is not None:
+            (divisor,), check = loss_divisors(self._job, weight, [inputs], SAMPLED, shares)
             check()
         loss = first_loss(self._job.loss_func(inputs, self._output_of(inputs)))
         loss = mean_over(self._job.mesh_axes, divided(loss, divisor), SAMPLED)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.errors import ConfigError, LaunchError
+from meshwright.errors import CheckpointError, ConfigError, LaunchError
 from meshwright.nn.batches import leaves_of, usual_input_format
 from meshwright.runtime import init_distributed, same_on_every_rank, settings
 from meshwright.training.accelerate import accelerate
@@ -94,6 +96,27 @@ def refuse_code(weights_only: bool | None) -> None:
             got="weights_only=False, with which a file can run any code",
             fix="leave it out, and save other objects by their state_dict",
         )
+
+
+def read_other_state(folder: Path) -> dict[str, Any]:
+    """Read all of a checkpoint but weights and optimizer states, without running code.
+
+    Raises:
+        CheckpointError: When it holds objects for which torch would have to.
+    """
+    path = folder / OTHER_STATE
+    try:
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+    except pickle.UnpicklingError as error:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        raise CheckpointError(
+            f"{path} holds objects that are not loaded, for a file could run any code by them",
+            expected="numbers, texts, tensors, and lists and dictionaries of them, in states and hyperparameters",
+            got=", ".join(sorted(names)) or str(error).splitlines()[0],
+            fix="name the classes that you trust, torch.serialization.add_safe_globals([…]), and load it again; "
+            "save_hyperparameters(ignore=[…]) leaves them out of what is saved",
+        ) from None
+    return found
 
 
 def _loss_for_predictions(inputs: Any, output: Any) -> torch.Tensor:

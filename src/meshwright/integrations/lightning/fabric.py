@@ -33,6 +33,7 @@ from meshwright.integrations.lightning.common import (
     Distribution,
     join_world,
     process_options,
+    read_other_state,
     refuse_code,
 )
 from meshwright.optim.guarded_step import guard_of
@@ -200,6 +201,7 @@ class FabricStrategy(DDPStrategy):
                 others[name] = value.state_dict() if hasattr(value, "state_dict") else value
         with same_on_every_rank():
             if self.is_global_zero:
+                folder.mkdir(parents=True, exist_ok=True)  # of a state without models
                 torch.save(others, folder / OTHER_STATE)
 
     def load_checkpoint(
@@ -221,7 +223,14 @@ class FabricStrategy(DDPStrategy):
                 fix="pass one; fabric.load_raw does not read folders",
             )
         with same_on_every_rank():
-            others = torch.load(folder / OTHER_STATE, weights_only=True)
+            if not (folder / OTHER_STATE).is_file():
+                raise CheckpointError(
+                    f"{folder} is no checkpoint of this strategy",
+                    expected=f"a folder with {OTHER_STATE}, as fabric.save writes it",
+                    got="a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "nothing",
+                    fix="load the state_dict of a file of another strategy into the module before fabric.setup",
+                )
+            others = read_other_state(folder)
         for name, value in state.items():
             if isinstance(value, nn.Module):
                 load(self.job_of(value).model, folder / name, strict=strict)

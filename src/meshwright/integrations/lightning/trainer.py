@@ -38,6 +38,7 @@ from meshwright.integrations.lightning.common import (
     Distribution,
     join_world,
     process_options,
+    read_other_state,
     refuse_code,
 )
 from meshwright.nn import reshard
@@ -340,7 +341,7 @@ class TrainerStrategy(DDPStrategy):
                     got="a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "nothing",
                     fix="load the state_dict of a file of another strategy into the module before fit",
                 )
-            found = torch.load(folder / OTHER_STATE, weights_only=True)
+            found = read_other_state(folder)
         return {**found, "folder": str(folder)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
