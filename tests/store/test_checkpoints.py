@@ -110,7 +110,7 @@ def test_an_existing_step_is_not_overwritten(tmp_path):
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no checkpoint.*no such directory.*without --resume"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint.*no such directory.*--resume auto"):
         CheckpointStore(tmp_path / "nowhere").load(build("plain"))
     (tmp_path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match=r"Got notes\.txt"):
