@@ -191,6 +191,10 @@ def test_other_adapters_train_as_one_process_does_on_any_layout(ranks, folder, f
     assert losses(folder / name)[2] != pytest.approx(losses(folder / "one")[2], rel=1e-6)
 
 
+# As inductor does, this decomposes operators and saves as little as it can.
+COMPILED = ("compile", {"backend": "aot_eager_decomp_partition"})
+
+
 def bytes_of_four_bits(folder, strategy):
     """What a step in 4 bits is predicted to hold, and holds; the reference: the same values, kept as they are."""
     from meshwright import accelerate
@@ -222,10 +226,12 @@ def bytes_of_four_bits(folder, strategy):
     return found
 
 
-@pytest.mark.parametrize("strategy", ["parallel_mode", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", [["parallel_mode"], ["fsdp"], ["fsdp", COMPILED]], ids=["data", "fsdp", "compiled"]
+)
 def test_a_base_in_four_bits_computes_with_its_rounded_values_and_is_predicted(ranks, folder, strategy):
     pytest.importorskip("bitsandbytes")
-    for packed, plain in ranks(2).run(bytes_of_four_bits, folder, [strategy]):
+    for packed, plain in ranks(2).run(bytes_of_four_bits, folder, strategy):
         assert packed[0] == pytest.approx(plain[0], rel=1e-5)
         for name in ("parameters", "gradients", "optimizer"):
             assert getattr(packed[1], name) == packed[2][name], name

@@ -22,7 +22,6 @@ from meshwright.methods.replace.attention_backends import fuse_sinks
 from meshwright.methods.tensor.split_layers import local_parts, swapped_parameters
 from meshwright.methods.tokens.attention_calls import grouped_keys
 from meshwright.nn import compile_forward, find_blocks, is_compiled, require_blocks
-from meshwright.nn.four_bit import FourBitLinear
 from meshwright.nn.recompute_buffers import PlainWhereBuffersChange
 from meshwright.runtime.torch_internals.modules import AnyBatchOrInstanceNorm
 
@@ -82,7 +81,7 @@ def _is_left_alone(module: nn.Module) -> bool:
     # Beside recomputation a block with running statistics is not compiled: see PlainWhereBuffersChange.
     has_statistics = isinstance(module, AnyBatchOrInstanceNorm) and module.track_running_stats
     has_norms = bool(getattr(module, "lora_magnitude_vector", None))
-    return isinstance(module, FourBitLinear) or has_statistics or has_norms or "forward" in vars(module)
+    return has_statistics or has_norms or "forward" in vars(module)
 
 
 class Compile(Method):
@@ -156,8 +155,8 @@ class Compile(Method):
         """Try blocks on GPUs, but for those whose code runs loops, or does not gain by it.
 
         State spaces run over tokens in loops or by kernels of their own, and experts that are called one by one get
-        rows of their own number in every step. Stacked experts are one product, and their block one graph. Compiled
-        code keeps what weights in 4 bits unfold to until backward, and DoRA's norms break it.
+        rows of their own number in every step. Stacked experts are one product, and their block one graph. DoRA's
+        norms break it.
         """
         if scope.half_dtype is None:
             return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,29 @@ def dequantized(packed: torch.Tensor, sizes: tuple[int, int, int], dtype: torch.
     return found
 
 
+def _product(input: torch.Tensor, packed: torch.Tensor, sizes: Sequence[int], is_backward: bool) -> torch.Tensor:
+    rows, columns, num_scales = sizes
+    weight = dequantized(packed, (rows, columns, num_scales), input.dtype)
+    return input @ weight if is_backward else nn.functional.linear(input, weight)
+
+
+@torch.library.custom_op(
+    "meshwright::four_bit_product",
+    mutates_args=(),
+    schema="(Tensor input, Tensor packed, int[] sizes, bool is_backward) -> Tensor",
+)
+def _in_compiled_code(
+    input: torch.Tensor, packed: torch.Tensor, sizes: Sequence[int], is_backward: bool
+) -> torch.Tensor:
+    """Multiply as one operator: torch's partitioner would save weights that it sees until backward."""
+    return _product(input, packed, sizes, is_backward)
+
+
+@_in_compiled_code.register_fake
+def _(input: torch.Tensor, packed: torch.Tensor, sizes: Sequence[int], is_backward: bool) -> torch.Tensor:
+    return input.new_empty(*input.shape[:-1], sizes[1] if is_backward else sizes[0])
+
+
 class _FourBitProduct(torch.autograd.Function):
     """Multiply by weights that are computed again in backward: saved are their bytes alone."""
 
@@ -71,9 +95,11 @@ class _FourBitProduct(torch.autograd.Function):
     def forward(ctx: Any, input: torch.Tensor, packed: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.sizes = sizes
-        return nn.functional.linear(input, dequantized(packed, sizes, input.dtype))
+        product = _in_compiled_code if torch.compiler.is_compiling() else _product
+        return product(input, packed, sizes, False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (packed,) = ctx.saved_tensors
-        return grads[0] @ dequantized(packed, ctx.sizes, grads[0].dtype), None, None
+        product = _in_compiled_code if torch.compiler.is_compiling() else _product
+        return product(grads[0], packed, ctx.sizes, True), None, None
