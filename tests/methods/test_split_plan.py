@@ -139,7 +139,7 @@ class Headed(Beside):
 PAIR = {"into": "colwise", "out": "rowwise"}
 ODD = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 50, "num_hidden_layers": 1}
 REFUSED = {
-    "no plan": (nn.Sequential(nn.Linear(2, 2)), {}, 2, "no list of blocks.*fsdp, which needs no plan"),
+    "no plan": (nn.Sequential(nn.Linear(2, 2)), {}, 2, "no repeated blocks.*fsdp, which needs no plan"),
     "unknown style": (Beside(), {"into": "diagonal"}, 2, "unknown style for into.*colwise.*'diagonal'"),
     "unknown module": (Beside(), {"inot": "colwise"}, 2, "did you mean 'into'"),
     "no linear layer": (Beside(), {"norm": "colwise"}, 2, "Expected a torch.nn.Linear. Got LayerNorm"),

@@ -1,5 +1,7 @@
 """Plans found in the data flow of blocks: attentions and MLPs as people write them, and what cannot be split."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,7 +87,54 @@ class Inflexible(nn.Module):
     def forward(self, x):
         batch, tokens, width = x.shape
         q, k, v = (each.view(batch, tokens, self.n_head, width // self.n_head) for each in self.qkv(x).chunk(3, -1))
-        return x + self.out(attend(q, k, v).reshape(batch, tokens, width))
+        return self.out(attend(q, k, v).reshape(batch, tokens, width))
+
+
+class Unflattening(Inflexible):
+    """Does the same without a view whose whole shape says what is meant."""
+
+    def forward(self, x):
+        width = x.shape[-1]
+        q, k, v = (each.unflatten(-1, (self.n_head, width // self.n_head)) for each in self.qkv(x).chunk(3, -1))
+        return self.out(attend(q, k, v).reshape(*x.shape))
+
+
+class Cutting(Inflexible):
+    """As nanoGPT: cuts by an attribute, and has scores and a mask of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_embd = WIDTH
+        self.register_buffer("bias", torch.tril(torch.ones(64, 64)).view(1, 1, 64, 64))
+
+    def forward(self, x):
+        batch, tokens, width = x.size()
+        q, k, v = self.qkv(x).split(self.n_embd, dim=2)
+        q, k, v = (each.view(batch, tokens, self.n_head, width // self.n_head).transpose(1, 2) for each in (q, k, v))
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / k.size(-1) ** 0.5)
+        scores = scores.masked_fill(self.bias[:, :, :tokens, :tokens] == 0, float("-inf")).softmax(-1)
+        return self.out((scores @ v).transpose(1, 2).contiguous().view(batch, tokens, width))
+
+
+class Timm(Inflexible):
+    """As timm: takes queries, keys and values out of one view."""
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        fused = self.qkv(x).reshape(batch, tokens, 3, self.n_head, width // self.n_head)
+        q, k, v = fused.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Held(nn.Module):
+    """A block around an attention."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), attention
+
+    def forward(self, x):
+        return x + self.attention(self.norm(x))
 
 
 class Mixing(nn.Module):
@@ -177,6 +226,51 @@ def test_behind_a_mask_that_hides_everything_nothing_is_proved(visible):
     assert {(each.name, each.value) for each in found.adjustments} == {("num_heads", 2)}
 
 
+VIEWING = {"chunked": Inflexible, "cut": Cutting, "in one": Timm}
+
+
+@pytest.mark.parametrize("block", VIEWING.values(), ids=VIEWING)
+def test_heads_of_the_input_s_width_are_a_rank_s_share(block):
+    found = split(Model(lambda: Held(block())))
+    assert {layer.path: layer.style.name for layer in found.layers}["blocks.1.attention.qkv"] == "colwise"
+    assert {each.name for each in found.adjustments} - {"n_embd"} == {"views"}
+
+
+def viewing(name, how):
+    """Losses of a model split over two ranks, and those in one process; the shape of a rank's part."""
+    torch.manual_seed(0)
+    model = Model(lambda: Held(VIEWING[name]()))
+    alone, ids = copy.deepcopy(model), torch.randint(0, 32, (10, 4, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def loss_func(batch, output):
+        return F.cross_entropy(output[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    strategy = [("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": how == "sequence"})]
+    strategy += [("compile", {"backend": "aot_eager", "fullgraph": True})] if how == "compiled" else []
+    job = mw.accelerate(
+        model, torch.optim.SGD, loss_func=loss_func, optim_args={"lr": 0.3}, sample_batch=ids[0], strategy=strategy,
+    )  # fmt: skip
+    optimizer, losses = torch.optim.SGD(alone.parameters(), lr=0.3), []
+    for batch in ids:
+        optimizer.zero_grad()
+        loss = loss_func(batch, alone(batch))
+        loss.backward()
+        optimizer.step()
+        losses.append((job.step(batch).loss.item(), loss.item()))
+    job.model.eval(), alone.eval()
+    losses.append((job.evaluate(ids[0]).item(), loss_func(ids[0], alone(ids[0])).item()))
+    return losses, tuple(job.model.blocks[0].attention.qkv.weight.to_local().shape), job.plan.memory.activations
+
+
+@pytest.mark.parametrize("how", ["plain", "sequence", "compiled"])
+@pytest.mark.parametrize("name", VIEWING)
+def test_heads_of_the_input_s_width_train_as_in_one_process(ranks, name, how):
+    for losses, shape, activations in ranks(2).run(viewing, name, how):
+        assert [own for own, _ in losses] == pytest.approx([alone for _, alone in losses], rel=1e-5)
+        assert shape == (3 * WIDTH // 2, WIDTH)
+        assert activations
+
+
 class Positions(nn.Embedding):
     """Counts positions itself, from 2, as BART's do."""
 
@@ -215,7 +309,7 @@ def test_what_is_split_is_said_in_one_line():
 
 
 REFUSED = {
-    "sizes of its own": (lambda: Model(Inflexible), 2, r"blocks.0 \(qkv \+ out\) cannot be split.*RuntimeError"),
+    "sizes of its own": (lambda: Model(Unflattening), 2, r"blocks.0 \(qkv \+ out\) cannot be split.*RuntimeError"),
     "features are mixed": (lambda: Model(Mixing), 2, r"blocks.0 \(up \+ down\) cannot be split.*sum of its parts"),
     "no pair": (lambda: Model(Residual), 2, "no linear layer of it is fed by linear layers alone"),
     "heads": (lambda: Model(Interleaved), 3, "does not divide num_heads of blocks.0.*multiple of 3.*Got 4"),

@@ -7,13 +7,16 @@ in ``methods/tokens/token_split.py``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.split_plan import LINEAR, PlannedLayer
@@ -93,13 +96,60 @@ def largest(tensors: Iterable[torch.Tensor | None]) -> float:
 _SEED = 5
 
 
+VIEWS = "views"
+"""Name of an adjustment of the views that a module's forward takes; its value is the number of ranks."""
+
+
 @dataclass(frozen=True)
 class Adjustment:
-    """A new value for a module's attribute that counts heads or features, of which a rank has only a part."""
+    """A new value for a module's attribute that counts heads or features, of which a rank has only a part.
+
+    Code that computes the shape of its heads from its input, of which a rank has the whole width, has no such
+    attribute: ``view(B, T, n_head, C // n_head)``. There the views are adjusted; see :class:`NarrowViews`.
+    """
 
     path: str
     name: str
     value: int
+
+
+class NarrowViews(TorchFunctionMode):
+    """Lets a module view a rank's part of the features in the shape that the whole would have.
+
+    A view that asks for as many times the elements as there are ranks gets a rank's share of the first dim that differs
+    from the tensor's and can be divided: of the heads where features are cut into heads, and of the features where
+    heads are put together. The proof of a split finds out whether that is right.
+
+    Args:
+        ranks: Number of ranks that share the features.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func in _VIEWS and not kwargs:
+            tensor, shape = args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+            return func(tensor, self._narrowed(tensor.shape, shape))
+        return func(*args, **(kwargs or {}))
+
+    def _narrowed(self, own: Sequence[int], shape: Any) -> Any:
+        """Return the shape to view a tensor of shape ``own`` in."""
+        if isinstance(shape, torch.dtype) or -1 in shape or math.prod(shape) != math.prod(own) * self._ranks:
+            return shape
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, shape, strict=False)))
+        at = next((at for at, size in enumerate(shape) if at >= same and size % self._ranks == 0), None)
+        return shape if at is None else [size // self._ranks if i == at else size for i, size in enumerate(shape)]
+
+
+_VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
+
+
+def narrow_views(forward: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> Any:
+    """Call a module's forward with the views of a rank's part of the features."""
+    with NarrowViews(ranks):
+        return forward(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -204,15 +254,24 @@ def evaluating(block: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adjusted(block: nn.Module, adjustments: tuple[Adjustment, ...]) -> Iterator[None]:
-    """Set attributes inside; restore them afterwards."""
-    before = [(a, getattr(block.get_submodule(a.path), a.name)) for a in adjustments]
-    for adjustment in adjustments:
+    """Set attributes and adjust views inside; restore them afterwards."""
+    counts = [each for each in adjustments if each.name != VIEWS]
+    before = [(a, getattr(block.get_submodule(a.path), a.name)) for a in counts]
+    viewing = [(block.get_submodule(each.path), each.value) for each in adjustments if each.name == VIEWS]
+    forwards = [(module, module.__dict__.get("forward")) for module, _ in viewing]
+    for adjustment in counts:
         setattr(block.get_submodule(adjustment.path), adjustment.name, adjustment.value)
+    for module, ranks in viewing:
+        module.__dict__["forward"] = functools.partial(narrow_views, module.forward, ranks)
     try:
         yield
     finally:
         for adjustment, value in before:
             setattr(block.get_submodule(adjustment.path), adjustment.name, value)
+        for module, forward in forwards:
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.__dict__["forward"] = forward
 
 
 @contextlib.contextmanager

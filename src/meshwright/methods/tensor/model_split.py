@@ -26,10 +26,12 @@ from meshwright.errors import ModelError
 from meshwright.methods.pipeline.splice import Elsewhere
 from meshwright.methods.tensor.axis_exchange import GatheredInput, TensorAxis, TokenWise, gathered_late
 from meshwright.methods.tensor.block_trials import (
+    VIEWS,
     Adjustment,
     RecordedBlock,
     Refuted,
     SampleRun,
+    narrow_views,
     record_calls,
     signature,
 )
@@ -369,9 +371,17 @@ class Split:
         return ("bias",) if scatters and parameters_of(layer.module)["bias"] is not None else ()
 
     def adjust(self, model: nn.Module) -> None:
-        """Set the attributes that count heads or features to a rank's share."""
+        """Set the attributes that count heads or features to a rank's share, and adjust views."""
         for adjustment in self.adjustments:
-            setattr(model.get_submodule(adjustment.path), adjustment.name, adjustment.value)
+            module = model.get_submodule(adjustment.path)
+            if adjustment.name != VIEWS:
+                setattr(module, adjustment.name, adjustment.value)
+                continue
+
+            def narrow(forward: Any, *args: Any, ranks: int = adjustment.value, **kwargs: Any) -> Any:
+                return narrow_views(forward, ranks, *args, **kwargs)
+
+            wrap_method(module, "forward", narrow)
 
     def summary(self, model: nn.Module, ranks: int) -> str:
         """Describe the split in one line; layers of the same name in different blocks appear once."""

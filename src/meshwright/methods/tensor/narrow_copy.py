@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.methods.tensor.block_trials import Adjustment
+from meshwright.methods.tensor.block_trials import VIEWS, Adjustment
 from meshwright.methods.tensor.split_plan import PlannedLayer, planned
 from meshwright.methods.tensor.split_search import Entry, FoundPlan
 from meshwright.nn import features, find_blocks, setting_of
@@ -128,6 +128,9 @@ def adjustments_in(model: nn.Module, adjustments: Iterable[Adjustment], ranks: i
     """Return adjustments with a rank's share of what their attributes count in this model; None if it has none."""
     found = []
     for each in adjustments:
+        if each.name == VIEWS:
+            found.append(each)
+            continue
         value = getattr(model.get_submodule(each.path), each.name)
         if value % ranks:
             return None

@@ -19,6 +19,7 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.block_trials import (
+    VIEWS,
     Adjustment,
     RecordedBlock,
     Refuted,
@@ -406,7 +407,10 @@ def _column(module: nn.Module, path: str, parts: tuple[int, ...]) -> PlannedLaye
 def _adjustments(
     module: nn.Module, region: Region, parts: tuple[tuple[int, ...], ...], ranks: int
 ) -> Iterator[tuple[Adjustment, ...]]:
-    """Yield sets of attributes to divide: those that layers need, then with head counts, with widths, with both."""
+    """Yield sets of attributes to divide: those that layers need, then with head counts, with widths, with both.
+
+    Last come views of the whole's shape, alone and with widths.
+    """
     own = tuple(
         Adjustment(path, "nf", features(module.get_submodule(path))[1] // ranks)
         for path in region.columns
@@ -416,7 +420,9 @@ def _adjustments(
     widths = tuple(
         Adjustment(path, name, value // ranks) for path, name, value in _widths(module, region, parts, ranks)
     )
+    views = tuple(Adjustment(path, VIEWS, ranks) for path, _ in _parents(module, region))
     yield from dict.fromkeys([own, own + counts, own + widths, own + counts + widths])
+    yield from dict.fromkeys([own + views, own + widths + views])
 
 
 def _parents(module: nn.Module, region: Region) -> list[tuple[str, nn.Module]]:
