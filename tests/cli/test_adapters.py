@@ -226,9 +226,14 @@ def bytes_of_four_bits(folder, strategy):
     return found
 
 
-@pytest.mark.parametrize(
-    "strategy", [["parallel_mode"], ["fsdp"], ["fsdp", COMPILED]], ids=["data", "fsdp", "compiled"]
-)
+STRATEGIES = {
+    "data": ["parallel_mode"],
+    "fsdp": ["fsdp"],
+    "compiled": ["fsdp", COMPILED],
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_a_base_in_four_bits_computes_with_its_rounded_values_and_is_predicted(ranks, folder, strategy):
     pytest.importorskip("bitsandbytes")
     for packed, plain in ranks(2).run(bytes_of_four_bits, folder, strategy):

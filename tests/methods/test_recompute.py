@@ -9,8 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright as mw
 from meshwright.cost import Step, memory
+from meshwright.cost.activations import FROM_LOW_RANK, TO_LOW_RANK
 from meshwright.errors import StrategyError
 from meshwright.methods import Checkpoint
+from meshwright.methods.recompute import call_name
+from meshwright.nn import four_bit  # noqa: F401, registers the operator
 from meshwright.planner import Workload
 from meshwright.planner.trace.fake_pass import Pass
 from meshwright.planner.trace.live_tensors import record_saved
@@ -273,3 +276,14 @@ def test_compiled_blocks_recompute_selectively():
         each(x).square().sum().backward()
     for a, b in zip(model.parameters(), changed.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_products_in_four_bits_are_kept_as_products_are():
+    """Compiled code has each as one operator, which names nothing that a policy keeps."""
+    operator = torch.ops.meshwright.four_bit_product.default
+    for rows, columns, name in ((512, 256, "aten.mm"), (512, 16, FROM_LOW_RANK), (16, 512, TO_LOW_RANK)):
+        weight = torch.empty(columns, rows, device="meta")
+        plain = call_name(torch.ops.aten.mm.default, (torch.empty(4, columns, device="meta"), weight))
+        assert (
+            call_name(operator, (torch.empty(4, columns), torch.empty(9), [rows, columns, 1], False)) == plain == name
+        )

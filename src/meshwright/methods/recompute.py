@@ -87,18 +87,24 @@ def operator_name(operator: Any) -> str:
     return schema.name.replace("::", ".") if schema is not None else f"higher_order.{operator.name()}"
 
 
-_WEIGHT_AT = {"aten.addmm": 2, "aten.mm": 1}  # which argument of a product is a weight
+# Rows and columns of a product's weight, by its arguments.
+_WEIGHT_IN: Mapping[str, Callable[[tuple[Any, ...]], tuple[int, int]]] = {
+    "aten.addmm": lambda args: args[2].shape,
+    "aten.mm": lambda args: args[1].shape,
+    "meshwright.four_bit_product": lambda args: (args[2][1], args[2][0]),
+}
+_INSIDE = {"meshwright.four_bit_product": "aten.mm"}  # compiled code has it as one operator: see nn/four_bit.py
 _LOW_RANK, _NARROWER = 128, 8
 
 
 def call_name(operator: Any, args: tuple[Any, ...]) -> str:
     """Return the name by which recomputation chooses a call: an operator's, or that of products of low rank."""
     name = operator_name(operator)
-    if name not in _WEIGHT_AT:
+    if name not in _WEIGHT_IN:
         return name
-    rows, columns = args[_WEIGHT_AT[name]].shape
+    rows, columns = _WEIGHT_IN[name](args)
     if not is_of_low_rank(rows, columns):
-        return name
+        return _INSIDE.get(name, name)
     return FROM_LOW_RANK if rows < columns else TO_LOW_RANK
 
 
