@@ -456,8 +456,8 @@ def _without_ones(*axes: tuple[str, int]) -> tuple[tuple[str, int], ...]:
 # [Note: choice within the error] Predictions of two plans for the same model are off by about 8 % against each other,
 # so a plan that is 3 % faster on paper is as likely to be slower. What is certain is what a plan asks of those who
 # run it: copies to the host, more axes, a full device. Plans are therefore ranked by their figure with surcharges: of
-# each method its ``surcharge`` (see :class:`~meshwright.methods.planner_hooks.PlannerHooks`), of a device that is full
-# ``FULL_DEVICE``, and of two axes for samples ``TWO_WAYS``. Those of layouts that published runs use stay within
+# each method its ``surcharge`` (see :class:`~meshwright.methods.planner_hooks.PlannerHooks`), and of a device that is
+# full ``FULL_DEVICE``. Those of layouts that published runs use stay within
 # ``MODEL_ERROR`` (kernels, which plans that are compared have alike, add theirs), so what is faster by more than
 # predictions are off comes first; methods that no published run was compared with may ask for more, and all together
 # for at most ``MOST``. Bounds take the surcharge of the methods, so a search finds what ranking every plan would.
@@ -473,9 +473,6 @@ FULL_DEVICE = 0.02
 
 LONE_SHARDS = 0.05
 """Surcharge of sharding on a single rank: it saves autocast's copies of weights, and nobody expects it."""
-
-TWO_WAYS = 0.005
-"""Surcharge of sharding over some of the ranks with other samples, and replicating over the rest."""
 
 _SAMPLED = ("data", "zero")
 _TOKENS = {"sequence": "tokens", "context": "tokens"}
@@ -497,9 +494,7 @@ def surcharge(plan: Plan) -> float:
     full = min(plan.needed_bytes / usable, 1.0) if usable else 0.0
     axis = plan.step.shard_axis
     lone = axis is not None and plan.step.size(axis) == 1 and plan.step.offloaded is None
-    two = all(plan.step.size(each) > 1 for each in _SAMPLED)
-    own = FULL_DEVICE * full + LONE_SHARDS * lone + TWO_WAYS * two
-    return min(methods_surcharge(plan.strategy.methods) + own, MOST)
+    return min(methods_surcharge(plan.strategy.methods) + FULL_DEVICE * full + LONE_SHARDS * lone, MOST)
 
 
 def family_of(axes: Sequence[tuple[str, int]], methods: Iterable[MethodConfig]) -> Family:
