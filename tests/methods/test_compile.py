@@ -368,10 +368,12 @@ class Convolves(torch.nn.Module):
         return self.activation(self.norm(self.convolution(x)))
 
 
-def _convolving(strategy):
+def _convolving(strategy, *, in_blocks=True):
     torch.manual_seed(0)
     blocks = torch.nn.Sequential(Convolves(3, 4), Convolves(4, 6), Convolves(6, 5))
     model = torch.nn.Sequential(blocks, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(5, 3))
+    if not in_blocks:  # as in a ViT
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 8), torch.nn.Flatten(), torch.nn.Sequential(*_follows()))
     images = torch.randn(10, 4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     job = mw.accelerate(
         model, torch.optim.SGD, loss_func=lambda batch, output: output.square().mean() + output[:, 0].mean(),
@@ -391,7 +393,7 @@ def _convolves():
         patch.setattr("meshwright.methods.compile.compile_forward", noted)
         losses = _convolving([("compile", {"backend": "aot_eager"})])
         _convolving([("compile", {"backend": "eager", "dynamic": True})])
-        _following([("compile", {"backend": "eager"})])
+        _convolving([("compile", {"backend": "eager"})], in_blocks=False)
     assert given == [False, True, None]
     assert losses == pytest.approx(_convolving([]), rel=1e-4)
 
@@ -414,9 +416,13 @@ class Follows(torch.nn.Module):
         return x + torch.tanh(self.layer(x - self.centre))
 
 
+def _follows():
+    return [Follows() for _ in range(3)]
+
+
 def _following(strategy):
     torch.manual_seed(0)
-    blocks = torch.nn.Sequential(*(Follows() for _ in range(3)))
+    blocks = torch.nn.Sequential(*_follows())
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), blocks, torch.nn.Linear(8, 1))
     job = mw.accelerate(
         model, torch.optim.SGD, loss_func=lambda batch, output: (output - batch.sum(-1, keepdim=True)).square().mean(),

@@ -13,7 +13,7 @@ from meshwright.cost.activations import FROM_LOW_RANK, TO_LOW_RANK
 from meshwright.errors import StrategyError
 from meshwright.methods import Checkpoint
 from meshwright.methods.recompute import call_name
-from meshwright.nn import four_bit  # noqa: F401, registers the operator
+from meshwright.nn.four_bit import BLOCK
 from meshwright.planner import Workload
 from meshwright.planner.trace.fake_pass import Pass
 from meshwright.planner.trace.live_tensors import record_saved
@@ -284,6 +284,5 @@ def test_products_in_four_bits_are_kept_as_products_are():
     for rows, columns, name in ((512, 256, "aten.mm"), (512, 16, FROM_LOW_RANK), (16, 512, TO_LOW_RANK)):
         weight = torch.empty(columns, rows, device="meta")
         plain = call_name(torch.ops.aten.mm.default, (torch.empty(4, columns, device="meta"), weight))
-        assert (
-            call_name(operator, (torch.empty(4, columns), torch.empty(9), [rows, columns, 1], False)) == plain == name
-        )
+        sizes = [rows, columns, rows * columns // BLOCK]
+        assert call_name(operator, (torch.empty(4, columns), torch.empty(9), sizes, False)) == plain == name

@@ -100,7 +100,7 @@ class Unflattening(Inflexible):
 
 
 class Cutting(Inflexible):
-    """As nanoGPT: cuts by an attribute, and has scores and a mask of its own."""
+    """Cuts by an attribute, and has scores and a mask of its own, as nanoGPT does."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class Cutting(Inflexible):
 
 
 class Timm(Inflexible):
-    """As timm: takes queries, keys and values out of one view."""
+    """Takes queries, keys and values out of one view, as timm does."""
 
     def forward(self, x):
         batch, tokens, width = x.shape

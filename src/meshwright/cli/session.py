@@ -179,7 +179,7 @@ class _Position(NamedTuple):
     run: Mapping[str, object] = {}
     """The table of the training file."""
     contents: object = None
-    """As ``Loaded.contents``."""
+    """See ``Loaded.contents``."""
 
 
 def _position(store: CheckpointStore) -> _Position:

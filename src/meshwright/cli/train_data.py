@@ -33,7 +33,7 @@ class Loaded:
     kept_aside: tuple[tuple[str, Dataset[Any]], ...] = ()
     """By the name of each source, the part of it to validate on."""
     contents: tuple[dict[str, Any], ...] = ()
-    """Of each source its name, its sequences and a hash, for a run that is resumed to know whether it has changed."""
+    """Name, number of sequences and hash of each source, by which a run that is resumed knows whether it changed."""
 
     def start_at(self, samples_seen: int) -> None:
         """Skip the samples that the run has seen before."""

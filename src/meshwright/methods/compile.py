@@ -70,18 +70,19 @@ def _own_parts(module: nn.Module) -> Iterator[None]:
         yield
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_OVER_IMAGES = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_OVER_TOKENS = (nn.Conv1d, nn.ConvTranspose1d)
 
 
 def _is_left_alone(module: nn.Module) -> bool:
     """Return whether a search compiles no block with such a module; a forward of the instance would stay as it is."""
     # What compiled code saves of dense convolutions is not predicted well (25 % too little of a ResNet's blocks).
-    if isinstance(module, _CONVOLUTIONS) and (module.groups == 1 or isinstance(module, nn.Conv1d)):
-        return True
+    is_dense = isinstance(module, _OVER_IMAGES) and module.groups == 1
     # Beside recomputation a block with running statistics is not compiled: see PlainWhereBuffersChange.
     has_statistics = isinstance(module, AnyBatchOrInstanceNorm) and module.track_running_stats
     has_norms = bool(getattr(module, "lora_magnitude_vector", None))
-    return has_statistics or has_norms or "forward" in vars(module)
+    loops = isinstance(module, _OVER_TOKENS)  # of state spaces
+    return is_dense or loops or has_statistics or has_norms or "forward" in vars(module)
 
 
 class Compile(Method):
@@ -142,8 +143,8 @@ class Compile(Method):
     dynamic: bool | None = None
     """Whether shapes may change without compiling again; None decides by the shapes that it sees.
 
-    Blocks with convolutions are compiled for each shape then: those of one class have other shapes in every stage of a
-    model, and inductor fails on batch normalisation of sizes that it does not know."""
+    Blocks with convolutions over images are compiled for each shape then: those of one class have other shapes in every
+    stage of a model, and inductor fails on batch normalisation of sizes that it does not know."""
     fullgraph: bool = False
     """Refuse a block that cannot be compiled as one graph, in its first step."""
     activation_budget: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -285,8 +286,9 @@ class Compile(Method):
                     stack.enter_context(grouped_keys())
                 yield
 
-        has_convolutions = any(isinstance(each, _CONVOLUTIONS) for each in job.model.modules())
-        dynamic = False if self.dynamic is None and has_convolutions else self.dynamic
+        targets = self._targets(job.model)
+        over_images = any(isinstance(each, _OVER_IMAGES) for target in targets for each in target.modules())
+        dynamic = False if self.dynamic is None and over_images else self.dynamic
         options = {"backend": self.backend, "dynamic": dynamic, "fullgraph": self.fullgraph}
         if self.mode is not None:
             options["mode"] = self.mode
@@ -294,8 +296,7 @@ class Compile(Method):
                 job.notices.append(
                     f"compile: {job.device.type} has no CUDA graphs; mode 'reduce-overhead' changes nothing"
                 )
-        runs_plain = PlainWhereBuffersChange() if job.recomputed else lambda module: False
-        compile_forward(self._targets(job.model), context, runs_plain, **options)
+        compile_forward(targets, context, PlainWhereBuffersChange() if job.recomputed else None, **options)
 
     def cost(self, step: Step) -> Step:
         """Fuse what runs between products, and run backward in one part.

@@ -67,12 +67,9 @@ def follow_thawing(model: nn.Module) -> None:
     frozen = [group for unit in units for group in parameter_groups(unit)]
 
     def follow(module: nn.Module, args: Any) -> None:
-        nonlocal frozen
-        still = [group for group in frozen if not any(each.sharded_param.requires_grad for each in group.fsdp_params)]
-        for group in frozen if len(still) < len(frozen) else ():
-            if group not in still:
-                set_gradient_dtypes(group)
-        frozen = still
+        for group in [each for each in frozen if any(p.sharded_param.requires_grad for p in each.fsdp_params)]:
+            set_gradient_dtypes(group)
+            frozen.remove(group)
 
     model.register_forward_pre_hook(follow)
 

@@ -352,7 +352,7 @@ _MARK = "_forward_is_compiled"
 def compile_forward(
     modules: Iterable[nn.Module],
     context: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
-    runs_plain: Callable[[nn.Module], bool] = lambda module: False,
+    runs_plain: Callable[[nn.Module], bool] | None = None,
     **options: Any,
 ) -> None:
     """Compile the forwards of modules in place; modules of one class share the compiled code.
@@ -363,7 +363,7 @@ def compile_forward(
     Args:
         modules: Not inside each other.
         context: Makes a context that is entered around every call of a module: torch compiles in the first ones.
-        runs_plain: Whether the next call of a module is to run as it is.
+        runs_plain: Whether the next call of a module is to run as it is; None: none is.
         options: Keyword arguments of ``torch.compile``.
     """
     from meshwright.runtime.torch_internals.compilers import dynamo
@@ -382,14 +382,14 @@ def compile_forward(
 def _compiled_class(
     cls: type[nn.Module],
     context: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
-    runs_plain: Callable[[nn.Module], bool],
+    runs_plain: Callable[[nn.Module], bool] | None,
     options: dict[str, Any],
 ) -> type[nn.Module]:
     compiled = torch.compile(cls.forward, **options)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A cache knows the layer, so that each would be compiled anew: texts are written without.
-        is_plain = any(map(is_cache, (*args, *kwargs.values()))) or runs_plain(self)
+        is_plain = any(map(is_cache, (*args, *kwargs.values()))) or (runs_plain is not None and runs_plain(self))
         with context(self):
             return cls.forward(self, *args, **kwargs) if is_plain else compiled(self, *args, **kwargs)
 

@@ -98,13 +98,24 @@ def refuse_code(weights_only: bool | None) -> None:
         )
 
 
-def read_other_state(folder: Path) -> dict[str, Any]:
+def read_other_state(folder: Path, before: str) -> dict[str, Any]:
     """Read all of a checkpoint but weights and optimizer states, without running code.
 
+    Args:
+        folder: The checkpoint.
+        before: Until when a user may load weights otherwise, for the error.
+
     Raises:
-        CheckpointError: When it holds objects for which torch would have to.
+        CheckpointError: When it is none, or holds objects for which torch would have to run code.
     """
     path = folder / OTHER_STATE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} is no checkpoint of this strategy",
+            expected=f"a folder with {OTHER_STATE}, as this strategy writes it",
+            got="a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "nothing",
+            fix=f"load the state_dict of a file of another strategy into the module before {before}",
+        )
     try:
         found: dict[str, Any] = torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:

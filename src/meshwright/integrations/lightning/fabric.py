@@ -223,14 +223,7 @@ class FabricStrategy(DDPStrategy):
                 fix="pass one; fabric.load_raw does not read folders",
             )
         with same_on_every_rank():
-            if not (folder / OTHER_STATE).is_file():
-                raise CheckpointError(
-                    f"{folder} is no checkpoint of this strategy",
-                    expected=f"a folder with {OTHER_STATE}, as fabric.save writes it",
-                    got="a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "nothing",
-                    fix="load the state_dict of a file of another strategy into the module before fabric.setup",
-                )
-            others = read_other_state(folder)
+            others = read_other_state(folder, "fabric.setup")
         for name, value in state.items():
             if isinstance(value, nn.Module):
                 load(self.job_of(value).model, folder / name, strict=strict)

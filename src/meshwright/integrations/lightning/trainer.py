@@ -32,7 +32,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from meshwright.errors import CheckpointError, ConfigError, DataError
+from meshwright.errors import ConfigError, DataError
 from meshwright.integrations.lightning.common import (
     OTHER_STATE,
     Distribution,
@@ -334,14 +334,7 @@ class TrainerStrategy(DDPStrategy):
         refuse_code(weights_only)
         folder = Path(self.broadcast(checkpoint_path))
         with same_on_every_rank():
-            if not (folder / OTHER_STATE).is_file():
-                raise CheckpointError(
-                    f"{folder} is no checkpoint of this strategy",
-                    expected=f"a folder with {OTHER_STATE}, {_WEIGHTS} and {_OPTIMIZER}",
-                    got="a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "nothing",
-                    fix="load the state_dict of a file of another strategy into the module before fit",
-                )
-            found = read_other_state(folder)
+            found = read_other_state(folder, "fit")
         return {**found, "folder": str(folder)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -130,7 +130,7 @@ class NarrowViews(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func in _VIEWS and not kwargs:
-            tensor, shape = args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+            tensor, shape = args[0], args[1] if isinstance(args[1], tuple | list | torch.dtype) else args[1:]
             return func(tensor, self._narrowed(tensor.shape, shape))
         return func(*args, **(kwargs or {}))
 
@@ -146,7 +146,7 @@ class NarrowViews(TorchFunctionMode):
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 
-def narrow_views(forward: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> Any:
+def narrow_views(ranks: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a module's forward with the views of a rank's part of the features."""
     with NarrowViews(ranks):
         return forward(*args, **kwargs)
@@ -262,7 +262,7 @@ def adjusted(block: nn.Module, adjustments: tuple[Adjustment, ...]) -> Iterator[
     for adjustment in counts:
         setattr(block.get_submodule(adjustment.path), adjustment.name, adjustment.value)
     for module, ranks in viewing:
-        module.__dict__["forward"] = functools.partial(narrow_views, module.forward, ranks)
+        module.__dict__["forward"] = functools.partial(narrow_views, ranks, module.forward)
     try:
         yield
     finally:

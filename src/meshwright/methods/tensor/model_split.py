@@ -374,14 +374,10 @@ class Split:
         """Set the attributes that count heads or features to a rank's share, and adjust views."""
         for adjustment in self.adjustments:
             module = model.get_submodule(adjustment.path)
-            if adjustment.name != VIEWS:
+            if adjustment.name == VIEWS:
+                wrap_method(module, "forward", functools.partial(narrow_views, adjustment.value))
+            else:
                 setattr(module, adjustment.name, adjustment.value)
-                continue
-
-            def narrow(forward: Any, *args: Any, ranks: int = adjustment.value, **kwargs: Any) -> Any:
-                return narrow_views(forward, ranks, *args, **kwargs)
-
-            wrap_method(module, "forward", narrow)
 
     def summary(self, model: nn.Module, ranks: int) -> str:
         """Describe the split in one line; layers of the same name in different blocks appear once."""
